@@ -105,7 +105,7 @@ def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
         }
         config = load_config("sft", [f"--{key}={value}" for key, value in keys.items()])
         tokenizer = load_tokenizer(config.model, config.tokens)
-        data = load_training_data(config, lambda _: tokenizer)
+        data = load_training_data(config, tokenizer)
         args = build_training_arguments(config, read_launch(), has_eval=False)
         attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=True)
         model = load_causal_lm(config.model, attention.implementation)

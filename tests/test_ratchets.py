@@ -25,6 +25,10 @@ MAX_FOLDER_MODULES = 15
 MODULES_WITHOUT_A_TEST: frozenset[str] = frozenset()
 """Modules that have no test file yet. This list may only shrink."""
 
+MIN_SHARED_LINES = 100
+FRAGMENTS = frozenset({"recipes_lib/corpus/mixing.py"})
+"""Short modules with one importer in their own folder that are not merged into it yet. This list may only shrink."""
+
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 SHADOWED_BY_A_RECIPE = {"evaluate", "datasets", "tokenize", "profile", "trl", "peft", "accelerate", "torch", "types"}
 """A script's folder is first on ``sys.path``: a recipe of this name would hide the module."""
@@ -107,13 +111,12 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         # A trainer is built by upstream's arguments alone.
         (
             "src/recipes_lib/training/layouts/launch_environment.py",
-            "src/recipes_lib/training/layouts/pipeline_trainer.py",
+            "src/recipes_lib/training/layouts/pipeline.py",
             "src/recipes_lib/training/trainers/recipe_trainer.py",
             "src/recipes_lib/training/checkpoints/saver.py",
             "src/recipes_lib/training/forgetting/fisher_command.py",
             "src/recipes_lib/publish/final_model.py",
-            "src/recipes_lib/commands/sample_pairs.py",
-            "src/recipes_lib/commands/distill/distill_write.py",
+            "src/recipes_lib/commands/sampling.py",
             "src/recipes_lib/commands/distill/distill_store.py",
         ),
     ),
@@ -253,8 +256,7 @@ def find_circles(sources: Mapping[str, str]) -> list[list[str]]:
     Args:
         sources: Path below ``src/`` -> text.
     """
-    names = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in sources}
-    graph = {name: _imported(ast.parse(sources[path])) & (names.keys() - {name}) for name, path in names.items()}
+    graph = _build_graph(sources)
     reached: dict[str, set[str]] = {}
     for name in graph:
         found: set[str] = set()
@@ -266,6 +268,28 @@ def find_circles(sources: Mapping[str, str]) -> list[list[str]]:
         reached[name] = found
     circles = {frozenset(other for other in reached[name] if name in reached[other]) for name in graph}
     return sorted(sorted(circle) for circle in circles if circle)
+
+
+def find_fragments(sources: Mapping[str, str]) -> list[str]:
+    """Modules of less than ``MIN_SHARED_LINES`` that one other imports, in the same folder: they are a part of it.
+
+    Args:
+        sources: Path below ``src/`` -> text.
+    """
+    graph, fragments = _build_graph(sources), []
+    for path, text in sources.items():
+        name = path.removesuffix(".py").replace("/", ".")
+        importers = [other for other, imported in graph.items() if name in imported]
+        is_within = [other.rpartition(".")[0] for other in importers] == [name.rpartition(".")[0]]
+        if is_within and len(text.splitlines()) < MIN_SHARED_LINES:
+            fragments.append(path)
+    return sorted(fragments)
+
+
+def _build_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Module -> modules that it imports, of those given."""
+    names = {".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"): path for path in sources}
+    return {name: _imported(ast.parse(sources[path])) & (names.keys() - {name}) for name, path in names.items()}
 
 
 def _imported(tree: ast.Module) -> set[str]:
@@ -347,6 +371,28 @@ def test_folders_are_kept_small() -> None:
 def test_no_modules_import_each_other() -> None:
     sources = {path.removeprefix("src/"): text for path, text in read_python("src/").items()}
     assert find_circles(sources) == []
+
+
+def test_no_module_is_a_fragment_of_its_only_importer() -> None:
+    sources = {path.removeprefix("src/"): text for path, text in read_python("src/").items()}
+    assert find_fragments(sources) == sorted(FRAGMENTS)
+
+
+@pytest.mark.parametrize(
+    ("sources", "is_fragment"),
+    [
+        ({"house/b.py": "from house.a import f"}, True),
+        ({"house/b.py": "def g():\n    from house import a"}, True),
+        ({"house/b.py": "from house.a import f", "house/c.py": "from house.a import f"}, False),
+        ({"house/b.py": "from house.a import f", "yard/c.py": "from house.a import f"}, False),
+        ({"yard/b.py": "from house.a import f"}, False),
+        ({"house/b.py": "import os"}, False),
+    ],
+)
+def test_a_fragment_is_found(sources: dict[str, str], is_fragment: bool) -> None:
+    planted = {"house/__init__.py": "", "house/a.py": "x = 1\n" * 99, **sources}
+    assert find_fragments(planted) == (["house/a.py"] if is_fragment else [])
+    assert find_fragments(planted | {"house/a.py": "x = 1\n" * 100}) == []
 
 
 def test_every_module_has_its_test_file() -> None:

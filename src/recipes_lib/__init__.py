@@ -1,3 +1,22 @@
-"""Recipes for training a language model from raw text to a published assistant."""
+"""Recipes for training a language model from raw text to a published assistant.
 
+>>> from recipes_lib import check, load_run, train
+>>> run = train("sft", config="sft.yaml", learning_rate=1e-5)
+>>> run.path, run.metrics[-1]["eval_loss"]
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from recipes_lib.api import check, load_run, train
+
+__all__ = ["__version__", "check", "load_run", "train"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Commands import this package before they know whether anything has to be loaded.
+    if name in ("check", "load_run", "train"):
+        return getattr(importlib.import_module("recipes_lib.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

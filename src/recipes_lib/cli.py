@@ -28,7 +28,7 @@ COMMANDS = {
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
     "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
     "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
-    "run": Command("recipes_lib.commands.run:main", "run a pipeline of stages from one YAML file"),
+    "run": Command("recipes_lib.commands.pipeline.run:main", "run a pipeline of stages from one YAML file"),
     "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
     "preview": Command(
         "recipes_lib.commands.prepare:preview", "show what the model will be trained on, token by token"
@@ -48,7 +48,7 @@ COMMANDS = {
         "distil through teacher assistants, and compare with none",
     ),
     "distill-write": Command(
-        "recipes_lib.commands.distill.distill_write:main",
+        "recipes_lib.commands.sampling:main_answers",
         "sample a teacher's answers to prompts, as training rows",
     ),
     "tokenizer": Command(
@@ -56,7 +56,7 @@ COMMANDS = {
     ),
     "plan": Command("recipes_lib.commands.plan:main", "estimate parameters, memory, time and cost of a run"),
     "sample-pairs": Command(
-        "recipes_lib.commands.sample_pairs:main", "make preference pairs of a policy's own answers, by its rewards"
+        "recipes_lib.commands.sampling:main_pairs", "make preference pairs of a policy's own answers, by its rewards"
     ),
     "fisher": Command(
         "recipes_lib.training.forgetting.fisher_command:main",
@@ -68,7 +68,8 @@ COMMANDS = {
         "recipes_lib.publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"
     ),
     "reproduce": Command("recipes_lib.commands.reproduce:main", "restore a published run, and report the differences"),
-    "report": Command("recipes_lib.commands.prepare:report", "make report.html from an output directory"),
+    "report": Command("recipes_lib.commands.prepare:report", "make report.html of a run, or compare several"),
+    "runs": Command("recipes_lib.report.overview:main", "list the runs below a folder: status, step, loss, age"),
     "prove": Command(
         "recipes_lib.commands.prove:main", "hold results, speed and memory of this machine against what is known"
     ),

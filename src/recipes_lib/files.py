@@ -41,7 +41,7 @@ def read_json(path: Path, *, remedy: str = "") -> Any:
     except RecursionError:
         raise _refuse(path, "is nested too deeply", remedy) from None
     except ValueError as error:  # No JSON, no UTF-8, or a number of thousands of digits.
-        raise _refuse(path, f"is no JSON: {error}", remedy) from error
+        raise _refuse(path, f"is not JSON: {error}", remedy) from error
 
 
 def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -> dict[str, Any]:
@@ -73,6 +73,13 @@ def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, reme
     ]
     if wrong:
         raise DataError(Problem(where, "is not as it was written: " + ", ".join(wrong), remedy))
+
+
+def parse_number(value: Any) -> float | None:
+    """Return a figure of a record; NaN and infinities are written as strings. ``None`` of what is none."""
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:

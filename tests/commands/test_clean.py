@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.corpus.texts import write_rows
 from tests.forked import ROOT
 
 from recipes_lib.cli import main as run_recipes
@@ -55,7 +56,7 @@ def test_reading_a_source_too_often_is_a_warning():
     manifest = {
         "steps": {"read": {"documents_in": 1, "documents_out": 1}},
         "notes": [],
-        "mixture": [{"name": "a", "epochs": 5.5, "too_often": True}],
+        "sources": [{"label": "a", "kind": "text", "documents": 1, "epochs": 5.5, "too_often": True}],
         "tokens": 7,
         "documents": 1,
         "bytes": 10,
@@ -63,6 +64,24 @@ def test_reading_a_source_too_often_is_a_warning():
     lines = describe(manifest, "out")
     assert lines[0] == "warning: a would be read 5.5 times; above 4 its value decays"
     assert "7 tokens" in lines[-1]
+
+
+def test_what_an_evaluation_asks_is_protected(tmp_path, capsys):
+    question = " ".join(f"item{at}" for at in range(20))
+    (tmp_path / "exam.jsonl").write_text(json.dumps({"q": question}) + "\n")
+    (tmp_path / "exam.yaml").write_text(
+        f"task: exam\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/exam.jsonl}}}}\n"
+        "output_type: generate_until\ntest_split: test\ndoc_to_text: '{{q}}'\ndoc_to_target: a\n"
+    )
+    (tmp_path / "eval.yaml").write_text(
+        f"model_name_or_path: {tmp_path}/not-yet\ntasks: [exam]\ninclude_path: [{tmp_path}]\noutput_dir: x\n"
+    )
+    write_rows(tmp_path / "leak.jsonl", [f"see {question}", "another text"])
+    flags = ["--sources", f"[{{name: {tmp_path}/leak.jsonl}}]", "--benchmarks_of", f"[{tmp_path}/eval.yaml]"]
+    assert run_recipes(["clean", *flags, "--output_dir", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert json.loads((tmp_path / "out" / "corpus.json").read_text())["decontamination"] == {"exam": 1}
+    assert run_recipes(["clean", *flags[:2], "--output_dir", "x", "--benchmarks_of", "[gone.yaml]"]) == 2
+    assert "gone.yaml" in capsys.readouterr().err
 
 
 def test_without_the_extra_the_error_names_it(config, monkeypatch):

@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.data.test_row_file import Killed, killed_after
+from tests.commands.test_row_file import Killed, killed_after
 
-from recipes_lib.commands.sample_pairs import Answered, PairCounts, choose_pair, sample_pairs
+from recipes_lib.commands.sampling import Answered, PairCounts, RowFile, choose_pair, sample_pairs
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.data.row_file import RowFile
 from recipes_lib.data.sources.formats import canonicalize, detect_format
 
 

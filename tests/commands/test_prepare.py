@@ -33,6 +33,21 @@ def test_prepare_says_what_it_made_and_that_a_second_time_nothing_is_to_do(argv,
     assert first.split("key")[1] == second.split("key")[1]
 
 
+def test_named_held_out_sets_are_prepared_too(argv, tmp_path, capsys):
+    assert main(["prepare", *argv]) == 0
+    alone = capsys.readouterr().out
+    more = tmp_path / "more.jsonl"
+    more.write_text((tmp_path / "chats.jsonl").read_text().replace("<b>", ""))
+    assert main(["prepare", *argv, f"--eval_datasets={{more: '{more}'}}"]) == 0
+    told = capsys.readouterr().out
+    assert "prepared in" in told
+    # The training rows are those that were there.
+    assert re.search(r"key .*", told).group() == re.search(r"key .*", alone).group()
+    assert len(re.findall(r"^more: /", told, re.MULTILINE)) == 1
+    assert main(["prepare", *argv, f"--eval_datasets={{more: '{more}'}}"]) == 0
+    assert "already prepared" in capsys.readouterr().out
+
+
 def test_a_second_prepare_imports_neither_torch_nor_transformers(argv, capsys):
     assert main(["prepare", *argv]) == 0
     code = (

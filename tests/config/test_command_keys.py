@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes_lib.config.command_keys import Given, expand_paths, read_given
+from recipes_lib.config.loader import Given, expand_paths, read_given
 
 
 def test_flags_over_the_file_with_their_places(tmp_path: Path) -> None:

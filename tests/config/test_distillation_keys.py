@@ -8,7 +8,11 @@ import pytest
 @pytest.mark.parametrize(
     ("lines", "line", "words"),
     [
-        ("teacher_top_k: 64\nmax_steps: 9\nwarmup_steps: 0\ndataset_streaming: true", 5, "looked up by row"),
+        (
+            "teacher_top_k: 64\nmax_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nmax_length: 64",
+            5,
+            "looked up by row",
+        ),
         ("beta: 0.5", 5, "`distillation_beta`"),
         ("temperature: 2.0", 5, "`distillation_temperature`"),
         ("max_completion_length: 64", 5, "`response_length`"),

@@ -14,8 +14,8 @@ import pytest
         ("sft", "replay_from: ./nowhere", 5, "does not exist"),
         (
             "sft",
-            "max_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nreplay_dataset: me/old",
-            8,
+            "max_length: 64\nmax_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nreplay_dataset: me/old",
+            9,
             "no rows to count",
         ),
         ("sft", "ewc_fisher: identity", 5, "has no effect"),

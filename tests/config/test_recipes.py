@@ -10,8 +10,8 @@ from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.recipes import BOUNDS, CHOICES, NOTES, SHARE_OR_COUNT, read_choices, read_defaults, read_refused
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.values import is_secret_key
 
 
 def test_the_policy_speaks_of_keys_that_exist() -> None:

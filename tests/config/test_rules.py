@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from recipes_lib.config.loader import load_config
@@ -12,8 +14,12 @@ from recipes_lib.errors import ConfigError
         ("dataset_mixture: [{name: a/b}]", 5, ["dataset_name", "recipe.yaml:2"]),
         ("dataset_test_split: test\ntest_split_size: 10", 6, ["recipe.yaml:5"]),
         ("fp16: true\nbf16: true", 6, ["fp16"]),
-        ("dataset_streaming: true", 5, ["max_steps"]),
-        ("max_steps: 5\ndataset_streaming: true\ntest_split_size: 0.1\nwarmup_steps: 0", 7, ["share"]),
+        ("dataset_streaming: true\nmax_length: 64", 5, ["max_steps"]),
+        (
+            "max_steps: 5\ndataset_streaming: true\ntest_split_size: 0.1\nwarmup_steps: 0\nmax_length: 64",
+            7,
+            ["held out of a stream"],
+        ),
         ("overlong: truncate", 5, ["max_length"]),
         ("max_length: null\noverlong: drop", 6, ["max_length"]),
         ("trust_remote_code: true", 5, ["trust_remote_code"]),
@@ -49,7 +55,11 @@ from recipes_lib.errors import ConfigError
         ("load_best_model_at_end: true\nsave_steps: 30", 5, ["multiple"]),
         ("dataloader_prefetch_factor: 2", 5, ["workers"]),
         ("max_rollbacks: 2\nsave_strategy: no", 5, ["no effect: `save_strategy` is"]),
-        ("max_rollbacks: 2\nmax_steps: 9\ndataset_streaming: true\nwarmup_steps: 0", 5, ["dataset_streaming"]),
+        (
+            "max_rollbacks: 2\nmax_steps: 9\ndataset_streaming: true\nwarmup_steps: 0\nmax_length: 64",
+            5,
+            ["dataset_streaming"],
+        ),
         ("save_keep_steps: 100", 5, ["save_keep_steps", "multiple"]),
         ("save_keep_steps: 100\nsave_steps: 30", 5, ["save_keep_steps", "multiple"]),
         ("save_keep_steps: 100\nsave_strategy: no", 5, ["no effect: `save_strategy` is"]),
@@ -65,7 +75,7 @@ def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: 
 @pytest.mark.parametrize(
     "lines",
     [
-        "max_steps: 10\nwarmup_steps: 0.1\ndataset_streaming: true\ntest_split_size: 100",
+        "max_steps: 10\nwarmup_steps: 0.1\ndataset_streaming: true\nmax_length: 64",
         "max_steps: -1\nnum_train_epochs: 1",
         f"trust_remote_code: true\nmodel_revision: {'a' * 40}",
         "load_best_model_at_end: true",
@@ -100,7 +110,7 @@ def test_what_a_mixture_says_of_each_part_is_not_said_beside_it(problems_of, key
 
 
 def test_a_broken_value_is_not_reported_as_a_contradiction_too(problems_of) -> None:
-    assert len(problems_of("max_steps: x\ndataset_streaming: true\n")) == 1
+    assert len(problems_of("max_steps: x\ndataset_streaming: true\nmax_length: 64\n")) == 1
     assert len(problems_of("max_length: x\noverlong: drop\n")) == 1
 
 
@@ -267,3 +277,37 @@ def test_optimizers_that_round_at_random_may_hold_bfloat16(problems_of, optim: s
 def test_a_single_loss_may_be_a_scalar(write) -> None:
     path = write("model_name_or_path: o/m\ndataset_name: o/d\noutput_dir: out\nloss_type: ipo\n")
     assert load_config("dpo", ["--config", str(path)]).training["loss_type"] == ["ipo"]
+
+
+def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
+    text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [{name: a/b}]\nmax_steps: 1\n"
+    problems = problems_of("dataset_streaming: true\ntest_split_size: 5\n", text=text)
+    assert sorted((problem.where, problem.remedy) for problem in problems) == [
+        ("recipe.yaml", "set max_length"),
+        ("recipe.yaml:5", "set it to false, or mix the data on disk first"),
+        ("recipe.yaml:6", "name held-out data: dataset_test_split"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ('dataset_mixture=[{"name": "a/b", "weight": 60}, {"name": "c/d"}]', "a `weight` is a share of the mixture"),
+        ('dataset_mixture=[{"name": "a/b", "weight": true}]', "weight` is 'true'"),
+        ('dataset_mixture=[{"name": "a/b", "repeat": NaN}]', "repeat` is 'NaN'"),
+        ('dataset_mixture=[{"name": "a/b", "format": "chat"}]', "format` is 'chat'"),
+        ('dataset_mixture=["a/b"]', "`dataset_mixture[0]` is 'a/b'"),
+        ("dataset_mixture=[]", "is empty"),
+        ("dataset_columns=[1]", "a list"),
+        ('eval_datasets={"x": {"name": "a/b", "split": 3}}', "`eval_datasets: x` has `split: 3`"),
+        ('eval_datasets={"x": {"name": "a/b", "format": "chat"}}', "`eval_datasets: x` has `format: chat`"),
+        ('eval_datasets={"x": {"name": "a/b", "columns": [1]}}', "`eval_datasets: x` has `columns: [1]`"),
+        ('eval_datasets={"x": {"split": "a"}}', "`eval_datasets: x` is no dataset"),
+        *((f"test_split_size={size}", "`test_split_size` is") for size in ("0", "-1", "1.5", "nan", "inf", "true")),
+    ],
+)
+def test_what_reads_data_is_given_nothing_that_cannot_be_meant(data: str, told: str) -> None:
+    """``data.sources`` asserts none of it again."""
+    named = [] if data.startswith("dataset_mixture") else ["--dataset_name=a/b"]
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        load_config("sft", [f"--{data}", *named, "--model_name_or_path=a/b", "--output_dir=o"])

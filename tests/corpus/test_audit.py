@@ -7,6 +7,7 @@ from tests.corpus.texts import ENGLISH, GERMAN, make_text, vary
 
 from recipes_lib.corpus import audit
 from recipes_lib.corpus.audit import audit_texts, count_languages
+from recipes_lib.corpus.decontamination import Index
 
 
 def clean_texts(num=60):
@@ -18,6 +19,7 @@ def clean_texts(num=60):
 def test_clean_texts_have_no_warning():
     assert audit_texts(clean_texts()).warnings == []
     assert audit_texts([]).facts == audit_texts([]).warnings == []
+    assert audit_texts(["", " "]).warnings == ["2 of 2 documents (100.0%) are empty or cannot be read"]
 
 
 def test_planted_faults_are_counted():
@@ -49,10 +51,24 @@ def test_languages_are_a_fact_and_single_ones_a_warning():
     assert "single documents are in other languages: de" in found.warnings
 
 
+def test_mixed_languages_are_a_warning():
+    texts = [f"{number} {text}" for number in range(20) for text in (ENGLISH, ENGLISH, GERMAN)]
+    (warning,) = [warning for warning in audit_texts(texts).warnings if "language" in warning]
+    assert warning.startswith("languages are mixed: en 67%, de 33%; ")
+
+
+def test_what_shares_words_with_a_benchmark_is_counted_once_a_document():
+    index, texts = Index(13), clean_texts()
+    for at in (3, 3, 5):
+        index.add("exam", texts[at])
+    (warning,) = audit_texts(texts, index).warnings
+    assert warning == "2 of 60 documents (3.3%) share words with exam"
+
+
 def test_no_more_is_read_than_the_sample(monkeypatch):
     monkeypatch.setattr(audit, "MAX_DOCUMENTS", 5)
     endless = iter(lambda: make_text(random.Random(), 20), None)
-    assert "the first 5 documents" in audit_texts(endless).facts[0]
+    assert "sample: 5 documents" in audit_texts(endless).facts[0]
     monkeypatch.setattr(audit, "MAX_DOCUMENTS", 10**9)
     monkeypatch.setattr(audit, "MAX_BYTES", 1000)
     assert "0.0 MB" in audit_texts(endless).facts[0]

@@ -1,6 +1,7 @@
 """Duplicates against brute force on texts whose similarity is known."""
 
 import random
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from tests.corpus.texts import jaccard, keep_first, make_text, vary
 from recipes_lib.config.corpus import CorpusConfig
 from recipes_lib.corpus import duplicates
 from recipes_lib.corpus.duplicates import (
+    BYTES_COMPARED,
     EXACT,
     KEPT,
     NEAR,
@@ -55,6 +57,31 @@ def test_with_one_hash_a_band_it_is_brute_force(tmp_path, planted):
     config = replace(CONFIG, near_duplicates_bands=64, near_duplicates_rows=1)
     found = find_duplicates(build_table(tmp_path / "h", planted, config), config)
     assert np.flatnonzero(found.status == KEPT).tolist() == keep_first(planted, 0.8)
+
+
+def test_comparing_holds_the_bytes_a_document_that_are_stated(tmp_path):
+    random_, num = np.random.default_rng(0), 200_000
+    bands = random_.integers(0, 1 << 63, (num, CONFIG.near_duplicates_bands), np.uint64)
+    bands[1::100] = bands[::100]  # Two thousand candidates, which are compared.
+    arrays = {
+        "exact": random_.integers(0, 1 << 63, (num, 2), np.uint64),
+        "bands": bands,
+        "num_shingles": np.full(num, 4),
+        "shingles": random_.integers(0, 1 << 32, 4 * num, np.uint32),
+        "num_lines": np.zeros(num, np.int64),
+        "lines": np.zeros(0, np.uint64),
+    }
+    for name, array in arrays.items():
+        np.save(tmp_path / f"00000.{name}.npy", array)
+    find_duplicates(build_table(tmp_path / "few", ["one two three four five six"] * 2), CONFIG)
+    tracemalloc.start()
+    try:
+        table = HashTable([HashFolder(tmp_path, 1, "a")])
+        find_duplicates(table, CONFIG)
+        peak = tracemalloc.get_traced_memory()[1] / num
+    finally:
+        tracemalloc.stop()
+    assert BYTES_COMPARED / 2 < peak <= BYTES_COMPARED, peak
 
 
 def test_every_removed_document_repeats_a_kept_one(tmp_path, planted):

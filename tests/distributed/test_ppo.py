@@ -35,6 +35,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "adapters": SHORT | {"use_peft": True},
     # A target that only some minibatches keep.
     "early_stop": SHORT | {"target_kl": 1e-4, "num_ppo_epochs": 3, "max_steps": 12},
+    # Groups of three, of which any number is sampled again.
+    "dynamic": SHORT
+    | {"num_generations": 3, "steps_per_generation": 3, "num_iterations": 1, "max_steps": 6, "save_steps": 3}
+    | {"reward_funcs": "[tests.rl.test_methods:score_half]", "max_num_gen_batches": 10},
 }
 GROUPS = ("rloo", "grpo")
 CLOCKS = ("time/", "_per_s", "seconds", "memory")
@@ -45,15 +49,19 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     policy = keys_task.write_policy(tmp_path / "policy", 0, num_steps=30)
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 100, seed=5)
 
-    def build(name: str, place: str, batch_size: int) -> list[str]:
+    def build(name: str, place: str, batch_size: int) -> tuple[str, list[str]]:
         keys = {**RUNS[name], "per_device_train_batch_size": batch_size}
-        return keys_task.build_flags(policy, tmp_path / place / name, prompts, **keys)
+        stage, build_flags = (
+            ("grpo", keys_task.build_group_flags) if name == "dynamic" else ("ppo", keys_task.build_flags)
+        )
+        return stage, build_flags(policy, tmp_path / place / name, prompts, **keys)
 
     jobs = [*(build(name, "two", 4) for name in RUNS), build("adapters", "stopped", 4)]
     run_forked("tests.rl.keys_task", json.dumps(jobs), 1)
 
     for name in RUNS:
-        keys_task.train(build(name, "one", 8))
+        stage, flags = build(name, "one", 8)
+        keys_task.train(flags, stage)
         one, two = (tmp_path / place / name for place in ("one", "two"))
         for kind in ("train", "eval"):
             for expected, got in zip(read_events(one, kind), read_events(two, kind), strict=True):
@@ -62,7 +70,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
                     if figure != "kind" and not any(part in figure for part in CLOCKS):
                         assert got[figure] == pytest.approx(value, rel=1e-3, abs=1e-4), f"{name}: {figure}"
         last = max(event["step"] for event in read_events(one))
-        for learner in ("policy", "critic"):
+        for learner in ("policy",) if stage == "grpo" else ("policy", "critic"):
             weights = [load_file(run / f"checkpoint-{last}" / f"{learner}.safetensors") for run in (one, two)]
             for key, value in weights[0].items():
                 torch.testing.assert_close(weights[1][key], value, rtol=1e-3, atol=1e-5)
@@ -72,6 +80,8 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     for learner in ("policy", "critic"):
         weights = [load_file(run / "checkpoint-12" / f"{learner}.safetensors") for run in (two, stopped)]
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    batches = [event["rollout/num_gen_batches"] for event in read_events(tmp_path / "one" / "dynamic")]
+    assert max(batches) > 1
     updates = [event["policy/num_updates"] for event in read_events(tmp_path / "one" / "early_stop")]
     assert 0 < min(updates) < 6
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.evaluation.suites import SUITES, _expand, load_tasks
+from recipes_lib.evaluation.suites import SUITES, _expand, list_datasets, load_tasks
 
 
 def build(tasks: Path, *names: str, **keys: Any) -> EvalConfig:
@@ -52,6 +54,53 @@ def test_data_that_cannot_be_had_are_an_error_with_a_way_out(tmp_path: Path) -> 
     assert "reads local data" in caught.value.problems[0].remedy
 
 
+PUBLISHED = Path(lm_eval.__file__).parent / "tasks"
+QUESTION = {"problem": "What is 1+1?", "solution": "It is $\\boxed{2}$.", "level": "1", "type": "Algebra"}
+INSTRUCTION = {"key": 1, "prompt": "p", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+
+
+def include(folder: Path, task: str, row: dict[str, Any]) -> Path:
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    (folder / "own.yaml").write_text(
+        f"include: {PUBLISHED}/{task}.yaml\ntask: own\ndataset_path: json\ndataset_name: null\n"
+        f"dataset_kwargs: {{data_files: {{train: {folder}/rows.jsonl, test: {folder}/rows.jsonl}}}}\n"
+    )
+    return folder
+
+
+def test_mathematics_and_chats_are_scored_by_what_the_extra_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task,) = load_tasks(build(include(tmp_path, "minerva_math/minerva_math_algebra", QUESTION), "own"))[
+        "tasks"
+    ].values()
+    said = "The final answer is $\\frac{4}{2}$. I hope it is correct."
+    assert task.process_results(task.eval_docs[0], [f"Final Answer: {said}"])["math_verify"] == 1
+    # NLTK looks for data of its own, and without a network asks for them in vain.
+    monkeypatch.setattr("nltk.data.find", lambda _: "here")
+    (task,) = load_tasks(build(include(tmp_path, "ifeval/ifeval", INSTRUCTION), "own"))["tasks"].values()
+    assert task.process_results(task.eval_docs[0], ["no comma"])["prompt_level_strict_acc"] is True
+
+    def find(_: str) -> None:
+        raise LookupError
+
+    monkeypatch.setattr("nltk.data.find", find)
+    with pytest.raises(ConfigError, match="NLTK's punkt_tab, which is not here") as caught:
+        load_tasks(build(tmp_path, "own"))
+    assert "python -m nltk.downloader punkt_tab" in caught.value.problems[0].remedy
+
+
+def test_a_missing_package_is_no_missing_network(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import no_such_package\n")
+    (tmp_path / "own.yaml").write_text(
+        "task: own\ndataset_path: json\noutput_type: generate_until\ntest_split: test\n"
+        "doc_to_text: q\ndoc_to_target: a\nprocess_results: !function own.score\n"
+    )
+    with pytest.raises(ConfigError, match=r"needs a package that is not installed: .*no_such_package") as caught:
+        load_tasks(build(tmp_path, "own"))
+    assert "pip install 'recipes-lib[eval]'" in caught.value.problems[0].remedy
+
+
 def test_an_unknown_task_is_told_with_the_nearest(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from recipes_lib.evaluation import suites
 
@@ -71,6 +120,32 @@ def test_a_suite_is_its_tasks_as_they_were_published() -> None:
     assert expanded["arc_challenge"] == 25
     assert expanded["minerva_math"] is None
     assert set(_expand(replace(config, num_fewshot=2)).values()) == {2}
+
+
+def test_the_questions_of_tasks_are_found_without_loading_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from recipes_lib.evaluation import suites
+
+    index = suites.TaskManager
+    monkeypatch.setattr(suites, "TaskManager", lambda **keys: index(**keys | {"include_defaults": False}))
+    shared = "output_type: generate_until\ndoc_to_text: q\ndoc_to_target: a\n"
+    (tmp_path / "base").write_text(f"dataset_path: org/sets\ntest_split: exam\n{shared}")
+    (tmp_path / "hub.yaml").write_text("task: hub\ntag: all_of_it\ninclude: base\ndataset_name: one\n")
+    (tmp_path / "same.yaml").write_text("task: same\ninclude: base\ndataset_name: one\n")
+    (tmp_path / "local.yaml").write_text(
+        "task: local\ndataset_path: json\nvalidation_split: dev\n"
+        f"dataset_kwargs: {{data_files: {{dev: [{tmp_path}/a.jsonl, b.jsonl], train: c.jsonl}}}}\n{shared}"
+    )
+    (tmp_path / "outer.yaml").write_text("group: outer\ntask: [inner, {task: hub, num_fewshot: 2}]\n")
+    (tmp_path / "inner.yaml").write_text("group: inner\ntask: [local, same]\n")
+    hub = {"name": "org/sets", "config": "one", "split": "exam"}
+    local = [{"name": name, "label": "local"} for name in (f"{tmp_path}/a.jsonl", "b.jsonl")]
+    assert list_datasets(build(tmp_path, "outer")) == [*local, {**hub, "label": "same"}]
+    assert list_datasets(build(tmp_path, "all_of_it")) == [{**hub, "label": "hub"}]
+    (tmp_path / "mute.yaml").write_text(f"task: mute\n{shared}")
+    with pytest.raises(ConfigError, match="where its questions are"):
+        list_datasets(build(tmp_path, "mute"))
+    with pytest.raises(ConfigError, match="no task 'gone'"):
+        list_datasets(build(tmp_path, "gone"))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Faults of PPO: each phase of an iteration is killed, or gives something that is no number."""
+"""Faults of PPO, RLOO and GRPO: each phase of an iteration is killed, or gives something that is no number."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ CALLS = {
     # Phase -> how often a run comes there, at least.
     "sampling": 40,
     "scoring": 6,
-    "reading": 18,
+    "reading": 12,
     "policy update": 20,
     "critic update": 20,
     "ppo saving": 5,
     "ppo samples": 8,
 }
-PHASES = tuple(CALLS)
+CELLS = [(run, phase) for run in (*RUNS, "rloo", "grpo") for phase in CALLS if run in RUNS or phase != "critic update"]
 
 
 def kill_in_a_phase(lab: Laboratory, trial: Trial, random: Random) -> None:
     """Kill a run in each phase of an iteration by turns, at any call of it."""
-    number = int(trial.name)
-    stage, phase = RUNS[number // len(PHASES) % 2], PHASES[number % len(PHASES)]
+    stage, phase = CELLS[int(trial.name) % len(CELLS)]
     call = random.randint(1, CALLS[phase])
     trial.what = f"{stage}, {phase} {call}"
     straight = lab.straight(stage)

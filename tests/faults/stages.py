@@ -43,6 +43,15 @@ _PPO: Mapping[str, Any] = {
     "logging_steps": 1,
     "reward_funcs": "[tests.faults.stages:prefer_short]",
 }
+_GROUPS: Mapping[str, Any] = {
+    "test_split_size": 6,
+    "num_sample_prompts": 2,
+    "response_length": 8,
+    "num_generations": 2,
+    "beta": 0.02,
+    "logging_steps": 1,
+    "reward_funcs": "[tests.faults.stages:prefer_short]",
+}
 OF_STAGE: Mapping[str, Mapping[str, Any]] = {
     # Recipe, and what tells two runs of it apart -> its keys.
     "sft": {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES,
@@ -53,6 +62,8 @@ OF_STAGE: Mapping[str, Mapping[str, Any]] = {
     "reward": {"test_split_size": 6},
     "ppo": _PPO,
     "ppo adapter": _PPO | {"use_peft": "true", "lora_r": 4},
+    "rloo": _GROUPS,
+    "grpo": _GROUPS | {"num_iterations": 2},
 }
 STAGES = tuple(OF_STAGE)
 DATA = {
@@ -61,7 +72,7 @@ DATA = {
     "dpo": "pairs",
     "reward": "pairs",
     "pretrain": "documents",
-    "ppo": "prompts",
+    **dict.fromkeys(("ppo", "rloo", "grpo"), "prompts"),
 }
 
 
@@ -85,13 +96,15 @@ def make_keys(folder: Path, stage: str, num_processes: int = 1, **more: Any) -> 
     """Return the flags of a run but for its ``output_dir``; the batch is the same on one process and on two."""
     recipe = stage.split()[0]
     keys: dict[str, Any] = {"dataset_name": folder / f"{DATA[recipe]}.jsonl"}
-    if recipe != "ppo":
+    if DATA[recipe] != "prompts":
         keys["prepared_dir"] = folder / "prepared"
     if stage == "pretrain":
         keys["tokenizer_name_or_path"] = folder / "tokenizer"
     else:
         keys["model_name_or_path"] = folder / "model"
     batch = {"gradient_accumulation_steps": 2 // num_processes}
+    if recipe in ("rloo", "grpo"):
+        batch["steps_per_generation"] = 4 // num_processes
     return keys | COMMON | OF_STAGE[stage] | batch | more
 
 

@@ -74,7 +74,7 @@ FULL: dict[str, tuple[Fault, int, int]] = {
     "NaN in the data": (partial(broken.not_a_number, "data"), 3, 0),
     "a spike, rolled back": (kills.go_back, 3, 0),
     "the same command twice at once": (broken.start_twice, 3, 1),
-    "kill -9 in a phase of PPO": (answers.kill_in_a_phase, 2 * len(answers.PHASES), 1),
+    "kill -9 in a phase of PPO": (answers.kill_in_a_phase, len(answers.CELLS), 1),
     "kill -9 in PPO's saving": (partial(kills.kill_at, kills.watch_saving, only=answers.RUNS), 10, 0),
     "NaN in PPO's rewards": (partial(answers.no_number, "reward"), 2, 0),
     "NaN in PPO's values": (partial(answers.no_number, "value"), 2, 1),
@@ -139,6 +139,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def import_recipes() -> None:
     """Import all that recipes do, so that every process forked from this one has it."""
+    sys.path.insert(0, str(lives.ROOT / "recipes"))  # As of a script: one recipe is another's main.
     for recipe in {stage.split()[0] for stage in stages.STAGES}:
         runpy.run_path(str(lives.ROOT / "recipes" / f"{recipe}.py"), run_name="imported once for all")
     build.measure_matmul_flops = lambda dtype: 1e9

@@ -23,13 +23,12 @@ from tests.tiny import build_tokenizer, save_model
 
 from recipes_lib.boundary import run_command
 from recipes_lib.commands import merge, reproduce
-from recipes_lib.commands.distill.distill_write import AnswerCounts
+from recipes_lib.commands.sampling import AnswerCounts, RowFile
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.packed.encoding import build_encoder
 from recipes_lib.data.packed.training_data import load_training_data
-from recipes_lib.data.pairs.pair_data import load_pair_data
-from recipes_lib.data.row_file import RowFile
+from recipes_lib.data.pairs.sets import load_pair_data
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.models.heads.scoring import read_scale
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
@@ -38,9 +37,8 @@ from recipes_lib.publish.card import write_card
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import find_damage, write_complete
-from recipes_lib.training.guards.rollback import Rollback, Rollbacks, read_rollbacks
-from recipes_lib.training.layouts.launch_environment import Launch
-from recipes_lib.training.layouts.launch_files import read_launch_file
+from recipes_lib.training.guards.replay import Rollback, Rollbacks, read_rollbacks
+from recipes_lib.training.layouts.launch_environment import Launch, read_launch_file
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run
 
@@ -123,7 +121,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     shutil.copy(ROOT / "accelerate_configs" / "fsdp2.yaml", folder / "launch.yaml")
     config = read_config(folder)
-    load_training_data(config, lambda _: load_tokenizer(config.model, config.tokens))
+    load_training_data(config, load_tokenizer(config.model, config.tokens))
     run = start_run(config, ONE)
     checkpoint = run.output_dir / "checkpoint-2"
     checkpoint.mkdir()
@@ -179,12 +177,12 @@ def read_text(folder: Path) -> None:
 def prepare_chats(folder: Path) -> None:
     config = read_config(folder)
     shutil.rmtree(folder / "prepared", ignore_errors=True)
-    load_training_data(config, lambda _: load_tokenizer(config.model, config.tokens))
+    load_training_data(config, load_tokenizer(config.model, config.tokens))
 
 
 def find_chats(folder: Path) -> None:
     config = read_config(folder)
-    load_training_data(config, lambda _: load_tokenizer(config.model, config.tokens))
+    load_training_data(config, load_tokenizer(config.model, config.tokens))
 
 
 def prepare_pairs(folder: Path) -> None:
@@ -192,7 +190,7 @@ def prepare_pairs(folder: Path) -> None:
     flags |= {"prepared_dir": folder / "prepared pairs"}
     shutil.rmtree(folder / "prepared pairs", ignore_errors=True)
     config = load_config("dpo", [f"--{name}={value}" for name, value in flags.items()])
-    load_pair_data(config, lambda _: load_tokenizer(config.model, config.tokens))
+    load_pair_data(config, load_tokenizer(config.model, config.tokens))
 
 
 def repeat(folder: Path) -> None:

@@ -2,13 +2,15 @@
 
 import importlib.util
 import json
+import random
 import shlex
+from dataclasses import replace
 
 from tests.corpus.texts import make_text, write_rows
 
 from recipes_lib.commands.clean import main as clean
 from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.corpus_audit import say_corpus
+from recipes_lib.inspection.sections import say_corpus
 
 
 def build_config(folder, name, stage="pretrain"):
@@ -24,8 +26,6 @@ def build_config(folder, name, stage="pretrain"):
 
 
 def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):
-    import random
-
     texts = [make_text(random.Random(at), 50) for at in range(20)]
     path = write_rows(tmp_path / "a.jsonl", [*texts, *texts[:3]])
     said = []
@@ -47,6 +47,35 @@ def test_chats_are_looked_at_too(tmp_path):
     say_corpus(build_config(tmp_path, tmp_path / "c.jsonl", "sft"), "chat", said.append)
     assert any("email 1" in line for line in said)
     assert '"kind": "chat"' in said[-1]
+
+
+def test_what_stands_at_the_end_of_a_large_source_is_in_the_sample(tmp_path):
+    random_ = random.Random(0)
+    texts = [make_text(random_, 100) for _ in range(3000)]
+    path = write_rows(tmp_path / "a.jsonl", [*texts, *([f"{texts[0]} a@b.co"] * 3000), ""])
+    said = []
+    say_corpus(build_config(tmp_path, path), "text", said.append)
+    (personal,) = [line for line in said if "personal data" in line]
+    assert 0.3 < float(personal.partition("(")[2].partition("%")[0]) / 100 < 0.7
+
+
+def test_held_out_files_and_evaluations_beside_the_run_are_held_against_the_texts(tmp_path):
+    texts = [make_text(random.Random(at), 50) for at in range(30)]
+    train = write_rows(tmp_path / "train.jsonl", texts)
+    held_out = write_rows(tmp_path / "held.jsonl", [f"{texts[3]} and more"])
+    (tmp_path / "exam.jsonl").write_text(json.dumps({"q": " ".join(texts[5].split()[10:30])}) + "\n")
+    (tmp_path / "exam.yaml").write_text(
+        f"task: exam\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/exam.jsonl}}}}\n"
+        "output_type: generate_until\ntest_split: test\ndoc_to_text: '{{q}}'\ndoc_to_target: a\n"
+    )
+    (tmp_path / "eval.yaml").write_text(f"tasks: [exam]\ninclude_path: [{tmp_path}]\n")
+    config = build_config(tmp_path, train)
+    config = replace(config, data=replace(config.data, dataset_test_split=str(held_out)))
+    said = []
+    say_corpus(config, "text", said.append)
+    assert f"warning: {train}: 1 of 30 documents (3.3%) share words with {held_out}" in said
+    assert f"warning: {train}: 1 of 30 documents (3.3%) share words with exam" in said
+    assert f"--benchmarks_of '[\"{tmp_path}/eval.yaml\"]'" in said[-1]
 
 
 def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from trl import DPOConfig
 from trl import DPOTrainer as TRLTrainer
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.data.pairs.pair_data import load_pair_data
+from recipes_lib.data.pairs.sets import load_pair_data
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
@@ -107,7 +107,7 @@ def train_ours(model_dir: Path, folder: Path, output_dir: Path, **keys: Any) -> 
     config = load_config("dpo", [f"--{name}={_spell(value)}" for name, value in keys.items()])
     launch = read_launch()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    data = load_pair_data(config, lambda _: tokenizer)
+    data = load_pair_data(config, tokenizer)
     args = build_training_arguments(config, launch, has_eval=False)
     attention = choose_pair_attention(config, load_model_config(config.model)[0], args, max_length=data.max_length)
     assert attention.layout == ("shared" if keys["shared_prompt"] else "separate")

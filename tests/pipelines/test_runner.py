@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.pipelines.pipeline import Pipeline, load_pipeline
-from recipes_lib.pipelines.runner import fingerprint, read_figure, run_pipeline
+from recipes_lib.files import try_lock
+from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
+from recipes_lib.pipelines.runner import find_broken_gates, fingerprint, read_figure, run_pipeline
 
 # Appends its arguments to a log, and writes the output of a run.
 WORK = """
@@ -118,6 +120,23 @@ def test_a_gate_stops_what_depends_on_it_every_time(bench: Bench) -> None:
     assert bench.log == ["a", "b", "c"]
 
 
+def test_a_broken_gate_is_not_passed_by_beginning_after_it(bench: Bench) -> None:
+    bench.gate = "< 2"
+    assert bench.go() == 3
+    assert bench.go("c") == 3
+    assert bench.log == ["a", "b"]
+    assert bench.said[-1] == "c needs b: require: eval_loss is 2.5, and has to be < 2"
+
+
+def test_a_figure_that_is_not_there_is_told_with_one_that_is(bench: Bench) -> None:
+    pipeline = bench.load()
+    bench.go("a", "b")
+    stage = replace(pipeline.stages[1], require={"eval_los": "< 3"})
+    assert list(find_broken_gates(stage, Path())) == [
+        f"require: there is no figure 'eval_los' in {stage.output}; did you mean eval_loss?"
+    ]
+
+
 def test_a_stage_whose_needs_are_not_done_is_refused(bench: Bench) -> None:
     with pytest.raises(ConfigError, match="b: needs a, which is not done"):
         bench.go("b")
@@ -133,6 +152,71 @@ def test_an_output_that_is_gone_is_made_again(bench: Bench) -> None:
     (bench.folder / "out" / "c" / "run.json").write_text('{"status": "running"}')
     assert bench.go() == 0
     assert bench.log[-1] == "c"
+
+
+def test_an_output_that_lacks_a_file_is_made_again_and_what_may_go_may_go(bench: Bench) -> None:
+    (bench.folder / "work.py").write_text(
+        WORK.replace("sys.exit", "open(out + '/model.safetensors', 'w').write('weights')\nsys.exit")
+    )
+    bench.go()
+    out = bench.folder / "out" / "c"
+    for name in ("report.html", "checkpoint-3"):
+        (out / name).mkdir()
+        (out / name).rmdir()
+    bench.go()
+    assert bench.log == ["a", "b", "c"]
+    (out / "model.safetensors").unlink()
+    assert bench.go() == 0
+    assert bench.log == ["a", "b", "c", "c"]
+    assert bench.said[-1] == f"c: {out}/model.safetensors is gone"
+    (out / "model.safetensors").write_text("weigh")
+    bench.go()
+    assert bench.said[-1] == f"c: {out}/model.safetensors has 5 bytes, and had 7"
+    assert bench.log == ["a", "b", "c", "c", "c"]
+
+
+def test_the_launch_file_is_part_of_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch = tmp_path / "accelerate_configs" / "mine.yaml"
+    launch.parent.mkdir()
+    launch.write_text("distributed_type: MULTI_GPU\n")
+    path = tmp_path / "p.yaml"
+    path.write_text("stages: {sft: {recipe: sft, launch: mine}}")
+    before = fingerprint(load_pipeline(path), Path())
+    launch.write_text("distributed_type: FSDP\n")
+    assert fingerprint(load_pipeline(path), Path()) != before
+
+
+def test_two_at_once_are_refused(bench: Bench) -> None:
+    out = bench.folder / "out"
+    out.mkdir()
+    with (out / "pipeline.json.lock").open("a") as file:
+        assert try_lock(file)
+        with pytest.raises(ConfigError, match="another `recipes run` works here"):
+            bench.go()
+    assert bench.go() == 0
+
+
+def test_the_time_of_every_attempt_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = bench.folder / "out" / "pipeline.json"
+    monkeypatch.setenv("FAIL_a", "1")
+    assert bench.go() == 1
+    state = json.loads(path.read_text())
+    assert state["stages"]["a"]["seconds"] > 0
+    state["stages"]["a"]["seconds"] = 1000
+    path.write_text(json.dumps(state))
+    monkeypatch.delenv("FAIL_a")
+    assert bench.go() == 0
+    assert json.loads(path.read_text())["stages"]["a"]["seconds"] > 1000
+
+
+@pytest.mark.parametrize("environment", ["", "environment: {A: b}"])
+def test_a_program_that_is_not_there_is_told(tmp_path: Path, environment: str) -> None:
+    (tmp_path / "p.yaml").write_text(f"stages: {{a: {{run: no-such-program x}}}}\n{environment}")
+    pipeline = load_pipeline(tmp_path / "p.yaml", str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="no-such-program x: there is no program 'no-such-program'"):
+        run_pipeline(pipeline, pipeline.stages, lambda _: None)
+    assert json.loads((tmp_path / "out" / "pipeline.json").read_text())["stages"]["a"]["status"] == "stopped"
 
 
 def test_a_record_that_is_broken_is_told(bench: Bench) -> None:
@@ -179,7 +263,7 @@ def test_a_stopped_pipeline_goes_on(bench: Bench, number: signal.Signals) -> Non
     else:
         assert code == 75
     state = json.loads((bench.folder / "out" / "pipeline.json").read_text())["stages"]["a"]["status"]
-    assert state == ("running" if number is signal.SIGKILL else "failed")
+    assert state == ("running" if number is signal.SIGKILL else "stopped")
     (bench.folder / "work.py").write_text(WORK)
     assert bench.go() == 0
     assert bench.log == ["a", "b", "c"]
@@ -190,9 +274,12 @@ def test_figures_are_found_where_runs_leave_them(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"status": "done", "memory": {"peak": 7}}')
     (tmp_path / "eval" / "eval.json").write_text('{"tasks": {"gsm8k": {"scores": {"exact_match": {"value": 0.4}}}}}')
     (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "eval_loss": 1}\n'
+        '{"step": 1, "loss": 3, "acc": 0.9}\n{"step": 2, "loss": 2, "is_best": true}\n'
+        '{"step": 3, "eval_loss": 1, "acc": "nan"}\n'
     )
     found = {
         name: read_figure(tmp_path, name) for name in ("loss", "eval_loss", "memory.peak", "gsm8k.exact_match", "x.y")
     }
+    assert read_figure(tmp_path, "is_best") is None
+    assert not holds("> 0.5", read_figure(tmp_path, "acc") or 1)
     assert found == {"loss": 2, "eval_loss": 1, "memory.peak": 7, "gsm8k.exact_match": 0.4, "x.y": None}

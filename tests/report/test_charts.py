@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,27 @@ def test_every_chart_is_drawn_as_png_and_as_svg_in_the_colours_of_the_page(tmp_p
 
 
 def test_ppo_has_charts_of_its_own(tmp_path: Path) -> None:
-    figures = {"objective/score": 0.5, "objective/kl_seq": 1.0, "objective/length": 9.0, "value/explained_var": 0.3}
+    figures = {
+        **{f"objective/{name}": 0.5 for name in ("score", "kl_seq", "finish_rate", "length")},
+        **{"policy/entropy": 2.0, "policy/clipfrac": 0.1, "value/explained_var": 0.3},
+    }
     train = [{"step": n, "loss": -0.01, **figures} for n in (4, 8)]
     charts = draw_charts(build_run(train, [{"step": 0, "eval_reward": 0.2}]), tmp_path)
-    assert [chart.name for chart in charts] == ["loss", "score", "kl", "length", "explained_variance"]
-    assert "samples" in charts[1].alt
+    leading = ["score", "kl", "entropy", "clip_fraction", "finish_rate", "length"]
+    assert [chart.name for chart in charts] == [*leading, "explained_variance", "loss"]
+    assert "samples" in charts[0].alt
+
+
+@pytest.mark.parametrize("config", [None, {"router_aux_loss_coef": 0.01}])
+def test_curves_of_one_chart_have_one_definition(tmp_path: Path, config: dict[str, float] | None) -> None:
+    """Of a mixed loss only a part is measured on held-out text: that has a chart of its own."""
+    train = [{"step": 1, "loss": 4.0, **({} if config else {"distillation/nll": 3.0})}]
+    run = build_run(train, [{"step": 1, "eval_loss": 3.5}])
+    charts = {chart.name: chart.alt for chart in draw_charts(replace(run, facts={"config": config}), tmp_path)}
+    assert charts["loss"] == "Loss: 4 at step 1"
+    assert charts["heldout_loss"] == "Held-out loss: 3.5 at step 1"
+    plain = draw_charts(build_run([{"step": 1, "loss": 4.0}], [{"step": 1, "eval_loss": 3.5}]), tmp_path)
+    assert plain[0].alt == "Loss: training 4 at step 1; held-out 3.5 at step 1"
 
 
 def test_every_part_of_a_distillation_has_a_chart_and_those_it_has_not_have_none(tmp_path: Path) -> None:
@@ -119,6 +136,19 @@ def test_the_alternative_text_tells_the_ends_of_each_curve(tmp_path: Path) -> No
 
     assert loss.alt == "Loss: training from 4 at step 1 to 2 at step 5; held-out 6 at step 0"
     assert held_out.alt == "Held-out loss: 1.5 at step 0"
+
+
+def test_held_out_sets_are_drawn_by_their_names(tmp_path: Path) -> None:
+    evaluations = [
+        {"step": step, "eval_loss": 2.0, "eval_web_loss": 3.0 - step, "eval_code_loss": 4.0} for step in (0, 1)
+    ]
+    charts = {chart.name: chart.alt for chart in draw_charts(build_run([], evaluations), tmp_path)}
+    assert (
+        charts["heldout_sets"]
+        == "Held-out sets: code from 4 at step 0 to 4 at step 1; web from 3 at step 0 to 2 at step 1"
+    )
+    none = draw_charts(build_run([], [{"step": 0, "eval_loss": 2.0}]), tmp_path)
+    assert "heldout_sets" not in {chart.name for chart in none}
 
 
 def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:

@@ -14,8 +14,11 @@ MANIFEST = {
     "tokens": None,
     "notes": ["a.jsonl:5: <script>"],
     "shards": [{}],
-    "sources": [{"label": "web", "name": "w", "kind": "web", "license": None, "documents": 7, "bytes": 70}],
-    "mixture": [{"name": "data/web", "weight": 1.0, "epochs": 5.0, "too_often": True}],
+    "sources": [
+        {"label": "web", "name": "w", "kind": "web", "license": None, "documents": 7, "bytes": 70}
+        | {"epochs": 5.0, "too_often": True}
+    ],
+    "mixture": [{"name": "data/web", "weight": 1.0}],
     "steps": {
         "read": make_tally(),
         "pii": make_tally(

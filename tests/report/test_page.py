@@ -162,6 +162,22 @@ def test_hostile_facts_are_text_and_nothing_else(tmp_path: Path) -> None:
     assert not {"script", "img"} & set(read_page(tmp_path).elements)
 
 
+def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    samples = [
+        {"step": step, "prompt": f"p{n}?", "completion": f"answer {n}", "stopped": True, "num_tokens": 3}
+        | {"reward": None if n == 20 else float(n * step)}
+        for step in (0, 60)
+        for n in range(21)
+    ]
+    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    text = read_page(tmp_path).text
+    assert [text.find(f"p{n}?") >= 0 for n in range(21)] == [n < 6 or 14 <= n < 20 for n in range(21)]
+    assert text.index("p19?") < text.index("p14?") < text.index("p5?") < text.index("p0?")
+    assert "stopped after 3 tokens, reward 1140" in text
+    assert "at the same random numbers" in text
+
+
 def test_a_huge_run_makes_a_small_page(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=5000)
     samples = [

@@ -48,6 +48,6 @@ def test_words_and_curves_can_be_read_in_every_theme() -> None:
             assert contrast(theme["ink"], theme[ground]) >= 7
         for ground in ("page", "card"):
             assert contrast(theme["muted"], theme[ground]) >= 4.5
-            for name in ("first", "second", "alarm", "good"):
+            for name in ("first", "second", "third", "alarm", "good"):
                 # Text of the verdicts needs more than the stroke of a curve does.
                 assert contrast(theme[name], theme[ground]) >= (4.5 if name in {"second", "good"} else 3)

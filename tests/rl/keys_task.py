@@ -1,7 +1,7 @@
 """A task that a tiny policy learns in seconds: a prompt ends with two keys, and the reward wants one of them repeated.
 
-Run as a script under a launcher it trains as one process of several: ``keys_task.py '[FLAGS, ...]' [RANK]``. That rank
-alone is asked to stop in the second iteration of the last run, which then goes on.
+Run as a script under a launcher it trains as one process of several: ``keys_task.py '[[STAGE, FLAGS], ...]' [RANK]``.
+That rank alone is asked to stop in the second iteration of the last run, of PPO, which then goes on.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ def train_with_a_stop(flags: list[str], *, asked: bool) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs = json.loads(sys.argv[1])
-    for job in jobs[:-1]:
-        train(job)
-    train_with_a_stop(jobs[-1], asked=len(sys.argv) > 2 and sys.argv[2] == os.environ["RANK"])
+    for stage, flags in jobs[:-1]:
+        train(flags, stage)
+    train_with_a_stop(jobs[-1][1], asked=len(sys.argv) > 2 and sys.argv[2] == os.environ["RANK"])
     if is_initialized():
         barrier()
         destroy_process_group()

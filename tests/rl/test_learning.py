@@ -165,7 +165,7 @@ def test_check_b_on_two_processes(fine_tuned, tmp_path):
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 10_240, 6)
     given = ONE_TOKEN | {"seed": 0, "per_device_train_batch_size": 32, "save_strategy": "steps", "save_steps": 320}
     flags = keys_task.build_flags(fine_tuned(0), tmp_path / "b", prompts, **given)
-    run_forked("tests.rl.keys_task", json.dumps([flags]))
+    run_forked("tests.rl.keys_task", json.dumps([["ppo", flags]]))
     policy = LlamaForCausalLM.from_pretrained(fine_tuned(0))
     before = read_logps(policy)
     policy.load_state_dict(load_file(tmp_path / "b" / "checkpoint-320" / "policy.safetensors"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from math import nan
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.rl.test_rollout import build_rollout
 
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl.monitor import (
+    AnswerWatch,
     average_steps,
     correlate,
     describe_rollout,
@@ -20,13 +22,14 @@ from recipes_lib.rl.monitor import (
     verify_first_minibatch,
     verify_first_rollout,
 )
+from recipes_lib.rl.policy_loss import PolicyObjective
 
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
 
 
 def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
     rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 2.0, 3.0, 6.0])
-    figures = describe_rollout(rollout, ["only"], total)
+    figures = describe_rollout(rollout, ["only"], total, PolicyObjective())
     mask = rollout.mask.numpy()
     kl = (rollout.logps - rollout.ref_logps).numpy() * mask
     assert figures["objective/kl_seq"] == pytest.approx(kl.sum() / 4, abs=1e-6)
@@ -41,7 +44,7 @@ def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
     assert figures["rollout/pad_fraction"] == pytest.approx(1 - 27 / 32)
     assert "objective/score/only" not in figures
     two = dataclasses.replace(rollout, rewards=torch.tensor([[1.0, 2.0]] * 4))
-    assert describe_rollout(two, ["one", "other"], total)["objective/score/other"] == 2
+    assert describe_rollout(two, ["one", "other"], total, PolicyObjective())["objective/score/other"] == 2
 
 
 def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_all():
@@ -49,7 +52,7 @@ def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_a
     rewards = torch.tensor([[1.0, 2.0], [nan, nan], [nan, 4.0], [nan, nan]])
     rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 9.0, 3.0, 9.0])
     some = dataclasses.replace(rollout, scored=scored, rewards=rewards, returns=rollout.returns)
-    figures = describe_rollout(some, ["one", "other"], total)
+    figures = describe_rollout(some, ["one", "other"], total, PolicyObjective())
     assert figures["objective/score"] == pytest.approx(float(rollout.scores[scored].mean()))
     assert (figures["objective/score/one"], figures["objective/score/other"]) == (1, 3)
     assert figures["objective/reward_total"] == 2
@@ -60,7 +63,7 @@ def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_a
     expected = describe_values(rollout.take([0, 2]))
     assert describe_values(some) == pytest.approx(expected, abs=1e-6)
     nothing = dataclasses.replace(some, scored=scored & False, rewards=rewards * nan)
-    told = describe_rollout(nothing, ["one", "other"], total)
+    told = describe_rollout(nothing, ["one", "other"], total, PolicyObjective())
     assert not any("score" in name or "reward" in name for name in told)
     assert told["objective/kl_seq"] == figures["objective/kl_seq"]
     assert describe_values(nothing) == {}
@@ -97,6 +100,35 @@ def test_a_reference_that_is_not_the_policy_stops_the_run():
     assert "differ by 0.0e+00" in verify_first_rollout(same, torch.float32)
     with pytest.raises(DivergedError, match="policy and reference"):
         verify_first_rollout(rollout, torch.float32)
+
+
+def look_at(*iterations):
+    """Entropy, length and correlation of each iteration; half of them by a watch that was resumed."""
+    told = []
+    watch = AnswerWatch(told.append)
+    for step, (entropy, length, correlation) in enumerate(iterations, start=1):
+        exported = json.loads(json.dumps(watch.export()))
+        watch = AnswerWatch(told.append)
+        watch.restore(exported)
+        given = {
+            "policy/entropy": entropy,
+            "objective/length": length,
+            "objective/score_length_correlation": correlation,
+        }
+        watch.look({name: value for name, value in given.items() if value is not None}, step)
+    return told
+
+
+def test_entropy_that_collapses_is_told_once():
+    assert look_at((2.0, 5, 0), (0.21, 5, 0), (None, 5, None)) == []
+    (line,) = look_at((2.0, 5, 0), (0.19, 5, 0), (0.1, 5, 0))
+    assert line.startswith("warning: step 2: the entropy fell from 2 to 0.19 nats a token")
+
+
+def test_length_that_grows_and_is_what_earns_is_told_once():
+    assert look_at((1, 10, 0.9), (1, 14, 0.9), (1, 16, 0.4), (1, 16, None)) == []
+    (line,) = look_at((1, 10, 0.0), (1, 16, 0.6), (1, 20, 0.7))
+    assert "step 2: answers grew from 10 to 16 tokens, and longer ones earn more" in line
 
 
 def test_correlation_of_a_constant_is_0():

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from recipes_lib.config.corpus import CorpusConfig, parse_corpus_command
@@ -53,7 +54,28 @@ def _parse(argv: Sequence[str]) -> CorpusConfig | None:
     if missing:
         found = f"{' and '.join(missing)} not installed"
         raise ConfigError(Problem("recipes clean", found, "pip install 'recipes-lib[corpus]'"))
-    return config
+    return add_evaluated(config)
+
+
+def add_evaluated(config: CorpusConfig) -> CorpusConfig:
+    """Return a corpus with the benchmarks that its ``benchmarks_of`` evaluate among its ``benchmarks``.
+
+    Raises:
+        ConfigError: Such a configuration cannot be read, or the extra ``eval`` is not installed.
+    """
+    if not config.benchmarks_of:
+        return config
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(Problem("benchmarks_of", "lm-eval not installed", "pip install 'recipes-lib[eval]'"))
+    from recipes_lib.config.evaluation import read_evaluated_tasks
+    from recipes_lib.evaluation.suites import list_datasets
+
+    benchmarks = list(config.benchmarks or ())
+    for path in config.benchmarks_of:
+        known = [{**entry, "label": None} for entry in benchmarks]
+        found = list_datasets(read_evaluated_tasks(path))
+        benchmarks += [entry for entry in found if {**entry, "label": None} not in known]
+    return replace(config, benchmarks=benchmarks)
 
 
 def check(argv: Sequence[str]) -> int:
@@ -86,10 +108,10 @@ def plan(argv: Sequence[str]) -> None:
         return
     from recipes_lib.corpus.inputs import count_input_bytes, open_inputs
 
-    sizes = {source.label: count_input_bytes(source) for source in open_inputs(config)}
+    sizes = {source.label: count_input_bytes(source) for source in open_inputs(config, streams=True)}
     workers = config.workers or os.cpu_count() or 1
     for label, size in sizes.items():
-        sys.stdout.write(f"{label}: {'a stream of unknown size' if size is None else f'{size / 1e9:,.3f} GB'}\n")
+        sys.stdout.write(f"{label}: {'of a size that it does not tell' if size is None else f'{size / 1e9:,.3f} GB'}\n")
     total = sum(size or 0 for size in sizes.values())
     hours = total / 1e6 / MEGABYTES_PER_SECOND / workers / 3600
     sys.stdout.write(
@@ -107,13 +129,23 @@ def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
         if tally["documents_in"] > tally["documents_out"]
     ]
     lines += [f"warning: not read: {note}" for note in manifest["notes"]]
-    for entry in manifest["mixture"]:
-        if entry["too_often"]:
-            lines.append(f"warning: {entry['name']} would be read {entry['epochs']:g} times; above 4 its value decays")
+    for source in manifest["sources"]:
+        if source["too_often"]:
+            lines.append(
+                f"warning: {source['label']} would be read {source['epochs']:g} times; above 4 its value decays"
+            )
     tokens = "" if manifest["tokens"] is None else f", {manifest['tokens']:,} tokens"
     read = next(iter(steps.values()))["documents_in"]
     lines.append(
         f"{manifest['documents']:,} of {read:,} documents, {manifest['bytes'] / 1e6:,.1f} MB{tokens}: "
-        f"dataset_name: {output_dir}; what went and why: {output_dir}/report.html"
+        f"{_name_dataset(manifest, output_dir)}; what went and why: {output_dir}/report.html"
     )
     return lines
+
+
+def _name_dataset(manifest: Mapping[str, Any], output_dir: str) -> str:
+    """Say how training reads the corpus: chats and texts are no single dataset."""
+    if len({source["kind"] == "chat" for source in manifest["sources"] if source["documents"]}) == 1:
+        return f"dataset_name: {output_dir}"
+    names = ", ".join(entry["name"] for entry in manifest["mixture"])
+    return f"chats and texts, each a dataset_name: {names}"

@@ -6,10 +6,9 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -17,7 +16,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from recipes_lib.commands.launch import PORT
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
-from recipes_lib.training.layouts.launch_files import find_launch_file, read_launch_file
+from recipes_lib.shipped import find_launch_file
+from recipes_lib.training.layouts.launch_environment import read_launch_file
 
 DATA: Final = "/data"
 """Where the volume is mounted; the image's own working directory."""
@@ -36,7 +36,7 @@ _CONSTANTS: Final = {
     "exit_user": EXIT_USER,
     "exit_preempted": EXIT_PREEMPTED,
 }
-"""What templates name besides the fields of a ``Job``; ``retries`` follow a failure of unknown cause."""
+"""What templates name besides the description of a job; ``retries`` follow a failure of unknown cause."""
 
 
 class Cluster(NamedTuple):
@@ -53,37 +53,6 @@ CLUSTERS: Final = {
     "skypilot": Cluster("skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours")),
     "hf-jobs": Cluster("hf_jobs.sh", ("gpu", "image", "volume"), ("cpus_per_gpu",)),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A run on a cluster.
-
-    Attributes:
-        name: Of the job: lower case, digits and hyphens.
-        command: ``recipes launch`` and its flags, the same on every node.
-        output_dir: Where the run leaves its record.
-        num_nodes: Machines.
-        gpus_per_node: Of each.
-        cpus_per_gpu: Of machines that are shared with other jobs; ``None``: machines are asked for whole.
-        gpu: Kind of GPU, as the cluster names it; on HF Jobs the flavor.
-        image: Container image.
-        volume: Storage that outlives the machines.
-        secrets: Names of environment variables, whose values the cluster keeps.
-        hours: After which it is stopped.
-    """
-
-    name: str
-    command: Sequence[str]
-    output_dir: str
-    num_nodes: int
-    gpus_per_node: int
-    cpus_per_gpu: int | None
-    gpu: str | None
-    image: str | None
-    volume: str | None
-    secrets: Sequence[str]
-    hours: int
 
 
 def main(argv: Sequence[str]) -> None:
@@ -113,17 +82,25 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--image", help="container image")
     parser.add_argument("--volume", help="what outlives the machines: a claim, a bucket; mounted at /data")
     parser.add_argument(
-        "--secret", action="append", default=[], help="name of a variable whose value the cluster keeps"
+        "--secret",
+        action="append",
+        default=[],
+        dest="secrets",
+        metavar="SECRET",
+        help="name of a variable whose value the cluster keeps",
     )
     parser.add_argument("--hours", type=int, help=f"after which the job is stopped (default: {HOURS})")
     parser.add_argument("--name", help="of the job (default: that of output_dir)")
     options, overrides = parser.parse_known_args(argv)
-    job = describe_job(options, overrides)
-    sys.stdout.write(write_job(options.to, job))
+    sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
 
 
-def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
-    """Return the description that the flags give.
+def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the description of a run that the flags give, by the names that templates have for it.
+
+    These are the flags themselves; beside them, or in their place, ``name``, lower case, digits and hyphens;
+    ``command``, ``recipes launch`` and its flags, the same on every node; ``output_dir``, where the run leaves its
+    record; ``cpus_per_gpu`` of machines that are shared with other jobs, ``None`` where they are asked for whole.
 
     Raises:
         ConfigError: As ``main``.
@@ -148,34 +125,24 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> Job:
     hardware = options.hardware or ("ddp" if num_processes > 1 else "single_gpu")
     command = ["recipes", "launch", "--stage", stage, "--config", options.config, "--hardware", hardware]
     command += ["--num_processes", str(num_processes), *_leave_out(overrides, "output_dir"), "--output_dir", output_dir]
-    return Job(
-        name=name,
-        command=command,
-        output_dir=output_dir,
-        num_nodes=options.num_nodes,
-        gpus_per_node=options.gpus_per_node,
-        cpus_per_gpu=options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None),
-        gpu=options.gpu,
-        image=options.image,
-        volume=options.volume,
-        secrets=tuple(options.secret),
-        hours=options.hours or HOURS,
-    )
+    cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)
+    derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}
+    return vars(options) | derived | {"hours": options.hours or HOURS}
 
 
-def write_job(to: str, job: Job) -> str:
+def write_job(to: str, job: Mapping[str, Any]) -> str:
     """Return the file that starts a run on a cluster: its template in ``job_templates/``, filled in.
 
     Args:
         to: One of ``CLUSTERS``.
-        job: Description of the run; shell words are quoted, values in YAML are JSON strings.
+        job: From ``describe_job``; shell words are quoted, values in YAML are JSON strings.
     """
     # Scripts, not markup: quoting is the filters' work.
     templates = Environment(
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     templates.filters |= {"quote": shlex.quote, "join_words": shlex.join}
-    values = asdict(job) | _CONSTANTS
+    values = {**job, **_CONSTANTS}
     run = templates.get_template("run.sh").render(values)
     text = templates.get_template(CLUSTERS[to].template).render(values, run=run)
     if not CLUSTERS[to].template.endswith(".yaml"):
@@ -218,7 +185,7 @@ def _find_wrong_names(options: argparse.Namespace) -> Iterator[Problem]:
         if value is not None and not re.fullmatch(r"[\w./:@-]+", value, re.ASCII):
             found = f"{value!r} is not a name that a cluster gives"
             yield Problem(f"--{flag}", found, "use letters, digits and . _ / : @ -")
-    for name in options.secret:
+    for name in options.secrets:
         if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
             yield Problem(
                 "--secret", "it is not the name of an environment variable", "write its name, never its value"

@@ -14,14 +14,17 @@ from typing import Any, Final
 
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
+    ENGINES,
     add_pipeline_flags,
     expect_launch,
     name_pipeline,
+    plan_launch,
     read_environment,
+    read_launch_file,
 )
-from recipes_lib.training.layouts.launch_files import ENGINES, find_launch_file, plan_launch, read_launch_file
 
 PORT: Final = 29500
 """At which the machines meet, unless something else is said; torchrun's own."""
@@ -121,9 +124,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
     parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
-    parser.add_argument(
-        "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
-    )
+    parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
     parser.add_argument("--num_processes", type=int, help="over all machines (default: one for each GPU)")
     add_pipeline_flags(parser)
@@ -133,10 +134,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--main_process_port", type=int, help="at which machine 0 listens")
     parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
     options, overrides = parser.parse_known_args(argv)
-    stage, _ = split_stage(argv)
-    recipe = [str(Path("recipes") / f"{stage}.py"), "--config", options.config, *overrides]
+    stage = split_stage(argv)[0]
+    named = ["--config", options.config, *overrides] if options.config else overrides
     # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
-    config = parse_command(stage, recipe[1:])
+    config = parse_command(stage, named)
     machines = _settle_machines(options, find_machines(read_environment()))
     file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
     document = read_launch_file(file)
@@ -152,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
-    command = compose(file, recipe, machines, num_processes)
+    command = compose(file, [str(find_shipped(RECIPES / f"{stage}.py")), *named], machines, num_processes)
     told = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join([*told, *command])}\n")
     if options.dry_run:

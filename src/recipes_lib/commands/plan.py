@@ -37,12 +37,18 @@ from recipes_lib.planning.compute import (
     find_peak,
 )
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
-from recipes_lib.planning.memory import Held, Layout, list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory_plan import Held, Layout
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule
+from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_environment import (
+    Launch,
+    add_pipeline_flags,
+    name_pipeline,
+    plan_launch,
+)
 
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
@@ -102,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
         mean_seconds = options.failure_hours * 3600 / num_gpus
         failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
     hardware = Hardware(options.gpu, num_gpus, options.mfu or _MFU, failures) if options.gpu else None
-    model_config, lines = _find_model_config(config), list[str]()
+    model_config, lines = find_planned_model(config), list[str]()
     if stage == "pretrain":
         plan = plan_pretraining(config, num_processes)
         lines += describe_pretraining(config, model_config, plan, hardware)
@@ -291,7 +297,7 @@ def _find_failure_problems(stage: str, options: argparse.Namespace) -> Iterator[
             yield Problem(f"--{flag}", f"is {value:g}", "write a finite number above 0")
 
 
-def _find_model_config(config: RecipeConfig) -> PreTrainedConfig:
+def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
     """Return the architecture; the tokenizer is asked for nothing but a ``vocab_size`` that the recipe leaves out.
 
     Raises:

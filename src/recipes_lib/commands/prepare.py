@@ -62,16 +62,28 @@ def _prepare(stage: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) 
         from recipes_lib.data.tokens import token_data
 
         tokens = token_data.prepare_tokens(config, load_tokenizer, num_tokens=config.pretraining.max_tokens)
-        places = [f"{source['name']}: {source['path']}" for source in tokens.record["sources"]]
+        named = tokens.record.get("eval_datasets", {}).values()
+        places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
     if stage in ("reward", "dpo"):
-        from recipes_lib.data.pairs.pair_data import render_summary
         from recipes_lib.data.pairs.sets import prepare_pairs as prepare_rows
+        from recipes_lib.data.pairs.sets import render_summary
     else:
         from recipes_lib.data.packed.prepared_set import prepare as prepare_rows
         from recipes_lib.data.packed.prepared_set import render_summary
+    from recipes_lib.data.sources.mixtures import derive_eval_configs
+
     prepared = prepare_rows(config, load_tokenizer)
-    return render_summary(prepared), prepared.is_new, [f"key  {prepared.key}", f"path {prepared.path}"]
+    sets = {
+        name: prepare_rows(derived, load_tokenizer)
+        for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
+    }
+    places = [
+        f"key  {prepared.key}",
+        f"path {prepared.path}",
+        *(f"{name}: {found.path}" for name, found in sets.items()),
+    ]
+    return render_summary(prepared), any(found.is_new for found in (prepared, *sets.values())), places
 
 
 def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
@@ -113,10 +125,28 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
 
 
 def report(argv: Sequence[str]) -> None:
-    """Make ``report.html`` from the files of a run, finished or not, and say where it is."""
-    parser = argparse.ArgumentParser(prog="recipes report", description=report.__doc__)
-    parser.add_argument("output_dir", type=Path, help="output directory of a run")
-    options = parser.parse_args(argv)
-    from recipes_lib.report.page import build_report
+    """Make ``report.html`` of each run, finished or not, ``index.html`` of a folder of runs, or compare runs.
 
-    sys.stdout.write(f"{build_report(options.output_dir)}\n")
+    Raises:
+        ConfigError: As ``write_comparison``.
+        DataError: A folder holds no run.
+    """
+    about = "Make report.html of each run, index.html of a folder of runs or a pipeline, or a page that compares runs."
+    parser = argparse.ArgumentParser(prog="recipes report", description=about)
+    parser.add_argument("output_dir", type=Path, nargs="+", help="of a run, or a folder of runs")
+    parser.add_argument("--compare", action="store_true", help="the runs with each other; the first is the base")
+    told = "page of --compare (default: %(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=told)
+    options = parser.parse_args(argv)
+    if options.compare:
+        from recipes_lib.report.compare import write_comparison
+
+        sys.stdout.write(f"{write_comparison(options.output_dir, options.output)}\n")
+        return
+    from recipes_lib.report.overview import write_overview
+    from recipes_lib.report.page import build_report
+    from recipes_lib.report.run_files import is_run
+
+    for folder in options.output_dir:
+        is_many = folder.is_dir() and not is_run(folder)
+        sys.stdout.write(f"{write_overview(folder) if is_many else build_report(folder)}\n")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict
 
-from recipes_lib.config.command_keys import expand_paths, format_given, read_given
+from recipes_lib.config.loader import expand_paths, format_given, read_given
 from recipes_lib.config.paths import expand_home, looks_local
 from recipes_lib.config.settings import is_local
 from recipes_lib.errors import ConfigError, Problem
@@ -37,6 +37,8 @@ class CorpusSource(TypedDict, total=False):
     """Read a Hub dataset without downloading it first."""
     columns: dict[str, Any]
     """Columns that have other names here: ``{text: content}``."""
+    html: bool
+    """The text is HTML, which ``extract`` turns into text: with ``columns: {text: html}`` that of a column."""
     text_documents: Literal["file", "paragraph", "line"]
     """What a document of a text file is. Default ``file``."""
     license: str
@@ -81,7 +83,7 @@ class InputKeys:
     executor: Literal["local", "slurm", "ray"] = "local"
     """What runs the tasks: processes of this machine, or datatrove's Slurm or Ray executor."""
     executor_options: dict[str, Any] | None = None
-    """Further arguments of datatrove's executor: ``{partition: cpu, time: "12:00:00"}``."""
+    """Arguments of datatrove's executor, and of one stage: ``{partition: cpu, comparing: {mem_per_cpu_gb: 64}}``."""
     workers: int | None = None
     """Tasks at a time. Unset: as many as there are cores."""
     task_megabytes: int = 64
@@ -94,8 +96,8 @@ class InputKeys:
 class TextKeys:
     """Extraction, repair, language and quality."""
 
-    extract: Literal["off", "apply"] = "apply"
-    """Extract the text of HTML (trafilatura); ``off`` keeps the markup."""
+    extract: Mode = "apply"
+    """Extract the text of HTML (trafilatura); ``off`` and ``annotate`` keep the markup."""
     extract_seconds: float = 10.0
     """Time limit of a document's extraction."""
     fix_text: Mode = "apply"
@@ -144,6 +146,8 @@ class PrivacyKeys:
     """Removal of documents that share an n-gram with an item of ``benchmarks``."""
     benchmarks: list[dict[str, Any]] | None = field(default=None, metadata={"items": Benchmark})
     """Benchmarks and held-out sets to protect: a list of ``{name, label, split, columns, ...}``."""
+    benchmarks_of: list[str] | None = None
+    """Configurations of ``recipes eval``, whose benchmarks are protected too."""
     decontamination_ngram: int = 13
     """Words of an n-gram; items that are shorter count when they occur whole."""
     decontamination_action: Literal["drop", "excise"] = "drop"
@@ -218,10 +222,14 @@ CORPUS_SECTIONS: Final[Mapping[str, type]] = {
 }
 """Heading in ``--help`` -> the keys below it."""
 PII_KINDS: Final = ("email", "phone", "ip", "card", "iban", "ssn", "private_key", "api_token")
+STAGE_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")
+"""Stages that ``executor_options`` may single out."""
+MAX_SAMPLES: Final = 20
+"""Every task collects as many, so that another ``num_samples`` does nothing again."""
 _BOUNDS: Final = {
     "workers": (1, 4096),
     "task_megabytes": (1, 1 << 20),
-    "num_samples": (0, 100),
+    "num_samples": (0, MAX_SAMPLES),
     "near_duplicates_ngram": (1, 100),
     "near_duplicates_bands": (1, 1000),
     "near_duplicates_rows": (1, 100),
@@ -260,7 +268,7 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
 
 
 def _adapt(key: str, value: Any) -> Any:
-    if key in (*_PATHS, "toxic_words", "duplicates_of"):
+    if key in (*_PATHS, "toxic_words", "duplicates_of", "benchmarks_of"):
         return expand_paths(value)
     if key in ("sources", "benchmarks") and isinstance(value, list):
         return [item | {"name": expand_home(item["name"])} for item in value]
@@ -292,6 +300,8 @@ def _find_source_problems(config: CorpusConfig, where: Callable[[str], str]) -> 
     for label, entry in zip(labels, config.sources, strict=True):
         if labels.count(label) > 1:
             yield Problem(where("sources"), f"two sources are called `{label}`", "give each a `label` of its own")
+        if entry.get("html") and entry.get("kind") == "chat":
+            yield Problem(where("sources"), f"`{label}` has chats, and its text is HTML", "leave one of the two out")
         if config.mixture == "weights" and not entry.get("weight", 0) > 0:
             yield Problem(where("mixture"), f"`{label}` has no weight above 0", "give each source a `weight`")
 

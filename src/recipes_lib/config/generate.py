@@ -28,8 +28,8 @@ from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
 from recipes_lib.config.recipes import ADDED_CHOICES, BOUNDS, NOTES, read_choices, read_defaults, read_refused
-from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.table import STAGES, TABLES, Retired, describe, load_table, table_path
+from recipes_lib.config.values import is_secret_key
 
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
@@ -167,6 +167,8 @@ def _read_default(field: dataclasses.Field[Any]) -> Any:
 def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict[str, Any]:
     schema = _describe_type(hint)
     if choices:
+        # Upstream declares a text where it takes a boolean too.
+        schema["type"] += ["boolean"] * any(isinstance(choice, bool) for choice in choices)
         target = schema if "array" not in schema["type"] else schema["items"]
         target["enum"] = list(choices)
         if "string" in schema["type"]:

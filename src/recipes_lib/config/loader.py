@@ -1,4 +1,4 @@
-"""Configuration of a run: one YAML file and flags, every problem at once; ``--help`` and ``--print-config``."""
+"""Configuration of a run or a command: a YAML file and flags, every problem at once; ``--help``, ``--print-config``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import functools
 import json
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_type_hints
 
 import yaml
 
@@ -21,11 +21,22 @@ from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
-from recipes_lib.config.secrets import has_secret_shape, is_secret_key, refuse_secret_key, refuse_secret_value
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
 from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
-from recipes_lib.config.values import INVALID, Entry, Reader, compose, read_entries, read_text
+from recipes_lib.config.values import (
+    INVALID,
+    Entry,
+    Reader,
+    compose,
+    has_secret_shape,
+    is_secret_key,
+    read_entries,
+    read_text,
+    refuse_secret_key,
+    refuse_secret_value,
+)
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.shipped import find_shipped
 
 _HELP_WIDTH: Final = 100
 
@@ -126,7 +137,7 @@ def split_stage(argv: Sequence[str], stages: Sequence[str] = STAGES) -> tuple[st
     named = config.stem.split("_")[0] if config else ""
     stage = options.stage or (named if named in stages else "sft")
     if stage not in stages:
-        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(stages)}"))
+        raise ConfigError(Problem("--stage", f"there is no recipe {stage!r}", f"write one of {', '.join(stages)}"))
     return stage, rest
 
 
@@ -214,7 +225,7 @@ def _add(
         command.wants = command.wants or "print"
     elif name == "config":
         if text:
-            command.config = Path(expand_home(text))
+            command.config = find_shipped(Path(expand_home(text)))
         else:
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
     else:
@@ -258,8 +269,7 @@ def _format_help_entry(key: Key, required: bool) -> list[str]:
 def _load(command: CommandLine, table: KeyTable, problems: list[Problem]) -> RecipeConfig:
     entries: list[Entry] = []
     if command.config is not None:
-        text = read_text(command.config, problems)
-        entries = [] if text is None else read_entries(text, str(command.config), problems)
+        entries = _read_file(command.config, problems)
         if problems and not entries:
             # Whatever the flags say, nothing can be checked against a file that was not read.
             raise ConfigError(*problems)
@@ -268,14 +278,7 @@ def _load(command: CommandLine, table: KeyTable, problems: list[Problem]) -> Rec
 
 def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> RecipeConfig:
     given = {entry.key: entry for entry in entries}
-    values = {}
-    for entry in given.values():
-        if entry.key in table.keys:
-            value = _read_value(entry, table, problems)
-            if value is not INVALID:
-                values[entry.key] = value
-        else:
-            problems.append(explain_unknown(entry, table, set(given)))
+    values = _read_values(given, table, problems, _adapt)
     # A retired spelling stands for its successor, so that this is not reported as missing too.
     known = read_known(table.stage)
     standing_for = {known[key].new: entry for key, entry in given.items() if key in known}
@@ -289,18 +292,39 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
     return _assemble(path, settings)
 
 
-def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
-    secret = refuse_secret_value(entry.where, entry.key, entry.node)
-    if secret:
-        problems.append(secret)
-        return INVALID
-    value = Reader(entry.locate, problems).read(entry.key, entry.node, table.keys[entry.key].schema)
-    if entry.key == "lora_target_modules" and value == ["all-linear"]:
+def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
+    text = read_text(path, problems)
+    return [] if text is None else read_entries(text, str(path), problems)
+
+
+def _read_values(given: Mapping[str, Entry], table: KeyTable, problems: list[Problem], adapt: Adapt) -> dict[str, Any]:
+    """Return the valid values by key; what is wrong with the others goes to ``problems``."""
+    values = {}
+    for key, entry in given.items():
+        if key not in table.keys:
+            problems.append(explain_unknown(entry, table, set(given)))
+        elif secret := refuse_secret_value(entry.where, key, entry.node):
+            problems.append(secret)
+        else:
+            value = Reader(entry.locate, problems).read(key, entry.node, table.keys[key].schema)
+            if value is not INVALID:
+                values[key] = adapt(key, value)
+    return values
+
+
+def _adapt(key: str, value: Any) -> Any:
+    if key == "lora_target_modules" and value == ["all-linear"]:
         # What TRL and PEFT call it; here it is the key left out.
         return None
-    if entry.key in PATH_KEYS and isinstance(value, str):
+    if key in PATH_KEYS and isinstance(value, str):
         return expand_home(value)
-    if entry.key == "dataset_mixture" and isinstance(value, list):
+    if key == "eval_datasets" and isinstance(value, dict):
+        # Of a wrong one the rules tell.
+        return {
+            name: one | {"name": expand_home(one["name"])} if isinstance(one, dict) and "name" in one else one
+            for name, one in ((name, {"name": one} if isinstance(one, str) else one) for name, one in value.items())
+        }
+    if key == "dataset_mixture" and isinstance(value, list):
         return [item | {"name": expand_home(item["name"])} for item in value]
     return value
 
@@ -385,3 +409,72 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     }
     near = [synonym] if synonym in table.keys else difflib.get_close_matches(plain, names, n=1, cutoff=0.7)
     return f"did you mean `{names[near[0]]}`?" if near else "see `--help` or docs/configs.md for the keys"
+
+
+Adapt = Callable[[str, Any], Any]
+"""Changes the value of a key where it stands for another, as ``~/`` does for the home folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the user wrote.
+
+    Attributes:
+        path: The YAML file; ``None`` when everything came from flags.
+        wants_print: Whether the effective values are asked for instead of a run.
+        entries: By key, flags over the file.
+        values: The valid ones.
+        problems: What is wrong with the others; the command adds its own.
+    """
+
+    path: Path | None
+    wants_print: bool
+    entries: Mapping[str, Entry]
+    values: Mapping[str, Any]
+    problems: list[Problem]
+
+    def where(self, key: str) -> str:
+        """Return where a key stands, or would have to."""
+        return self.entries[key].where if key in self.entries else str(self.path or "command line")
+
+    def require(self, **remedies: str) -> None:
+        """Add a problem for each of these keys that is missing; the values say what to write."""
+        for key, remedy in remedies.items():
+            if key not in self.entries:
+                self.problems.append(Problem(str(self.path or "command line"), f"`{key}` is missing", remedy))
+
+
+def read_given(name: str, argv: Sequence[str], adapt: Adapt) -> Given | str:
+    """Read a command's arguments, ``--config F`` and ``--key value``; or return the text of ``--help``.
+
+    Args:
+        name: Of the key table.
+        argv: The arguments.
+        adapt: Of every valid value.
+    """
+    table, problems = load_table(name), list[Problem]()
+    command = parse_command_line(argv, table, problems)
+    if command.wants == "help":
+        return format_help(table)
+    entries = [] if command.config is None else _read_file(command.config, problems)
+    given = {entry.key: entry for entry in [*entries, *command.entries]}
+    values = _read_values(given, table, problems, adapt)
+    return Given(command.config, command.wants == "print", given, values, problems)
+
+
+def expand_paths(value: Any) -> Any:
+    """Return a path, or a list of them, with ``~/`` replaced by the home folder."""
+    if isinstance(value, list):
+        return [expand_paths(item) for item in value]
+    return expand_home(value) if isinstance(value, str) else value
+
+
+def format_given(sections: Mapping[str, type], config: object, given: Given) -> str:
+    """Return every effective value as YAML that loads again, each with where it comes from as a comment."""
+    lines = []
+    for section, keys in sections.items():
+        lines += ["", f"# {section}"]
+        for key in get_type_hints(keys):
+            origin = given.where(key) if key in given.entries else "default"
+            lines.append(f"{key}: {json.dumps(getattr(config, key), ensure_ascii=False)}".ljust(60) + f"  # {origin}")
+    return "\n".join(lines).strip()

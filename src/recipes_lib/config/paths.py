@@ -10,6 +10,7 @@ from typing import Final
 
 from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.shipped import find_shipped
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FILE_SUFFIXES = (
@@ -87,7 +88,7 @@ def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
 
 
 def _check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
-    if not is_local(text):
+    if not is_local(str(find_shipped(Path(text)))):
         remedy = _suggest_sibling(text) or "correct the path; it is relative to the working directory"
         yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
 

@@ -14,6 +14,7 @@ import numpy as np
 from datatrove.data import Document
 
 from recipes_lib.config.corpus import PII_KINDS, CorpusConfig
+from recipes_lib.corpus.decontamination import Index
 from recipes_lib.corpus.documents import count_bytes
 from recipes_lib.corpus.duplicates import (
     EXACT,
@@ -50,23 +51,42 @@ class Audit:
     warnings: list[str]
 
 
-def audit_texts(texts: Iterable[str]) -> Audit:
-    """Look at the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them."""
-    sample = list(_take(texts))
+def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
+    """Look at the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them; empty ones are those that cannot be read.
+
+    Args:
+        texts: A source's, in an order in which the first stand for all.
+        protected: Benchmark items that should not occur.
+    """
+    taken = list(_take(texts))
+    sample = [text for text in taken if text.strip()]
+    warnings = []
+    if empty := len(taken) - len(sample):
+        warnings.append(f"{_share(empty, taken)} are empty or cannot be read")
     if not sample:
-        return Audit([], [])
-    facts = [f"sample: the first {len(sample):,} documents, {sum(map(count_bytes, sample)) / 1e6:.1f} MB"]
-    languages = count_languages(sample)
-    if languages:
-        known = languages.total()
-        shares = [f"{name} {count / known:.0%}" for name, count in languages.most_common(5)]
-        facts.append(f"languages: {', '.join(shares)}")
-    warnings = [*_find_repeated(sample), *_find_personal(sample)]
+        return Audit([], warnings)
+    facts = [f"sample: {len(sample):,} documents, {sum(map(count_bytes, sample)) / 1e6:.1f} MB"]
+    warnings += [*_find_repeated(sample), *_find_personal(sample)]
     if garbled := sum(_GARBLED.search(text) is not None for text in sample):
         warnings.append(f"{_share(garbled, sample)} have garbled characters")
-    if few := [name for name, count in languages.items() if 0 < count / languages.total() < _MIN_LANGUAGE_SHARE]:
-        warnings.append(f"single documents are in other languages: {', '.join(sorted(few)[:5])}")
+    warnings += _find_languages(sample, facts)
+    if protected is not None:
+        hits = Counter(task for text in sample for task in {task for task, _, _ in protected.find(text)})
+        warnings += [f"{_share(count, sample)} share words with {task}" for task, count in sorted(hits.items())]
     return Audit(facts, warnings)
+
+
+def _find_languages(sample: list[str], facts: list[str]) -> Iterator[str]:
+    """Add the languages to the facts; several, or single documents in others, are warnings."""
+    languages = count_languages(sample)
+    shares = [(name, count / languages.total()) for name, count in languages.most_common()]
+    told = [f"{name} {share:.0%}" for name, share in shares[:5]]
+    if shares:
+        facts.append(f"languages: {', '.join(told)}")
+    if sum(share >= _MIN_LANGUAGE_SHARE for _, share in shares) > 1:
+        yield f"languages are mixed: {', '.join(told)}; `languages` of recipes clean names those to keep"
+    if few := sorted(name for name, share in shares if share < _MIN_LANGUAGE_SHARE):
+        yield f"single documents are in other languages: {', '.join(few[:5])}"
 
 
 def _take(texts: Iterable[str]) -> Iterator[str]:

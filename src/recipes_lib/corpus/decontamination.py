@@ -16,7 +16,7 @@ from datatrove.data import Document
 from recipes_lib.config.corpus import label_entry
 from recipes_lib.corpus.shingles import HashArray, hash_ngrams, hash_words
 from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.data.sources.rows import RawRow
+from recipes_lib.data.sources.rows import RawRow, Source
 from recipes_lib.errors import DataError, Problem
 
 MIN_ITEM_WORDS: Final = 5
@@ -130,19 +130,27 @@ def _merge(spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield current
 
 
+def open_benchmark(benchmark: Mapping[str, Any]) -> Source:
+    """Open the items of a benchmark.
+
+    Raises:
+        DataError: It cannot be found.
+    """
+    return load_source(
+        benchmark["name"],
+        config=benchmark.get("config"),
+        revision=benchmark.get("revision"),
+        split=benchmark.get("split", "train"),
+    )
+
+
 def read_items(benchmark: Mapping[str, Any]) -> Iterator[str]:
     """Yield the texts of a benchmark's items: each column, and all of an item in a row.
 
     Raises:
         DataError: It cannot be read, has no such column, or no text.
     """
-    name = benchmark["name"]
-    source = load_source(
-        name,
-        config=benchmark.get("config"),
-        revision=benchmark.get("revision"),
-        split=benchmark.get("split", "train"),
-    )
+    name, source = benchmark["name"], open_benchmark(benchmark)
     is_empty = True
     for entry in source.rows():
         if not isinstance(entry, RawRow):

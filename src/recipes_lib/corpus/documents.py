@@ -6,7 +6,7 @@ import hashlib
 import heapq
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,45 @@ if TYPE_CHECKING:
 MAX_SAMPLE_CHARACTERS: Final = 1500
 _BATCH_ROWS: Final = 500
 PART_END: Final = "\ue000"
-"""Stands between the messages of a chat while steps see them as one text; of the private use area of Unicode."""
+"""Stands between the texts of a chat while steps see them as one, and in its columns where they were; a character of
+Unicode's private use area."""
+CHAT: Final = f"{PART_END}chat"
+"""Key of the metadata: the columns of a chat. No column of a dataset is called so."""
+HTML: Final = f"{PART_END}html"
+"""Key of the metadata: the text is HTML still."""
+_TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
+
+
+def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the texts of a chat, joined by ``PART_END``, and its columns with that in their places."""
+    texts: list[str] = []
+
+    def take(text: str) -> str:
+        texts.append(text)
+        return PART_END
+
+    left = {name: _replace_texts(value, take) if name in _TEXT_COLUMNS else value for name, value in columns.items()}
+    return PART_END.join(texts), left
+
+
+def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """Return the columns of a chat with the texts that the steps have left."""
+    parts = iter(text.split(PART_END))
+    return {
+        name: _replace_texts(value, lambda _: next(parts)) if name in _TEXT_COLUMNS else value
+        for name, value in columns.items()
+    }
+
+
+def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
+    """Replace what a prompt, an answer or messages say; roles and tool calls stay."""
+    if isinstance(value, str):
+        return replace(value)
+    if isinstance(value, list):
+        return [_replace_texts(item, replace) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _replace_texts(item, replace) if name == "content" else item for name, item in value.items()}
+    return value
 
 
 class Step(Protocol):
@@ -38,7 +76,9 @@ class Step(Protocol):
     name: str
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Change the document's text in place; return why it is to be removed, or ``None``.
+        """Change the document's text; return why it is to be removed, or ``None``.
+
+        Notes go into its metadata; what changes these gives the document others.
 
         Args:
             document: Not empty.
@@ -170,19 +210,21 @@ class Apply(PipelineStep):  # type: ignore[misc]
         """Yield what is left."""
         tally, name = self.ledger.tallies[self.step.name], self.step.name
         for document in data:
-            before = document.text
+            before, identity, metadata = document.text, document.id, document.metadata
             with self.track_time():
                 reason = self.step.apply(document, tally.found)
             if reason is None and not document.text.strip():
                 reason = "nothing left"
             tally.documents_in += 1
             tally.bytes_in += count_bytes(before)
-            if document.text is not before and document.text != before:
+            is_changed = document.text != before or document.metadata is not metadata
+            if is_changed:
                 tally.changed += 1
                 if reason is None:
                     self.ledger.samples.add(name, document, before)
             if self.mode == "annotate":
-                if reason is not None or document.text != before:
+                document.id, document.metadata = identity, metadata
+                if reason is not None or is_changed:
                     document.metadata.setdefault("flags", []).append(f"{name}: {reason or 'changed'}")
                 if reason is not None:
                     tally.found[reason] += 1

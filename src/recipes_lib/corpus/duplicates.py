@@ -27,6 +27,8 @@ KEPT: Final = 0
 EXACT: Final = 1
 NEAR: Final = 2
 
+BYTES_COMPARED: Final = 90
+"""Memory of a document while all are compared; ``tests/corpus/test_duplicates.py`` measures it."""
 _SLICE_ROWS: Final = 1 << 26
 """Hashes sorted at a time: a gibibyte with their order."""
 _MAX_COMPARISONS: Final = 1000

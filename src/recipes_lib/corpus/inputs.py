@@ -15,13 +15,21 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import PART_END, Ledger, StepTally, count_bytes
-from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.corpus.documents import (
+    CHAT,
+    HTML,
+    PART_END,
+    Ledger,
+    StepTally,
+    count_bytes,
+    split_chat,
+)
+from recipes_lib.data.sources.canonical import RenamedSource, load_source
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
-from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, open_file
-from recipes_lib.data.sources.readers import BrokenFileError
+from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, compute_digest
+from recipes_lib.data.sources.messages import TRAIN
+from recipes_lib.data.sources.readers import BrokenFileError, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem
 
@@ -30,26 +38,59 @@ READ: Final = "read"
 _HTML: Final = (".html", ".htm", ".xhtml")
 _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
+_PARQUET: Final = ".parquet"
 _MAX_HTML_BYTES: Final = 1 << 28
+_PLACES: Final = 20
+"""Places of a source that are read in turn for a sample."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source: a file, a range of a file's lines, or a share of a dataset.
+    """A piece of a source: a file, a range of a file's lines, or a share of a dataset; a page or rows.
 
     Attributes:
         label: As errors and ids call it.
-        path: The file; ``None`` for a dataset.
-        start: First byte of the range.
-        stop: Byte after the range; ``None``: to the end.
-        source: Where the rows come from when it is no HTML, WARC or range.
+        page: HTML or WARC file.
+        source: Rows.
+        num_bytes: Of its file; ``None``: not known.
     """
 
     label: str
-    path: Path | None = None
-    start: int = 0
-    stop: int | None = None
+    page: Path | None = None
     source: Source | None = None
+    num_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class FileRange:
+    """The rows in a range of a large file: bytes of one with a JSON value a line, or row groups of Parquet.
+
+    Attributes:
+        name: As errors call it.
+        path: The file.
+        start: First byte, with which a line begins, or row group.
+        stop: What follows the last.
+    """
+
+    name: str
+    path: Path
+    start: int
+    stop: int
+    streaming = False
+
+    def rows(self) -> Iterator[Entry]:
+        """Read from the start."""
+        with self.path.open("rb") as file:
+            if self.path.suffix == _PARQUET:
+                yield from read_parquet(file, self.name, range(self.start, self.stop))
+                return
+            ranged = cast(io.BufferedReader, io.BufferedReader(_ByteRange(file, self.start, self.stop), 1 << 20))
+            yield from READERS[".jsonl"](ranged, self.name)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the file, and of the range."""
+        told = f"{compute_digest(self.path).hex()} {self.start} {self.stop}"
+        return hashlib.sha256(told.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -71,23 +112,24 @@ class CorpusInput:
     fingerprint: str
 
 
-def open_inputs(config: CorpusConfig) -> list[CorpusInput]:
+def open_inputs(config: CorpusConfig, *, streams: bool = False) -> list[CorpusInput]:
     """Find the files and datasets of all sources.
+
+    Args:
+        config: The corpus.
+        streams: Download no dataset of the Hub: who looks at its size and first row needs none of it.
 
     Raises:
         DataError: One cannot be found or read.
     """
-    return [_open(entry, config.task_megabytes << 20) for entry in config.sources]
+    streamed = {"streaming": True} if streams else {}
+    return [_open({**entry, **streamed}, config.task_megabytes << 20) for entry in config.sources]
 
 
 def count_input_bytes(source: CorpusInput) -> int | None:
-    """Return the bytes of a source's files, or of a Hub dataset as it is stored; ``None`` where that is not known."""
-    parts = [part for task in source.tasks for part in task]
-    if all(part.path is not None for part in parts):
-        return sum((part.stop or part.path.stat().st_size) - part.start for part in parts if part.path is not None)
-    first = parts[0].source
-    size = first.dataset.dataset_size if isinstance(first, HubSource) and not first.streaming else None
-    return None if size is None else int(size)
+    """Return the bytes of a source's files, or of a Hub dataset as it tells; ``None`` where that is not known."""
+    sizes = [part.num_bytes for task in source.tasks for part in task]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
@@ -96,7 +138,10 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
     pages = _find_pages(path)
     if pages:
         names = [str(page.relative_to(path)) if path.is_dir() else page.name for page in pages]
-        parts = [Part(f"{label}/{name}", page) for name, page in zip(names, pages, strict=True)]
+        parts = [
+            Part(f"{label}/{name}", page, num_bytes=page.stat().st_size)
+            for name, page in zip(names, pages, strict=True)
+        ]
         digests = b"".join(name.encode() + compute_digest(page) for name, page in zip(names, pages, strict=True))
         fingerprint = hashlib.sha256(digests).hexdigest()
     else:
@@ -109,7 +154,7 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
             streaming=entry.get("streaming", False),
             text_documents=entry.get("text_documents", "file"),
         )
-        parts, fingerprint = list(_split(source, label, task_bytes)), source.fingerprint()
+        parts, fingerprint = list(split_source(source, label, task_bytes)), source.fingerprint()
     return CorpusInput(label, kind, entry, tuple(_group(parts, task_bytes)), fingerprint)
 
 
@@ -129,26 +174,53 @@ def _find_pages(path: Path) -> list[Path]:
     return pages
 
 
-def _split(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
-    if isinstance(source, HubSource):
+def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
+    """Yield the parts of a source: large JSON Lines and Parquet files in ranges, others whole, a dataset by shards."""
+    if isinstance(source, RenamedSource):
+        for part in split_source(source.source, label, task_bytes):
+            yield replace(part, source=replace(source, source=part.source or source.source))
+    elif isinstance(source, HubSource):
         dataset = source.dataset
-        num = dataset.num_shards if source.streaming else max(1, (dataset.dataset_size or 0) // task_bytes)
+        whole = source.num_bytes or (None if source.streaming else dataset.dataset_size)
+        num = dataset.num_shards if source.streaming else max(1, (whole or 0) // task_bytes)
+        size = None if whole is None else whole // num
         for index in range(num):
             shard = dataset.shard(num_shards=num, index=index) if num > 1 else dataset
-            yield Part(f"{label}/{index}", source=replace(source, dataset=shard))
+            yield Part(f"{label}/{index}", source=replace(source, dataset=shard), num_bytes=size)
     elif isinstance(source, FileSource):
         for name, path in source.files.items():
-            short = f"{label}/{path.name}" if len(source.files) > 1 else label
+            # Where it lies below the folder: files of two folders may have one name.
+            short = f"{label}{name.removeprefix(source.name.rstrip('/'))}"
             size = path.stat().st_size
-            if path.suffix in _LINES and size > task_bytes and not _is_array(path):
-                num = -(-size // task_bytes)
-                borders = [_find_line(path, size * at // num) for at in range(num)] + [size]
-                for start, stop in itertools.pairwise(borders):
-                    yield Part(f"{short}@{start}" if start else short, path, start, stop)
-            else:
-                yield Part(short, path, source=replace(source, files={name: path}))
+            borders = _find_borders(path, size, -(-size // task_bytes))
+            if len(borders) < 3:
+                yield Part(short, source=replace(source, files={name: path}), num_bytes=size)
+                continue
+            for start, stop in itertools.pairwise(borders):
+                # Lines are counted from the first of a range, rows of Parquet from that of the file.
+                place = f"{short}@{start}" if start and path.suffix in _LINES else short
+                share = size * (stop - start) // borders[-1]
+                yield Part(place, source=FileRange(place, path, start, stop), num_bytes=share)
     else:
         yield Part(label, source=source)
+
+
+def _find_borders(path: Path, size: int, num: int) -> list[int]:
+    """Where a file can be cut into ``num`` ranges, fewer where it has no more row groups; nothing: not at all."""
+    if num < 2:
+        return []
+    if path.suffix in _LINES and not _is_array(path):
+        return [*(_find_line(path, size * at // num) for at in range(num)), size]
+    if path.suffix == _PARQUET:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            num_groups = pq.read_metadata(path).num_row_groups
+        except (pa.ArrowException, OSError):  # Who reads it will say so.
+            return []
+        return sorted({num_groups * at // num for at in range(num + 1)})
+    return []
 
 
 def _is_array(path: Path) -> bool:
@@ -171,14 +243,13 @@ def _group(parts: Iterable[Part], task_bytes: int) -> Iterator[tuple[Part, ...]]
     group: list[Part] = []
     size = 0
     for part in parts:
-        own = 0
-        if part.path is not None:
-            own = (part.stop or part.path.stat().st_size) - part.start
+        # Of a dataset each share is a task.
+        own = task_bytes if part.num_bytes is None or isinstance(part.source, HubSource) else part.num_bytes
         if group and size + own > task_bytes:
             yield tuple(group)
             group, size = [], 0
         group.append(part)
-        size += own if part.path is not None else task_bytes
+        size += own
     if group:
         yield tuple(group)
 
@@ -205,7 +276,10 @@ class Read(PipelineStep):  # type: ignore[misc]
                 if isinstance(found, Problem):
                     self._refuse(found, tally)
                     continue
+                self._refuse_kind(found)
                 found.metadata["source"] = self.source.label
+                if self.source.entry.get("html"):
+                    found.metadata[HTML] = True
                 size = count_bytes(found.text)
                 tally.documents_in += 1
                 tally.bytes_in += size
@@ -215,6 +289,16 @@ class Read(PipelineStep):  # type: ignore[misc]
                 tally.documents_out += 1
                 tally.bytes_out += size
                 yield found
+
+    def _refuse_kind(self, document: Document) -> None:
+        """Refuse chats among texts, whose columns would be lost, and texts among chats."""
+        if (CHAT in document.metadata) == (self.source.kind == "chat"):
+            return
+        found, remedy = "is a text", "leave `kind: chat` out"
+        if CHAT in document.metadata:
+            found, remedy = f"is a chat or has an answer, and the kind is `{self.source.kind}`", "write `kind: chat`"
+        where = f"{self.source.entry['name']}: {document.id}"
+        raise DataError(Problem(where, found, f"{remedy}; name files of the other kind as a source of their own"))
 
     def _refuse(self, problem: Problem, tally: StepTally) -> None:
         if self.raises:
@@ -226,30 +310,19 @@ class Read(PipelineStep):  # type: ignore[misc]
             self.ledger.notes.append(f"{problem.where}: {problem.found}")
 
     def _read(self, part: Part) -> Iterator[Document | Problem]:
-        if part.source is None and part.stop is None:
-            assert part.path is not None
-            try:
-                if part.path.name.lower().endswith(_WARC):
-                    yield from read_warc(part.path, part.label)
-                else:
-                    yield read_page(part.path, part.label)
-            except OSError as error:
-                yield Problem(part.label, f"cannot be read: {error.strerror or error}")
-            return
         try:
-            yield from read_documents(_read_range(part) if part.source is None else part.source.rows(), part.label)
+            if part.source is not None:
+                yield from read_documents(part.source.rows(), part.label)
+            elif part.page is not None and part.page.name.lower().endswith(_WARC):
+                yield from read_warc(part.page, part.label)
+            elif part.page is not None:
+                yield read_page(part.page, part.label)
         except DataError as error:
             yield from error.problems
         except BrokenFileError as error:
             yield error.problem
-
-
-def _read_range(part: Part) -> Iterator[Entry]:
-    assert part.path is not None
-    assert part.stop is not None
-    with open_file(part.path) as file:
-        ranged = cast(io.BufferedReader, io.BufferedReader(_ByteRange(file, part.start, part.stop), 1 << 20))
-        yield from READERS[".jsonl"](ranged, part.label)
+        except OSError as error:
+            yield Problem(part.label, f"cannot be read: {error.strerror or error}")
 
 
 class _ByteRange(io.RawIOBase):
@@ -280,28 +353,38 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
             if row_format is None:
                 row_format = detect_format(entry.columns, "auto", where=entry.where)
             row = canonicalize(entry.columns, row_format, entry.source, entry.index, entry.index_name)
+            yield _to_document(row, entry, label, row_format)
         except DataError as error:
             yield error.problems[0]
-            continue
-        yield _to_document(row, entry, label)
 
 
-def _to_document(row: Row, entry: RawRow, label: str) -> Document:
+def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> Document:
     given = entry.columns.get("id")
     name = f"{label}:{entry.index}" if given is None or isinstance(given, dict | list) else str(given)
-    metadata: dict[str, Any] = {}
+    used = {*row_format.columns, "id", "source"}
+    metadata = {column: value for column, value in entry.columns.items() if column not in used}
     if row.text is not None:
-        text = row.text
-        metadata = {key: value for key, value in entry.columns.items() if key not in ("text", "id", "source")}
-    elif row.messages is not None:
-        # What is not text, as images and tool calls are, stays as it is.
-        texts = [message["content"] for message in row.messages if isinstance(message.get("content"), str)]
-        text = PART_END.join(texts)
-        metadata["row"] = json.loads(json.dumps({"messages": row.messages, "tools": row.tools}, default=str))
-    else:
-        text = PART_END.join((row.prompt or "", row.completion or ""))
-        metadata["row"] = {"prompt": row.prompt, "completion": row.completion}
-    return Document(text=text, id=name, metadata=metadata)
+        return Document(text=row.text, id=name, metadata=metadata)
+    columns = json.loads(json.dumps(list_columns(row), default=str))
+    text, left = split_chat(columns)
+    # A message that has the mark itself would be two.
+    if PART_END in json.dumps(columns, ensure_ascii=False):
+        found = f"holds the character U+{ord(PART_END):04X}, which marks where messages end"
+        raise DataError(Problem(row.where, found, "take it out"))
+    return Document(text=text, id=name, metadata={**metadata, CHAT: left})
+
+
+def list_columns(row: Row) -> dict[str, Any]:
+    """Return a chat, or a prompt and its answers, as the columns of a dataset, from which it is the same row again."""
+    columns: dict[str, Any] = {"prompt": row.prompt, "completion": row.completion}
+    if row.messages is not None:
+        marked = [{**turn, TRAIN: False} if at in row.untrained else turn for at, turn in enumerate(row.messages)]
+        num = row.num_prompt_messages
+        columns = {"messages": marked} if num is None else {"prompt": marked[:num], "completion": marked[num:]}
+    if row.rejected is not None:
+        columns = {"prompt": columns["prompt"], "chosen": columns["completion"], "rejected": row.rejected}
+    extras = {"tools": row.tools, "chat_template_kwargs": row.template_kwargs, "margin": row.margin}
+    return columns | {name: value for name, value in extras.items() if value not in (None, [], {})}
 
 
 def read_page(path: Path, label: str) -> Document | Problem:
@@ -312,7 +395,7 @@ def read_page(path: Path, label: str) -> Document | Problem:
         data = file.read(_MAX_HTML_BYTES + 1)
     if len(data) > _MAX_HTML_BYTES:
         return Problem(label, f"more than {_MAX_HTML_BYTES:,} bytes are no web page")
-    return Document(text=decode_file(data), id=label, metadata={"html": True})
+    return Document(text=decode_file(data), id=label, metadata={HTML: True})
 
 
 def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
@@ -345,6 +428,60 @@ def _read_record(record: Any, where: str) -> Iterator[Document | Problem]:
         yield Problem(where, "not a whole WARC record, or too long for a page")
         return
     metadata = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
-    metadata |= {"html": True} if is_page else {}
+    metadata |= {HTML: True} if is_page else {}
     name = headers.get_header("WARC-Record-ID") or where
     yield Document(text=decode_file(content), id=name.strip("<>"), metadata=metadata)
+
+
+@dataclass(frozen=True)
+class SpreadSource:
+    """A source read here and there at once, from its beginning to its end, so that the first rows stand for all.
+
+    Attributes:
+        source: The source.
+    """
+
+    source: Source
+
+    @property
+    def name(self) -> str:
+        """As of the source."""
+        return self.source.name
+
+    @property
+    def streaming(self) -> bool:
+        """As of the source."""
+        return self.source.streaming
+
+    def fingerprint(self) -> str:
+        """As of the source."""
+        return self.source.fingerprint()
+
+    def rows(self) -> Iterator[Entry]:
+        """Yield rows and problems, one of each place in turn; where one has no more, another follows."""
+        inner = self.source.source if isinstance(self.source, RenamedSource) else self.source
+        # A place of a stream is a file on the network.
+        places = 4 if self.streaming else _PLACES
+        size = None
+        if isinstance(inner, FileSource):
+            size = sum(path.stat().st_size for path in inner.files.values())
+        elif isinstance(inner, HubSource):
+            size = inner.num_bytes
+        parts = [part.source for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
+        stride = -(-len(parts) // places)
+        waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
+        while waiting:
+            active, waiting = waiting[:places], waiting[places:]
+            while active:
+                for rows in list(active):
+                    try:
+                        yield next(rows)
+                        continue
+                    except StopIteration:
+                        pass
+                    except BrokenFileError as error:
+                        yield error.problem
+                    except DataError as error:
+                        yield from error.problems
+                    active.remove(rows)
+                    active += [waiting.pop(0)] if waiting else []

@@ -20,7 +20,6 @@ from recipes_lib.config.corpus import CorpusConfig, list_values
 from recipes_lib.corpus.documents import MAX_SAMPLE_CHARACTERS, Ledger, read_shard
 from recipes_lib.corpus.duplicates import describe_hashes
 from recipes_lib.corpus.inputs import CorpusInput
-from recipes_lib.corpus.mixing import compute_mixture
 from recipes_lib.corpus.output import NEAR_STEP
 from recipes_lib.data.sources.local_files import SPLIT_WORDS
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS
@@ -134,18 +133,18 @@ class Finish(PipelineStep):  # type: ignore[misc]
             for side in ("in", "out"):
                 # Counted at the end alone: between the steps, bytes at the tokens a byte of what is left.
                 tally[f"tokens_{side}"] = round(tally[f"bytes_{side}"] * per_byte) if has_tokens else None
-        versions = {}
-        for package in _PACKAGES:
-            with suppress(importlib.metadata.PackageNotFoundError):
-                versions[package] = importlib.metadata.version(package)
+        mixture, epochs = self._mix(placed, has_tokens)
         return {
             "key": self.key,
-            "versions": {"recipes_lib": __version__, **versions},
+            "versions": {"recipes_lib": __version__, **read_versions(_PACKAGES)},
             **totals,
-            "sources": [self._describe_source(source, placed) for source in self.sources],
+            "sources": [
+                self._describe_source(source, placed, number)
+                for source, number in zip(self.sources, epochs, strict=True)
+            ],
             "steps": steps,
             "decontamination": dict(steps.get("decontamination", {}).get("found", {})),
-            "mixture": self._mix(placed, has_tokens),
+            "mixture": mixture,
             "notes": ledger.notes,
             "shards": list(placed),
             "config": list_values(self.config),
@@ -158,31 +157,42 @@ class Finish(PipelineStep):  # type: ignore[misc]
             },
         }
 
-    def _describe_source(self, source: CorpusInput, placed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def _describe_source(
+        self, source: CorpusInput, placed: Sequence[Mapping[str, Any]], epochs: float
+    ) -> dict[str, Any]:
         own = [shard for shard in placed if shard["source"] == source.label]
         told = {name: source.entry.get(name) for name in ("name", "license", "revision")}
-        counts = sum_counts(own)
-        return {"label": source.label, "kind": source.kind, **told, "fingerprint": source.fingerprint, **counts}
+        told |= {"fingerprint": source.fingerprint, "epochs": epochs, "too_often": epochs > MAX_EPOCHS}
+        return {"label": source.label, "kind": source.kind, **told, **sum_counts(own)}
 
-    def _mix(self, placed: Sequence[Mapping[str, Any]], has_tokens: bool) -> list[dict[str, Any]]:
-        """The sources as entries of ``dataset_mixture``, with how often each will be read."""
+    def _mix(self, placed: Sequence[Mapping[str, Any]], has_tokens: bool) -> tuple[list[dict[str, Any]], list[float]]:
+        """The sources as entries of ``dataset_mixture``, and how often each will be read."""
         unit = "tokens" if has_tokens else "bytes"
         sizes = [sum(shard[unit] for shard in placed if shard["source"] == source.label) for source in self.sources]
         # Tokens to train on are asked for in tokens: of bytes there are about four to each.
         budget = self.config.mixture_tokens
         asked = budget if has_tokens or budget is None else 4 * budget
         shares = compute_mixture(self.config, sizes)
+        epochs = [
+            round(share * (asked or sum(sizes)) / size, 3) if size else 0.0
+            for share, size in zip(shares, sizes, strict=True)
+        ]
         folders = [Path(self.config.output_dir) / "data" / name for name in name_folders(self.sources)]
-        return [
-            {
-                "name": str(folder),
-                "weight": round(share, 6),
-                "epochs": round(share * (asked or sum(sizes)) / size, 3),
-                "too_often": share * (asked or sum(sizes)) / size > MAX_EPOCHS,
-            }
+        entries = [
+            {"name": str(folder), "weight": round(share, 6)}
             for folder, share, size in zip(folders, shares, sizes, strict=True)
             if size
         ]
+        return entries, epochs
+
+
+def read_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Return the version of each package that is installed."""
+    versions = {}
+    for package in packages:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -217,3 +227,40 @@ def remove_old_work(work: Path, stages: Mapping[str, Any]) -> None:
     for folder in work.iterdir():
         if folder.is_dir() and folder.name not in used:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def compute_mixture(config: CorpusConfig, num_tokens: Sequence[int]) -> list[float]:
+    """Return the share of the training tokens that comes from each source; they sum to 1.
+
+    A source that would be read more than ``max_epochs`` times has just so many tokens, and the others share the rest by
+    their weights. When all are at the cap, there are fewer tokens than ``mixture_tokens``, and shares are proportional.
+
+    Source: UniMax, Chung et al. 2023, algorithm 1, is this with equal weights; ``tests/corpus/test_manifest.py``.
+
+    Args:
+        config: Its mixture keys, and the sources' ``weight``.
+        num_tokens: Tokens, or bytes, of each source.
+    """
+    raw = _choose_weights(config, num_tokens)
+    budget = float(config.mixture_tokens or sum(num_tokens))
+    shares = [0.0] * len(raw)
+    open_sources = [at for at, tokens in enumerate(num_tokens) if tokens > 0]
+    left = budget
+    while open_sources:
+        total = sum(raw[at] for at in open_sources)
+        capped = [at for at in open_sources if left * raw[at] / total > config.max_epochs * num_tokens[at]]
+        for at in capped or open_sources:
+            shares[at] = config.max_epochs * num_tokens[at] if capped else left * raw[at] / total
+        left = budget - sum(shares)
+        open_sources = [at for at in open_sources if at not in capped] if capped else []
+    total = sum(shares)
+    return [share / total for share in shares] if total else shares
+
+
+def _choose_weights(config: CorpusConfig, num_tokens: Sequence[int]) -> list[float]:
+    if config.mixture == "weights":
+        return [float(entry["weight"]) for entry in config.sources]
+    if config.mixture == "unimax":
+        return [1.0] * len(num_tokens)
+    exponent = 1 / config.mixture_temperature if config.mixture == "temperature" else 1.0
+    return [tokens**exponent for tokens in num_tokens]

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from recipes_lib.config.corpus import CorpusConfig
-from recipes_lib.corpus.documents import PART_END, Ledger, count_bytes, read_shard, write_shard
+from recipes_lib.config.corpus import MAX_SAMPLES, CorpusConfig
+from recipes_lib.corpus.documents import CHAT, HTML, Ledger, count_bytes, join_chat, read_shard, write_shard
 from recipes_lib.corpus.duplicates import (
     KEPT,
     NEAR,
@@ -57,6 +57,7 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
 
     def _add(self, documents: Iterator[Document], hashes: Hashes) -> Iterator[Document]:
         for document in documents:
+            document.metadata.pop(HTML, None)  # Where nothing was extracted.
             with self.track_time():
                 hashes.add(document.text)
             yield document
@@ -117,7 +118,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         """
         super().__init__()
         self.folder, self.tasks, self.compared, self.config = folder, tasks, compared, config
-        self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), config.num_samples)
+        self.ledger = Ledger((EXACT_STEP, NEAR_STEP, LINES_STEP), MAX_SAMPLES)
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Write the shard of task ``rank``; yield nothing."""
@@ -240,20 +241,8 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
     """
     with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
         for document in documents:
-            metadata = {name: value for name, value in document.metadata.items() if name not in ("source", "row")}
-            row = document.metadata.get("row")
-            columns = {"text": document.text} if row is None else restore_row(row, document.text)
+            metadata = {name: value for name, value in document.metadata.items() if name not in ("source", CHAT)}
+            chat = document.metadata.get(CHAT)
+            columns = {"text": document.text} if chat is None else join_chat(chat, document.text)
             columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
             file.write(json.dumps(columns, ensure_ascii=False) + "\n")
-
-
-def restore_row(row: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return the columns of a chat, or of a prompt and its completion, with the texts that the steps have left."""
-    parts = iter(text.split(PART_END))
-    if "messages" not in row:
-        return {"prompt": next(parts), "completion": next(parts)}
-    messages = [
-        {**message, "content": next(parts)} if isinstance(message.get("content"), str) else message
-        for message in row["messages"]
-    ]
-    return {"messages": messages} | ({"tools": row["tools"]} if row.get("tools") else {})

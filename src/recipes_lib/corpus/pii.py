@@ -6,13 +6,14 @@ import functools
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from datatrove.data import Document
 
 from recipes_lib.config.corpus import PII_KINDS
-from recipes_lib.config.secrets import SECRET, SECRET_HINTS
+from recipes_lib.config.values import SECRET, SECRET_HINTS
+from recipes_lib.corpus.documents import PART_END
 
 Validate = Callable[[str], int]
 """Returns how many characters of a match are the thing itself; 0: none."""
@@ -183,14 +184,30 @@ class PII:
         self._drops = drops
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Mask what is found."""
+        """Mask what is found, in the text and in every string of the metadata."""
         here: Counter[str] = Counter()
-        text = mask(document.text, self._kinds, here)
+        # One by one: nothing is matched across the messages of a chat.
+        text = PART_END.join(mask(part, self._kinds, here) for part in document.text.split(PART_END))
+        name = mask(document.id, self._kinds, here)
+        num_found = here.total()
+        source = document.metadata.get("source")
+        metadata = {**self._mask_values(document.metadata, here), "source": source}
         found.update(here)
         if self._drops and here:
             return " and ".join(sorted(here))
-        document.text = text
+        document.text, document.id = text, name
+        if here.total() > num_found:
+            document.metadata = metadata
         return None
+
+    def _mask_values(self, value: Any, found: Counter[str]) -> Any:
+        if isinstance(value, str):
+            return mask(value, self._kinds, found)
+        if isinstance(value, list):
+            return [self._mask_values(item, found) for item in value]
+        if isinstance(value, Mapping):
+            return {name: self._mask_values(item, found) for name, item in value.items()}
+        return value
 
 
 def mask(text: str, kinds: Sequence[str], found: Counter[str]) -> str:

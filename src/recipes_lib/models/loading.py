@@ -34,14 +34,15 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
 from recipes_lib.files import read_record
-from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.model_files import find_damage
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.structure import freeze_outside_text
+from recipes_lib.shipped import find_shipped
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which says what class of what module is loaded."""
@@ -81,7 +82,7 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
         problems.append(Problem("eos_token", f"the tokenizer of {name} has no end-of-text token", "set eos_token"))
     if tokens.chat_template_path is not None:
         try:
-            tokenizer.chat_template = Path(tokens.chat_template_path).read_text(encoding="utf-8")
+            tokenizer.chat_template = find_shipped(Path(tokens.chat_template_path)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             found = f"{tokens.chat_template_path} cannot be read: {_first_line(error)}"
             problems.append(Problem("chat_template_path", found, "name a Jinja file in UTF-8"))

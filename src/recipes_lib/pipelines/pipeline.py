@@ -6,25 +6,46 @@ import difflib
 import itertools
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
-from recipes_lib.config.table import TABLES
-from recipes_lib.config.values import compose, read_text
+from recipes_lib.config.table import STAGES, TABLES
+from recipes_lib.config.values import compose, read_text, unique_pairs
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
 _KINDS: Final = ("recipe", "command", "run")
-_STAGE_KEYS: Final = (*_KINDS, "about", "config", "launch", "set", "output", "needs", "require", "matrix")
+_SHAPES: Final[Mapping[str, tuple[type | tuple[type, ...], str]]] = {
+    "recipe": (str, "recipe: sft"),
+    "command": (str, "command: sample-pairs"),
+    "run": ((str, list), "run: [python, script.py]"),
+    "about": (str, "about: what it does"),
+    "config": (str, "config: sft.yaml"),
+    "launch": (str, "launch: fsdp2"),
+    "set": (dict, "set: {learning_rate: 1.0e-5}"),
+    "output": (str, "output: ${output_dir}/pairs.jsonl"),
+    "needs": (list, "needs: [sft]"),
+    "require": (dict, 'require: {eval_loss: "< 2"}'),
+    "matrix": (dict, "matrix: {seed: [0, 1]}"),
+    "rounds": (int, "rounds: 3"),
+    "start": (dict, "start: {policy: MODEL}"),
+    "stages": (dict, "stages: {sft: {recipe: sft, config: sft.yaml}}"),
+    "environment": (dict, "environment: {OMP_NUM_THREADS: 1}"),
+    "output_dir": (str, "output_dir: runs/mine"),
+}
+"""Key -> the types that its value may have, and an example."""
 _ROUND_KEYS: Final = ("rounds", "start", "stages")
 _KEYS: Final = ("output_dir", "environment", "stages")
+_STAGE_KEYS: Final = tuple(key for key in _SHAPES if key not in {*_ROUND_KEYS, *_KEYS})
+_NAME: Final = re.compile(r"\w[\w.-]*")
 _REFERENCE: Final = re.compile(r"\$\{([^}]*)\}")
 _REQUIREMENT: Final = re.compile(r"\s*(<=|>=|==|<|>)\s*(-?\d+(?:\.\d+)?(?:[eE]-?\d+)?)\s*")
-_RECIPES: Final = Path(__file__).parents[3] / "recipes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +57,14 @@ class Stage:
         words: The command.
         argv: The end of it: what a recipe is given.
         output: File or folder that it writes.
+        identity: The command without what depends on where the project and its outputs lie.
         needs: Names of the stages whose outputs it reads, or that must be done before.
         require: What a figure of its output must be, by the figure's name: ``> 0.65``.
         files: Files of the user that decide what it does.
         recipe: Whose keys the words set; empty of other commands.
+        command: Of ``recipes``; empty of recipes and other programs.
+        launch: By which launch file the recipe is started; empty: as one process.
+        swept: Of a sweep, the keys of this combination and their values.
         about: What it does, for a reader.
     """
 
@@ -47,10 +72,14 @@ class Stage:
     words: Sequence[str]
     argv: Sequence[str]
     output: Path
+    identity: Sequence[str]
     needs: Sequence[str] = ()
     require: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[Path] = ()
     recipe: str = ""
+    command: str = ""
+    launch: str = ""
+    swept: Mapping[str, str] = field(default_factory=dict)
     about: str = ""
 
 
@@ -73,44 +102,58 @@ def load_pipeline(path: Path, output_dir: str | None = None) -> Pipeline:
     """Read a pipeline.
 
     Args:
-        path: The YAML file.
+        path: The YAML file; one of ``recipes/pipelines/`` may be the package's.
         output_dir: Instead of the file's.
 
     Raises:
         ConfigError: The file cannot be read, or anything in it is wrong; every problem at once.
     """
     problems: list[Problem] = []
-    text = read_text(path, problems)
-    node = None if text is None else compose(text, str(path), problems)
-    problems += [] if node is None else _find_repeated(path, node)
-    if text is not None and node is not None and not problems:
-        document = yaml.safe_load(text)
+    path = find_shipped(path)
+    document = _read_document(path, problems)
+    if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping):
         reader = _Reader(path, problems)
-        if isinstance(document, Mapping) and isinstance(document.get("stages"), Mapping):
-            reader.refuse_unknown(str(path), document, _KEYS)
+        if reader.has_shape(str(path), document, _KEYS):
             folder = Path(output_dir or document.get("output_dir") or "runs")
             stages = reader.read(document["stages"], folder)
-            environment = {str(name): str(value) for name, value in (document.get("environment") or {}).items()}
+            environment = {
+                str(name): value if isinstance(value, str) else _write(value)
+                for name, value in (document.get("environment") or {}).items()
+            }
             if not problems:
                 return Pipeline(folder, environment, stages)
-        elif not problems:
-            problems.append(Problem(str(path), "has no `stages`", "write stages: {name: {recipe: sft, config: F}}"))
-    raise ConfigError(*(problems or [Problem(str(path), "is empty", "write stages: {...}")]))
+    elif not problems:
+        problems.append(Problem(str(path), "has no `stages`", f"write {_SHAPES['stages'][1]}"))
+    raise ConfigError(*problems)
 
 
-def _find_repeated(path: Path, node: yaml.Node) -> Iterator[Problem]:
-    """Yield a problem for each key that stands twice in a mapping, of which YAML takes the last in silence."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                where = f"{path}:{key.start_mark.line + 1}"
-                yield Problem(where, f"`{key.value}` is repeated", "keep one of the two")
-            seen.add(key.value)
-            yield from _find_repeated(path, value)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _find_repeated(path, item)
+def _read_document(path: Path, problems: list[Problem]) -> Any:
+    """Return what a YAML file holds; a key that stands twice, of which YAML takes the last in silence, is a problem."""
+    text = read_text(path, problems)
+    node = None if text is None else compose(text, str(path), problems)
+    nodes = [] if node is None else [node]
+    while nodes:
+        one = nodes.pop()
+        if isinstance(one, yaml.MappingNode):
+            pairs = unique_pairs(one, lambda place: f"{path}:{place.start_mark.line + 1}", problems)
+            nodes += [value for _, value in pairs]
+        elif isinstance(one, yaml.SequenceNode):
+            nodes += one.value
+    if text is None or problems:
+        return None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        problems.append(Problem(str(path), f"is not plain YAML: {error}", "write plain values"))
+        return None
+
+
+class _Known(NamedTuple):
+    """What a reference stands for: its text here, its text wherever the project lies, the stages it comes from."""
+
+    text: str
+    symbol: str
+    stages: Sequence[str] = ()
 
 
 class _Reader:
@@ -118,151 +161,235 @@ class _Reader:
 
     def __init__(self, path: Path, problems: list[Problem]) -> None:
         self.path, self.problems = path, problems
-        self.known: dict[str, str] = {}
-        """Reference -> its value: ``sft.output``, ``policy.previous``, ``round``, ``output_dir``."""
-        self.by_output: dict[str, list[str]] = {}
-        """Reference -> the stages that have to be done for it."""
+        self.known: dict[str, _Known] = {}
+        """By reference: ``sft.output``, ``policy.previous``, ``round``, ``output_dir``."""
+        self.groups: dict[str, list[str]] = {}
+        """Name in the file, of a stage, a sweep or a loop -> its stages."""
+        self.names: set[str] = set()
+        self.outputs: dict[str, str] = {}
 
     def read(self, entries: Mapping[str, Any], folder: Path) -> list[Stage]:
-        self.known |= {"output_dir": str(folder), "here": str(self.path.resolve().parent)}
+        self.known |= {
+            "output_dir": _Known(str(folder), "${output_dir}"),
+            "here": _Known(str(self.path.resolve().parent), "${here}"),
+        }
         stages: list[Stage] = []
         for name, entry in entries.items():
             where = f"{self.path}: {name}"
-            if not isinstance(entry, Mapping):
-                self.problems.append(Problem(where, "is no stage", "write {recipe: ..., config: ...}"))
-            elif "rounds" in entry:
+            if isinstance(entry, Mapping) and entry.get("rounds") is not None:
+                before = len(stages)
                 stages += self._read_rounds(where, entry, folder)
+                self.groups[str(name)] = [stage.name for stage in stages[before:]]
             else:
                 stages += self._read_stage(str(name), where, entry, folder)
         return stages
 
     def _read_rounds(self, where: str, entry: Mapping[str, Any], folder: Path) -> Iterator[Stage]:
-        self.refuse_unknown(where, entry, _ROUND_KEYS)
-        count, inner = entry["rounds"], entry.get("stages")
-        if not (isinstance(count, int) and count > 0 and isinstance(inner, Mapping)):
+        if not self.has_shape(where, entry, _ROUND_KEYS):
+            return
+        inner = entry.get("stages")
+        if entry["rounds"] < 1 or not inner:
             remedy = "write rounds: 3, start: {policy: MODEL} and stages: {...}"
-            self.problems.append(Problem(where, "is no number of rounds with stages", remedy))
+            self.problems.append(Problem(where, "is not a number of rounds with stages", remedy))
             return
         for name, start in (entry.get("start") or {}).items():
-            needs: list[str] = []
-            self.known[f"{name}.previous"] = self._resolve(where, str(start), needs)
-            self.by_output[f"{name}.previous"] = needs
-        for number in range(1, count + 1):
-            self.known["round"] = str(number)
+            self.known[f"{name}.previous"] = self._resolve(where, str(start))
+        for number in range(1, entry["rounds"] + 1):
+            self.known["round"] = _Known(str(number), str(number))
             for name, stage in inner.items():
-                place = f"{where}.{name}"
-                for one in self._read_stage(str(name), place, stage, folder, suffix=f"-{number}"):
-                    self._remember(str(name), [one])
-                    yield one
+                yield from self._read_stage(str(name), f"{where}.{name}", stage, folder, f"-{number}")
             for name in inner:
-                self.known[f"{name}.previous"] = self.known[f"{name}.output"]
-                self.by_output[f"{name}.previous"] = self.by_output[f"{name}.output"]
+                if f"{name}.output" in self.known:
+                    self.known[f"{name}.previous"] = self.known[f"{name}.output"]
         del self.known["round"]
 
-    def _read_stage(
-        self, name: str, where: str, entry: Mapping[str, Any], folder: Path, *, suffix: str = ""
-    ) -> list[Stage]:
-        self.refuse_unknown(where, entry, _STAGE_KEYS)
-        kinds = [kind for kind in _KINDS if kind in entry]
-        if len(kinds) != 1:
-            self.problems.append(Problem(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them"))
+    def _read_stage(self, name: str, where: str, entry: Any, folder: Path, suffix: str = "") -> list[Stage]:
+        if (kind := self._find_kind(where, entry)) is None:
+            # What refers to it is not wrong besides.
+            self.known[f"{name}.output"] = _Known("", "")
+            self.groups[name] = []
             return []
+        entry = {key: value for key, value in entry.items() if value is not None}
         matrix = entry.get("matrix") or {}
-        combinations = [
-            dict(zip(matrix, values, strict=True))
-            for values in itertools.product(
-                *(value if isinstance(value, list) else [value] for value in matrix.values())
+        values = [value if isinstance(value, list) else [value] for value in matrix.values()]
+        if [] in values:
+            self.problems.append(
+                Problem(f"{where}.matrix", "has a key without values", f"write {_SHAPES['matrix'][1]}")
             )
-        ]
         stages = []
-        for number, keys in enumerate(combinations, 1):
+        for number, combination in enumerate(itertools.product(*values), 1):
             full = f"{name}{suffix}" + (f"-{number}" if matrix else "")
-            stages.append(self._build(full, where, entry, kinds[0], keys, folder))
+            keys = dict(zip(matrix, combination, strict=True))
+            stages.append(self._build(full, where, entry, kind, keys, folder))
         self._remember(name, stages)
         return stages
 
+    def _find_kind(self, where: str, entry: Any) -> str | None:
+        """Return what a stage runs: a recipe, a command or a program; ``None`` where the entry is wrong."""
+        if not isinstance(entry, Mapping):
+            self.problems.append(Problem(where, "is not a stage", "write {recipe: ..., config: ...}"))
+            return None
+        if not self.has_shape(where, entry, _STAGE_KEYS):
+            return None
+        kinds = [kind for kind in _KINDS if entry.get(kind) is not None]
+        if len(kinds) != 1:
+            self.problems.append(Problem(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them"))
+            return None
+        if not entry[kinds[0]]:
+            self.problems.append(Problem(f"{where}.{kinds[0]}", "is empty", f"write {_SHAPES[kinds[0]][1]}"))
+            return None
+        return kinds[0]
+
     def _remember(self, name: str, stages: Sequence[Stage]) -> None:
+        self.groups[name] = [stage.name for stage in stages]
         for stage in stages:
-            self.known[f"{stage.name}.output"] = str(stage.output)
-            self.by_output[f"{stage.name}.output"] = [stage.name]
-        if len(stages) == 1:
-            self.known[f"{name}.output"] = str(stages[0].output)
-            self.by_output[f"{name}.output"] = [stages[0].name]
+            self.known[f"{stage.name}.output"] = output = _Known(
+                str(stage.output), f"${{{stage.name}.output}}", (stage.name,)
+            )
+            if len(stages) == 1:
+                self.known[f"{name}.output"] = output
 
     def _build(
         self, name: str, where: str, entry: Mapping[str, Any], kind: str, keys: Mapping[str, Any], folder: Path
     ) -> Stage:
-        needs: list[str] = []
+        def resolve(value: Any) -> _Known:
+            return self._resolve(where, value if isinstance(value, str) else _write(value))
 
-        def resolve(value: Any) -> str:
-            return self._resolve(where, value if isinstance(value, str) else _write(value), needs)
-
-        output = Path(resolve(entry["output"])) if "output" in entry else folder / name
-        config = Path(resolve(entry["config"])) if "config" in entry else None
         flags = {**(entry.get("set") or {}), **keys}
+        words = [resolve(word) for word in self._find_program(where, kind, entry)]
+        argv = [_Known("--config", "--config"), resolve(entry["config"])] if "config" in entry else []
+        for key, value in flags.items():
+            argv += [_Known(f"--{key}", f"--{key}"), resolve(value)]
+        output = resolve(entry["output"]) if "output" in entry else _Known(str(folder / name), "")
+        needs = [stage for word in (*words, *argv, output) for stage in word.stages]
+        needs += self._find_needs(where, entry)
+        identity = [kind, *(word.symbol for word in (*words, *argv, output))]
+        arguments = [word.text for word in argv]
+        files = [find_shipped(Path(arguments[1]))] if "config" in entry else []
         if kind == "recipe":
-            flags.setdefault("output_dir", str(output))
-        words = self._find_program(where, kind, entry, needs)
-        if kind == "recipe" and "launch" in entry:
-            words = [*_recipes("launch"), "--stage", str(entry["recipe"]), "--hardware", resolve(entry["launch"])]
-        argv = [] if config is None else ["--config", str(config)]
-        argv += [word for key, value in flags.items() for word in (f"--{key}", resolve(value))]
-        for need in entry.get("needs") or []:
-            if f"{need}.output" not in self.known:
-                self._refuse_reference(where, str(need), [name.partition(".")[0] for name in self.known])
-            needs += self.by_output.get(f"{need}.output", [])
-        require = {str(key): str(value) for key, value in (entry.get("require") or {}).items()}
-        for figure, wanted in require.items():
-            if not _REQUIREMENT.fullmatch(wanted):
-                self.problems.append(
-                    Problem(f"{where}.require.{figure}", f"is {wanted!r}", "write one such as '> 0.65'")
-                )
+            arguments += [] if "output_dir" in flags else ["--output_dir", output.text]
+            files += self._find_launch(where, entry)
+        self._claim(where, name, Path(output.text))
         return Stage(
             name=name,
-            words=[*words, *argv],
-            argv=argv,
-            output=output,
+            words=[*_find_words(kind, entry, [word.text for word in words]), *arguments],
+            argv=arguments,
+            output=Path(output.text),
+            identity=identity,
             needs=tuple(dict.fromkeys(needs)),
-            require=require,
-            files=tuple(path for path in (config, Path(str(entry["launch"])) if "launch" in entry else None) if path),
-            recipe=str(entry.get("recipe", "")),
-            about=str(entry.get("about", "")),
+            require=self._read_gates(where, entry),
+            files=tuple(files),
+            recipe=entry.get("recipe", ""),
+            command=words[0].text if kind == "command" and words else "",
+            launch=entry.get("launch", ""),
+            swept={key: value if isinstance(value, str) else _write(value) for key, value in keys.items()},
+            about=entry.get("about", ""),
         )
 
-    def _find_program(self, where: str, kind: str, entry: Mapping[str, Any], needs: list[str]) -> list[str]:
-        if kind == "run":
-            words = entry["run"] if isinstance(entry["run"], list) else str(entry["run"]).split()
-            return [self._resolve(where, str(word), needs) for word in words]
-        if kind == "command":
-            return [*_recipes(str(entry["command"]).split()[0]), *str(entry["command"]).split()[1:]]
-        recipe = str(entry["recipe"])
-        if recipe not in TABLES:
-            self._refuse_reference(f"{where}.recipe", recipe, TABLES)
-        recipes = Path("recipes") if Path("recipes").is_dir() else _RECIPES
-        return [sys.executable, str(recipes.resolve() / f"{recipe}.py")]
+    def _claim(self, where: str, name: str, output: Path) -> None:
+        """Refuse what would overwrite another stage, or be taken for it."""
+        if not _NAME.fullmatch(name):
+            self.problems.append(Problem(where, f"{name!r} is not a folder name", "write letters, digits and -"))
+        if name in self.names:
+            self.problems.append(Problem(where, f"another stage is called {name!r} too", "name one of them otherwise"))
+        elif str(output) in self.outputs:
+            found = f"writes {output}, as {self.outputs[str(output)]} does"
+            self.problems.append(Problem(where, found, "give one of them another `output`"))
+        self.names.add(name)
+        self.outputs[str(output)] = name
 
-    def _resolve(self, where: str, text: str, needs: list[str]) -> str:
-        def replace(match: re.Match[str]) -> str:
+    def _find_needs(self, where: str, entry: Mapping[str, Any]) -> Iterator[str]:
+        for need in entry.get("needs") or []:
+            if str(need) in self.groups:
+                yield from self.groups[str(need)]
+            elif str(need) in self.names:
+                yield str(need)
+            else:
+                self._refuse_reference(where, str(need), sorted({*self.groups, *self.names}))
+
+    def _read_gates(self, where: str, entry: Mapping[str, Any]) -> dict[str, str]:
+        require = {str(key): str(value) for key, value in (entry.get("require") or {}).items()}
+        for figure, wanted in require.items():
+            stage, _, rest = figure.partition(".")
+            if stage in self.groups and rest:
+                found = "is of another stage, and a stage's `require` is about its own output"
+                remedy = f"write it at {stage}: require: {{{rest}: {json.dumps(wanted)}}}"
+                self.problems.append(Problem(f"{where}.require.{figure}", found, remedy))
+            elif not _REQUIREMENT.fullmatch(wanted):
+                remedy = "write one such as '> 0.65'"
+                self.problems.append(Problem(f"{where}.require.{figure}", f"is {wanted!r}", remedy))
+        return require
+
+    def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
+        if "launch" in entry and entry["recipe"] not in STAGES:
+            found = f"{entry['recipe']} is not a training, and runs as one process"
+            self.problems.append(Problem(f"{where}.launch", found, "delete the line"))
+            return []
+        try:
+            return [find_launch_file(entry["launch"])] if "launch" in entry else []
+        except ConfigError as error:
+            self.problems += [Problem(f"{where}.launch", one.found, one.remedy) for one in error.problems]
+            return []
+
+    def _find_program(self, where: str, kind: str, entry: Mapping[str, Any]) -> list[str]:
+        """Return the words that say what is run, as the user wrote them."""
+        if kind == "recipe":
+            if entry["recipe"] not in TABLES:
+                self._refuse_reference(f"{where}.recipe", entry["recipe"], TABLES)
+            return [entry["recipe"]]
+        if isinstance(entry[kind], list):
+            return [str(word) for word in entry[kind]]
+        try:
+            return shlex.split(entry[kind])
+        except ValueError as error:
+            self.problems.append(Problem(f"{where}.{kind}", f"cannot be read: {error}", "write a list of words"))
+            return []
+
+    def _resolve(self, where: str, text: str) -> _Known:
+        stages: list[str] = []
+
+        def replace(match: re.Match[str], at: int) -> str:
             name = match[1].strip()
             if name not in self.known:
-                self._refuse_reference(where, name, self.known)
+                if at == 0:
+                    self._refuse_reference(where, name, self.known)
                 return ""
-            needs.extend(self.by_output.get(name, ()))
-            return self.known[name]
+            stages.extend(self.known[name].stages)
+            return str(self.known[name][at])
 
-        return _REFERENCE.sub(replace, text)
+        texts = [_REFERENCE.sub(lambda match, at=at: replace(match, at), text) for at in (0, 1)]  # type: ignore[misc]
+        return _Known(texts[0], texts[1], tuple(dict.fromkeys(stages)))
 
     def _refuse_reference(self, where: str, name: str, known: Any) -> None:
         near = difflib.get_close_matches(name, list(known), n=1)
         remedy = f"did you mean {near[0]}?" if near else "name a stage above it, as in ${sft.output}"
+        sweep = self.groups.get(name.removesuffix(".output"), [])
+        if len(sweep) > 1:
+            remedy = f"it is several stages: name one of {', '.join(f'{stage}.output' for stage in sweep)}"
         self.problems.append(Problem(where, f"there is no {name!r} here", remedy))
 
-    def refuse_unknown(self, where: str, entry: Mapping[str, Any], known: Sequence[str]) -> None:
-        """Add a problem for each key that means nothing."""
-        for key in entry.keys() - set(known):
-            near = difflib.get_close_matches(str(key), known, n=1)
-            remedy = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
-            self.problems.append(Problem(where, f"there is no key `{key}`", remedy))
+    def has_shape(self, where: str, entry: Mapping[str, Any], known: Sequence[str]) -> bool:
+        """Return whether every key means something and has a value of its type; what has not is a problem."""
+        before = len(self.problems)
+        for key, value in entry.items():
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                remedy = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
+                self.problems.append(Problem(where, f"there is no key `{key}`", remedy))
+            elif value is not None and (not isinstance(value, _SHAPES[key][0]) or isinstance(value, bool)):
+                self.problems.append(Problem(f"{where}.{key}", f"is {value!r:.60}", f"write {_SHAPES[key][1]}"))
+        return len(self.problems) == before
+
+
+def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[str]:
+    """Return the words that start a stage, before its arguments."""
+    if kind == "run":
+        return named
+    if kind == "command":
+        return [*_recipes(named[0]), *named[1:]] if named else []
+    if "launch" in entry:
+        return [*_recipes("launch"), "--stage", entry["recipe"], "--hardware", entry["launch"]]
+    return [sys.executable, str(find_recipe(entry["recipe"]))]
 
 
 def _recipes(command: str) -> list[str]:
@@ -270,7 +397,7 @@ def _recipes(command: str) -> list[str]:
 
 
 def _write(value: Any) -> str:
-    return json.dumps(value)
+    return json.dumps(value, default=str)
 
 
 def holds(wanted: str, value: float) -> bool:

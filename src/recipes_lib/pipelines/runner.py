@@ -2,123 +2,242 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, ConfigError, DataError, Problem
-from recipes_lib.files import read_lines, read_record, replace_record
+from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED, ConfigError, DataError, Problem
+from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE: Final = "pipeline.json"
+_LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
+"""Of an output, what may come, go and change without making it another: it is not verified."""
+_RECORDS: Final = (".json", ".html", ".md", ".png")
+"""Suffixes of what is rewritten afterwards, as by an evaluation or when a model is published."""
 
 
 def run_pipeline(
-    pipeline: Pipeline, chosen: Sequence[Stage], say: Callable[[str], object], *, cwd: Path | None = None
+    pipeline: Pipeline,
+    chosen: Sequence[Stage],
+    say: Callable[[str], object],
+    *,
+    cwd: Path | None = None,
+    on_change: Callable[[], object] = lambda: None,
 ) -> int:
     """Run stages in order and return the exit code of the first one that fails, or ``EXIT_DIVERGED`` of a gate.
 
     A stage that was done by the same command, configuration and inputs is left out. One that was done otherwise is done
-    again, its output moved aside; one that was stopped is started again, and resumes by itself.
+    again, its output moved aside; one that was stopped, or whose output lacks a file, is started again, and resumes by
+    itself.
 
     Args:
         pipeline: All stages.
         chosen: Those to run.
         say: Tells what happens.
         cwd: Working directory of the stages, and where the pipeline's paths begin.
+        on_change: Called whenever ``pipeline.json`` says something else.
 
     Raises:
-        ConfigError: A stage that is needed is neither chosen nor done, or an output in the way cannot be moved aside.
+        ConfigError: A stage that is needed is neither chosen nor done, an output in the way cannot be moved aside, a
+            program is not there, or another process runs this pipeline.
     """
     root = cwd or Path()
-    state_path = root / pipeline.output_dir / STATE
-    state_path.parent.mkdir(parents=True, exist_ok=True)
-    done = _read_state(state_path)
-    prints = fingerprint(pipeline, root)
-    names = {stage.name for stage in chosen}
-    for number, stage in enumerate(chosen, 1):
-        missing = [
-            need for need in stage.needs if need not in names and not _is_done(need, pipeline, done, prints, root)
-        ]
-        if missing:
-            remedy = f"run it too: --from {missing[0]}, or without --only"
-            raise ConfigError(Problem(stage.name, f"needs {missing[0]}, which is not done", remedy))
-        if _is_done(stage.name, pipeline, done, prints, root):
-            say(f"{number} of {len(chosen)}, {stage.name}: done before")
-        else:
-            say(f"{number} of {len(chosen)}, {stage.name}: {stage.about or shlex.join(stage.words)}")
-            _move_aside(stage, done.get(stage.name), prints[stage.name], root, say)
-            entry: dict[str, Any] = {
-                "fingerprint": prints[stage.name],
-                "status": "running",
-                "output": str(stage.output),
-            }
-            done[stage.name] = entry
-            replace_record(state_path, {"stages": done})
-            began = time.time()
-            code = run_child(stage.words, pipeline.environment, root)
-            seconds = round(entry.get("seconds", 0) + time.time() - began, 1)
-            entry |= {"status": "failed" if code else "done", "code": code, "seconds": seconds}
-            replace_record(state_path, {"stages": done})
-            if code != EXIT_DONE:
-                say(f"{stage.name} ended with exit code {code}; the same command resumes here")
+    with _holding(root / pipeline.output_dir):
+        progress = _Progress(pipeline, root, on_change)
+        for number, stage in enumerate(chosen, 1):
+            if (code := progress.find_obstacle(stage, {one.name for one in chosen}, say)) != EXIT_DONE:
                 return code
-        if broken := list(find_broken_gates(stage, root)):
-            for gate in broken:
-                say(f"{stage.name}: {gate}")
-            return EXIT_DIVERGED
+            told = f"{number} of {len(chosen)}, {stage.name}"
+            if progress.is_done(stage):
+                say(f"{told}: done before")
+            else:
+                say(f"{told}: {stage.about or shlex.join(stage.words)}")
+                if (code := progress.make(stage, say)) != EXIT_DONE:
+                    say(f"{stage.name} ended with exit code {code}; the same command resumes here")
+                    return code
+            if broken := list(find_broken_gates(stage, root)):
+                for gate in broken:
+                    say(f"{stage.name}: {gate}")
+                return EXIT_DIVERGED
     return EXIT_DONE
 
 
+@contextmanager
+def _holding(folder: Path) -> Iterator[None]:
+    """Keep every other ``recipes run`` out of a folder.
+
+    Raises:
+        ConfigError: One is in it, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"{STATE}.lock").open("a", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(Problem(str(folder), f"cannot be written: {error.strerror}", "name another")) from error
+    with file:
+        if try_lock(file) is False:
+            remedy = f"wait until it has ended, or stop it (`fuser {file.name}` names it)"
+            raise ConfigError(Problem(str(folder), "another `recipes run` works here", remedy))
+        yield
+
+
+class _Progress:
+    """What ``pipeline.json`` says of each stage, and what becomes of it."""
+
+    def __init__(self, pipeline: Pipeline, root: Path, on_change: Callable[[], object]) -> None:
+        self.pipeline, self.root, self.on_change = pipeline, root, on_change
+        self.path = root / pipeline.output_dir / STATE
+        self.entries = read_state(self.path)
+        self.prints = fingerprint(pipeline, root)
+        self.stages = {stage.name: stage for stage in pipeline.stages}
+        folder = self.path.parent
+        self.about = [
+            {
+                "name": stage.name,
+                "recipe": stage.recipe or stage.command,
+                "about": stage.about or " ".join(f"{key}={value}" for key, value in stage.swept.items()),
+                "output": os.path.relpath(root / stage.output, folder),
+            }
+            for stage in pipeline.stages
+        ]
+        """Of every stage, for an overview; outputs as seen from the folder of ``pipeline.json``."""
+
+    def is_done(self, stage: Stage) -> bool:
+        """Return whether a stage was done by the same command and inputs, and what it wrote is whole."""
+        entry = self.entries.get(stage.name) or {}
+        if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
+            return False
+        return find_missing_file(self.root / stage.output, entry.get("files")) is None and not _is_unfinished(
+            self.root / stage.output
+        )
+
+    def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
+        """Return ``EXIT_DIVERGED`` where a gate of a stage that is needed does not hold.
+
+        Raises:
+            ConfigError: A stage that is needed is neither chosen nor done.
+        """
+        for need in (self.stages[name] for name in stage.needs if name not in chosen):
+            if not self.is_done(need):
+                remedy = f"run it too: --from {need.name}, or without --only"
+                raise ConfigError(Problem(stage.name, f"needs {need.name}, which is not done", remedy))
+            if broken := list(find_broken_gates(need, self.root)):
+                say("\n".join(f"{stage.name} needs {need.name}: {gate}" for gate in broken))
+                return EXIT_DIVERGED
+        return EXIT_DONE
+
+    def make(self, stage: Stage, say: Callable[[str], object]) -> int:
+        """Run a stage and return its exit code."""
+        before = self.entries.get(stage.name) or {}
+        is_same = before.get("fingerprint") == self.prints[stage.name]
+        if before and not is_same:
+            _move_aside(self.root / stage.output, stage.name, say)
+        missing = find_missing_file(self.root / stage.output, before.get("files"))
+        if is_same and before.get("status") == "done" and missing:
+            say(f"{stage.name}: {missing}")
+        spent = float(before.get("seconds") or 0) if is_same else 0.0
+        entry: dict[str, Any] = {"fingerprint": self.prints[stage.name]}
+        began = time.time()
+        self._write(stage, entry | {"status": "running", "seconds": spent})
+        code: int | None = None
+        try:
+            code = run_child(stage.words, self.pipeline.environment, self.root)
+        finally:
+            entry["seconds"] = round(spent + time.time() - began, 1)
+            if code == EXIT_DONE:
+                entry |= {"status": "done", "files": _list_files(self.root / stage.output)}
+            else:
+                entry["status"] = "stopped" if code in (None, EXIT_PREEMPTED) else "failed"
+            self._write(stage, entry | {"code": code})
+        return code
+
+    def _write(self, stage: Stage, entry: Mapping[str, Any]) -> None:
+        self.entries[stage.name] = entry
+        replace_record(self.path, {"pipeline": self.about, "stages": self.entries})
+        self.on_change()
+
+
 def fingerprint(pipeline: Pipeline, root: Path) -> dict[str, str]:
-    """Return of each stage a hash of its command, of the files that the user wrote for it, and of what it needs."""
+    """Return of each stage a hash of its command, of the files that the user wrote for it, and of what it needs.
+
+    Where the project, the pipeline and its outputs lie is not in it.
+    """
     prints: dict[str, str] = {}
     for stage in pipeline.stages:
-        texts = [
-            (str(file), (root / file).read_text("utf-8") if (root / file).is_file() else "") for file in stage.files
-        ]
-        # Another Python, or the recipes in another folder, is no other run.
-        words = [Path(word).name if at < 2 else word for at, word in enumerate(stage.words)]
-        told = [words, texts, [prints[need] for need in stage.needs], dict(pipeline.environment)]
+        texts = [(root / file).read_text("utf-8") if (root / file).is_file() else "" for file in stage.files]
+        told = [list(stage.identity), texts, [prints[need] for need in stage.needs], dict(pipeline.environment)]
         prints[stage.name] = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
     return prints
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> dict[str, Any]:
+    """Return what ``pipeline.json`` says of each stage; nothing where there is none.
+
+    Raises:
+        DataError: It is not as it was written.
+    """
     if not path.is_file():
         return {}
-    stages: dict[str, Any] = read_record(path, {"stages": dict}, remedy="delete it: stages that are done end at once")[
-        "stages"
-    ]
+    remedy = "delete it: stages that are done end at once"
+    stages: dict[str, Any] = read_record(path, {"stages": dict}, remedy=remedy)["stages"]
+    for name, entry in stages.items():
+        if not isinstance(entry, dict):
+            raise DataError(Problem(f"{path}: {name}", "is not an object", remedy))
     return stages
 
 
-def _is_done(name: str, pipeline: Pipeline, done: Mapping[str, Any], prints: Mapping[str, str], root: Path) -> bool:
-    stage = next(stage for stage in pipeline.stages if stage.name == name)
-    entry = done.get(name) or {}
-    is_same = entry.get("status") == "done" and entry.get("fingerprint") == prints[name]
-    if not is_same or not (root / stage.output).exists():
-        return False
-    record = root / stage.output / "run.json"
+def find_missing_file(output: Path, files: Any) -> str | None:
+    """Return in words what an output lacks of the files that a stage left in it; ``None``: it is whole.
+
+    Args:
+        output: File or folder.
+        files: Name -> size in bytes, ``null`` where it may change; as ``pipeline.json`` has them.
+    """
+    if not output.exists():
+        return f"{output} is gone"
+    for name, size in files.items() if isinstance(files, dict) else ():
+        file = output / name
+        if not file.is_file():
+            return f"{file} is gone"
+        if size is not None and file.stat().st_size != size:
+            return f"{file} has {file.stat().st_size:,} bytes, and had {size:,}"
+    return None
+
+
+def _list_files(output: Path) -> dict[str, int | None]:
+    """Return the files of an output: name -> size, ``None`` for those that are rewritten afterwards."""
+    files: dict[str, int | None] = {}
+    for file in [output] if output.is_file() else sorted(output.rglob("*")):
+        name = file.relative_to(output)
+        if file.is_file() and not any(fnmatch(part, sign) for part in name.parts for sign in _LOGS):
+            files[str(name)] = None if file.suffix in _RECORDS else file.stat().st_size
+    return files
+
+
+def _is_unfinished(output: Path) -> bool:
+    record = output / "run.json"
     try:
-        return not record.is_file() or read_record(record).get("status") == "done"
+        return record.is_file() and read_record(record).get("status") != "done"
     except DataError:
-        return False
+        return True
 
 
-def _move_aside(
-    stage: Stage, entry: Mapping[str, Any] | None, wanted: str, root: Path, say: Callable[[str], object]
-) -> None:
+def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
     """Make room where another command has written; what the same one has begun is resumed."""
-    place = root / stage.output
-    if entry is None or entry.get("fingerprint") == wanted or not place.exists():
+    if not place.exists():
         return
     number = 1
     while (aside := place.with_name(f"{place.name}.replaced-{number}")).exists():
@@ -128,7 +247,14 @@ def _move_aside(
     except OSError as error:
         found = f"was written by another configuration and cannot be moved aside: {error.strerror}"
         raise ConfigError(Problem(str(place), found, "move it away")) from error
-    say(f"{stage.name}: changed since; what it was is now {aside}")
+    say(f"{name}: changed since; what it was is now {aside}")
+
+
+def find_program(words: Sequence[str], cwd: Path) -> str | None:
+    """Return in words why a command cannot be started; ``None``: its program is there."""
+    program = words[0] if words else ""
+    found = shutil.which(str(cwd / program) if "/" in program else program)
+    return None if found else f"there is no program {program!r}"
 
 
 def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -> int:
@@ -136,7 +262,10 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
 
     Raises:
         KeyboardInterrupt: There was one, when the command has ended.
+        ConfigError: Its program is not there.
     """
+    if missing := find_program(words, cwd):
+        raise ConfigError(Problem(shlex.join(words), missing, "install it, or write its path"))
     sys.stdout.flush()
     variables = ["env", *(f"{name}={value}" for name, value in environment.items())] if environment else []
     process = subprocess.Popen([*variables, *words], cwd=cwd)
@@ -162,7 +291,10 @@ def find_broken_gates(stage: Stage, root: Path) -> Iterator[str]:
     for name, wanted in stage.require.items():
         value = read_figure(root / stage.output, name)
         if value is None:
-            yield f"require: there is no figure {name!r} in {stage.output}"
+            figures = list_figures(root / stage.output)
+            near = difflib.get_close_matches(name, figures, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(figures)) or 'none'}"
+            yield f"require: there is no figure {name!r} in {stage.output}; {hint}"
         elif not holds(wanted, value):
             yield f"require: {name} is {value:.4g}, and has to be {wanted}"
 
@@ -172,22 +304,37 @@ def read_figure(output: Path, name: str) -> float | None:
 
     Args:
         output: Folder of a run, or of ``recipes eval``.
-        name: ``eval_loss``, ``loss`` or, of a benchmark, ``gsm8k.exact_match``; keys within ``run.json`` by dots.
+        name: ``eval_loss``, ``loss`` or, of a benchmark or a group of them,
+            ``gsm8k.exact_match``; keys within ``run.json`` by dots.
     """
-    for event in reversed(list(read_lines(output / "metrics.jsonl"))):
-        if event and isinstance(event.get(name), int | float):
-            return float(event[name])
-    for file in ("run.json", "reward_report.json", "eval.json", "eval/eval.json"):
+    return list_figures(output).get(name)
+
+
+def list_figures(output: Path) -> dict[str, float]:
+    """Return every figure of an output, by its name; NaN is one, and meets no requirement."""
+    figures: dict[str, float] = {}
+    for file in ("eval/eval.json", "eval.json", "reward_report.json", "run.json"):
         try:
-            record: Any = read_record(output / file)
+            record = read_record(output / file)
         except DataError:
             continue
-        task, _, metric = name.partition(".")
-        scores = (record.get("tasks") or {}).get(task, {}).get("scores", {}) if file.endswith("eval.json") else {}
-        if metric in scores:
-            return float(scores[metric]["value"])
-        for part in name.split("."):
-            record = record.get(part) if isinstance(record, Mapping) else None
-        if isinstance(record, int | float):
-            return float(record)
-    return None
+        figures |= dict(_flatten(record))
+        parts = [record.get(name) for name in ("tasks", "groups")] if file.endswith("eval.json") else []
+        for task, found in (pair for part in parts if isinstance(part, dict) for pair in part.items()):
+            scores = found.get("scores") if isinstance(found, dict) else None
+            figures |= {
+                f"{task}.{metric}": number
+                for metric, score in (scores.items() if isinstance(scores, dict) else ())
+                if isinstance(score, dict) and (number := parse_number(score.get("value"))) is not None
+            }
+    for event in read_lines(output / "metrics.jsonl"):
+        figures |= dict(_flatten(event or {}))
+    return figures
+
+
+def _flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif (number := parse_number(value)) is not None:
+            yield f"{prefix}{name}", number

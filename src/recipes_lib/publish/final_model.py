@@ -31,6 +31,7 @@ from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card
 from recipes_lib.publish.publishing import publishing
+from recipes_lib.report.overview import describe_result
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.layouts.launch_environment import read_launch
@@ -80,7 +81,8 @@ def finish_run(run: Run) -> None:
     is_whole = report.is_file() and "</html>" in report.read_text(encoding="utf-8", errors="replace")[-16:]
     if not run.finished or not is_whole:
         build_report(run.output_dir)
-    sys.stdout.write(f"done: model {run.output_dir}, card {card}, report {report}\n")
+    reached = describe_result(read_run(run.output_dir))
+    sys.stdout.write(f"done: {reached}\n  model {run.output_dir}\n  card {card}\n  report {report}\n")
 
 
 UNVERIFIED: Final = "_unverified"
@@ -167,7 +169,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
         untrained = [name for name in learning if not tensors.get_tensor(name).any()]
     if untrained:
         raise DivergedError(
-            f"{len(untrained)} of {len(learning)} parts of the adapter are what they were before training, "
+            f"{len(untrained)} of {len(learning)} parts of the adapter are unchanged by training, "
             f"{untrained[0]} first: no step had anything to teach them. A policy learns nothing from answers that all "
             "earn the same: look at the rewards in metrics.jsonl"
         )

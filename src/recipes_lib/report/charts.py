@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
+from recipes_lib.report.run_files import Record, RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
 Kind = Literal["noisy", "exact", "points"]
@@ -26,6 +29,8 @@ COLOURS: Mapping[str, str] = {
     "rule": "#d9dce0",
     "first": "#2563c9",
     "second": "#b04c08",
+    "third": "#7a3fb0",
+    "good": "#1f7a4d",
     "alarm": "#c42b3c",
 }
 """Of the light theme. Each occurs once, so that in SVG it can be replaced by the page's variable of the same name."""
@@ -108,7 +113,20 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class Plan:
+    """What a chart is to show.
+
+    Attributes:
+        name: File name of its PNG, without suffix.
+        title: Heading.
+        lines: Curves, which have one definition.
+        unit: Above the axis.
+        alarms: Steps that are marked.
+        is_wide: It deserves the whole width.
+        from_zero: The axis begins at 0.
+        has_legend: Whether labels stand in the chart, rather than on the page.
+    """
+
     name: str
     title: str
     lines: Sequence[Line]
@@ -116,74 +134,112 @@ class _Plan:
     alarms: Sequence[int] = ()
     is_wide: bool = False
     from_zero: bool = False
+    has_legend: bool = True
 
 
 def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
     """Draw every chart that the run has points for, and write the PNGs to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    plans = [plan for plan in _plan_charts(run) if any(line.curve for line in plan.lines)]
-    return [_draw(plan, folder) for plan in plans]
+    return [draw_chart(plan, folder) for plan in _plan_charts(run) if any(line.curve for line in plan.lines)]
 
 
-def _plan_charts(run: RunFiles) -> list[_Plan]:
+def _plan_charts(run: RunFiles) -> list[Plan]:
     """Plan the charts of every stage, in the order of the page; those that a run has no points for are left out."""
-
-    def train(name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
-        return Line(label, read_curve(run.train, name), colour, kind)
-
-    def held_out(name: str, label: str = "held-out") -> Line:
-        return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
+    train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
 
     def both(name: str) -> list[Line]:
         return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
 
-    is_pairs, is_ppo = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
+    is_pairs, is_rl = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
+    config = run.facts.get("config")
+    balances = bool(isinstance(config, dict) and config.get("router_aux_loss_coef"))
+    is_distilled = bool(train("distillation/nll").curve)
     in_bytes = bool(held_out("bits_per_byte").curve)
     rate = train("target_tokens_per_second")
     has_targets = any(value for _, value in rate.curve)
-    unit = "a pair" if is_pairs else "clipped surrogate, 0 on average" if is_ppo else "nats per target token"
+    unit = "a pair" if is_pairs else "nats per target token"
+    parts = {
+        "clipped surrogate, 0 on average": is_rl,
+        "divergence and cross-entropy mixed": is_distilled,
+        "cross-entropy and load balancing of experts": balances,
+    }
+    # Held-out text is measured by cross-entropy alone: another definition, which has a chart of its own.
+    mixed_unit = next((words for words, applies in parts.items() if applies), "")
     loss_alarms, norm_alarms = (find_non_finite_steps(run.train, name) for name in ("loss", "grad_norm"))
     held_out_alarms = find_non_finite_steps(run.evaluations, "eval_loss")
     pairs = [
-        _Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
-        _Plan(
+        Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
+        Plan(
             "accuracy",
             "The chosen answer wins",
             [train("rewards/accuracies", "training"), held_out("rewards/accuracies")],
             "share of pairs",
             from_zero=True,
         ),
-        _Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
-    ]
-    ppo = [
-        _Plan("score", "Reward", [train("objective/score", "answers"), held_out("reward", "samples")], "of an answer"),
-        _Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
-        _Plan("length", "Length", [train("objective/length")], "tokens per answer", from_zero=True),
-        _Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
+        Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
     ]
     nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
-    parts = [
-        _Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit)
+    distillation = [
+        Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit)
         for name, title, part_unit in _DISTILLATION_PARTS
     ]
-    loss = [train("loss", "training"), held_out("loss")]
+    lines = [train("loss", "" if mixed_unit else "training"), *([] if mixed_unit else [held_out("loss")])]
+    loss = Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
+    sets = [
+        Line(name, read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        for name, colour in zip(
+            _list_sets(run.evaluations), itertools.cycle(("second", "first", "muted", "ink")), strict=False
+        )
+    ]
     by_text = held_out("bits_per_byte" if in_bytes else "loss", "")
     rate = rate if has_targets else train("tokens_per_second")
     rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
-        _Plan("loss", "Loss", loss, unit, loss_alarms, is_wide=True),
-        _Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
+        *([*_plan_rl(run), loss] if is_rl else [loss]),
+        Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
+        Plan("heldout_sets", "Held-out sets", sets, unit),
         *(pairs if is_pairs else ()),
-        *(ppo if is_ppo else ()),
-        _Plan("nll", "Cost of the text", nll, "nats per target token"),
-        *parts,
-        _Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
-        _Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
-        _Plan("throughput", "Throughput", [rate], rate_unit, from_zero=True),
+        Plan("nll", "Cost of the text", nll, "nats per target token"),
+        *distillation,
+        Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
+        Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
+        Plan("throughput", "Throughput", [rate], rate_unit, from_zero=True),
     ]
 
 
-def _draw(plan: _Plan, folder: Path) -> Chart:
+def _list_sets(evaluations: Sequence[Record]) -> list[str]:
+    """Names of held-out sets that have a loss of their own."""
+    names = (re.fullmatch(r"eval_(.+)_loss", name) for record in evaluations for name in record)
+    return sorted({found.group(1) for found in names if found})
+
+
+def _trained(run: RunFiles, name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
+    return Line(label, read_curve(run.train, name), colour, kind)
+
+
+def _held_out(run: RunFiles, name: str, label: str = "held-out") -> Line:
+    return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
+
+
+def _plan_rl(run: RunFiles) -> list[Plan]:
+    """Plan what is watched first where a policy learns from rewards."""
+    train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
+    reward = [train("objective/score", "training"), held_out("reward", "samples")]
+    finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
+    length = [train("objective/length", "training"), held_out("mean_sample_tokens", "samples")]
+    return [
+        Plan("score", "Reward", reward, "of an answer", is_wide=True),
+        Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
+        Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
+        Plan("clip_fraction", "Clip fraction", [train("policy/clipfrac")], "share of tokens", from_zero=True),
+        Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
+        Plan("length", "Length", length, "tokens per answer", from_zero=True),
+        Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
+    ]
+
+
+def draw_chart(plan: Plan, folder: Path) -> Chart:
+    """Draw a chart that has points, and write its PNG to ``folder``, which is there."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": plan.name}):
         figure = Figure(figsize=(9.2, 3.1) if plan.is_wide else (4.5, 2.5), layout="constrained")
         axes = figure.add_subplot()
@@ -224,7 +280,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.plot(*zip(*thin_out(shown), strict=True), **bold)
 
 
-def _finish(axes: Axes, plan: _Plan) -> None:
+def _finish(axes: Axes, plan: Plan) -> None:
     values = [value for line in plan.lines for _, value in line.curve]
     if plan.from_zero:
         axes.set_ylim(bottom=0, top=1.08 * max(values) or 1)
@@ -242,7 +298,7 @@ def _finish(axes: Axes, plan: _Plan) -> None:
     axes.set_title(plan.unit, loc="left", fontsize=9.5, color=COLOURS["muted"])
     for step in plan.alarms:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
-    if sum(bool(line.label and line.curve) for line in plan.lines) > 1:
+    if plan.has_legend and sum(bool(line.label and line.curve) for line in plan.lines) > 1:
         # Beside the unit, where no curve runs.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=2, **place)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from recipes_lib.report.run_files import (
     Record,
     RunFiles,
     find_non_finite_steps,
+    format_duration,
     list_scores,
     read_curve,
     read_number,
@@ -28,6 +31,7 @@ from recipes_lib.report.run_files import (
 MAX_TEXT = 2000
 """Characters of a prompt or an answer that are shown; the whole stands in ``samples.jsonl``."""
 MAX_PROMPTS = 12
+_DIGEST = re.compile(r"\b[0-9a-f]{16,}\b")
 _SHOWN_ELSEWHERE = ("config", "provenance", "scores", "stage", "status")
 _HELD_OUT = {
     "eval_loss": ("Held-out loss", "{:.4g}"),
@@ -47,6 +51,15 @@ _HELD_OUT = {
     "eval_seconds": ("", ""),
 }
 """Evaluated figure -> its label and format; without a label it is not shown."""
+_OF_RL = {
+    "objective/score": ("Reward", "{:.3g}"),
+    "objective/kl_seq": ("KL, nats per answer", "{:.3g}"),
+    "policy/entropy": ("Entropy, nats per token", "{:.3g}"),
+    "policy/clipfrac": ("Clip fraction", "{:.1%}"),
+    "objective/finish_rate": ("Finish rate", "{:.0%}"),
+    "objective/length": ("Tokens per answer", "{:.4g}"),
+}
+"""Training figure of PPO, RLOO and GRPO -> its label and format, the most important first."""
 
 OVERFIT_RISE = 0.02
 """Relative rise of the held-out loss over its best that is worth a word."""
@@ -79,7 +92,8 @@ def build_report(run_dir: Path) -> Path:
     if verdict is not None:
         charts.append(draw_reliability(verdict, run_dir / "report"))
     failed_gates = verdict["failed_gates"] if verdict else ()
-    steps = sorted({sample["step"] for sample in run.samples})
+    figures = [*_choose_rl_figures(run), *_choose_figures(run), *_choose_reward_figures(verdict), *_choose_scores(run)]
+    steps, facts = sorted({sample["step"] for sample in run.samples}), _list_facts(run.facts)
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")).render(
         run=run,
@@ -87,11 +101,13 @@ def build_report(run_dir: Path) -> Path:
         kicker=" · ".join(filter(None, (str(run.facts.get("stage", "training")), str(run.facts.get("status", ""))))),
         lead=_describe_extent(run),
         problems=[*find_problems(run), *(f"Before it may serve PPO: {gate}." for gate in failed_gates)],
-        figures=[*_choose_figures(run), *_choose_reward_figures(verdict), *_choose_scores(run)],
+        figures=figures,
         charts=charts,
         samples=_pair_samples(run.samples, steps),
+        samples_how="at the same random numbers, the best first," if _find_rewards(run.samples) else "greedily",
         samples_when=" and ".join(_name_step(step, steps).lower() for step in {*steps[:1], *steps[-1:]}),
-        facts=_list_facts(run.facts),
+        facts=[fact for fact in facts if not _is_record(*fact)],
+        records=[fact for fact in facts if _is_record(*fact)],
         config=_list_config(run.facts),
     )
     path = run_dir / "report.html"
@@ -107,15 +123,26 @@ def _describe_extent(run: RunFiles) -> str:
     if (epochs := read_number(last, "epoch")) is not None:
         parts.append(f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}")
     if (seconds := read_number(last, "seconds")) is not None:
-        parts.append(f"{_format_duration(seconds)} of training")
+        parts.append(f"{format_duration(seconds)} of training")
     config = run.facts.get("config")
     model = config.get("model_name_or_path") if isinstance(config, dict) else None
     return ", ".join(parts) + (f", from {model}" if model else "")
 
 
+def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
+    """Yield what is watched first where a policy learns from rewards; nothing of other runs."""
+    for name, (label, template) in _OF_RL.items():
+        if curve := read_curve(run.train, name):
+            (first_step, first), (_, last) = curve[0], curve[-1]
+            note = f"{template.format(first)} at step {first_step}" if len(curve) > 1 else ""
+            yield KeyFigure(label, template.format(last), note)
+
+
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     yield from _choose_held_out_figures(run.evaluations)
-    if loss := read_curve(run.train, "loss"):
+    # A clipped surrogate says nothing of how far a policy is.
+    is_rl = bool(read_curve(run.train, "objective/score"))
+    if (loss := read_curve(run.train, "loss")) and not is_rl:
         yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
     if (tokens := read_curve(run.train, "num_target_tokens")) and tokens[-1][1]:
         total = read_curve(run.train, "num_tokens")
@@ -163,8 +190,16 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
     by_prompt: dict[str, dict[int, Record]] = {}
     for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), {})[sample["step"]] = sample
+    prompts = list(by_prompt.items())
+    if _find_rewards(samples):
+        # The best ones and the worst ones, by what the last answer earns.
+        last = [(prompt, answers, _read_reward(answers[max(answers)])) for prompt, answers in prompts]
+        known = sorted((row for row in last if row[2] is not None), key=lambda row: row[2] or 0.0, reverse=True)
+        prompts = [(prompt, answers) for prompt, answers, _ in known]
+        if len(prompts) > MAX_PROMPTS:
+            prompts = [*prompts[: MAX_PROMPTS - MAX_PROMPTS // 2], *prompts[-(MAX_PROMPTS // 2) :]]
     paired = []
-    for prompt, answers in list(by_prompt.items())[:MAX_PROMPTS]:
+    for prompt, answers in prompts[:MAX_PROMPTS]:
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
         reference = ends[-1].get("reference")
         paired.append(
@@ -179,13 +214,23 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
 
 def _show_answer(sample: Record, steps: Sequence[int]) -> dict[str, Any]:
     stopped = bool(sample.get("stopped"))
-    number = sample.get("num_tokens", "?")
+    number, reward = sample.get("num_tokens", "?"), _read_reward(sample)
+    worth = "" if reward is None else f", reward {reward:.4g}"
     return {
         "when": _name_step(sample["step"], steps),
         "stopped": stopped,
-        "verdict": f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens",
+        "verdict": (f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens") + worth,
         "text": _shorten(str(sample["completion"])),
     }
+
+
+def _find_rewards(samples: Sequence[Record]) -> set[float]:
+    return {reward for sample in samples if (reward := _read_reward(sample)) is not None}
+
+
+def _read_reward(sample: Record) -> float | None:
+    reward = sample.get("reward")
+    return float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None
 
 
 def _name_step(step: int, steps: Sequence[int]) -> str:
@@ -198,6 +243,11 @@ def _list_facts(facts: Record) -> list[tuple[str, str]]:
     command = facts.get("command")
     shown = {"command": shlex.join(map(str, command))} if isinstance(command, list) else {}
     return list(_flatten({name: value for name, value in {**facts, **shown}.items() if name not in _SHOWN_ELSEWHERE}))
+
+
+def _is_record(name: str, value: str) -> bool:
+    """Return whether a fact is there to be compared by programs: hashes, versions, lists of files."""
+    return bool(_DIGEST.search(value)) or name.startswith(("versions ", "data ", "model files"))
 
 
 def _list_config(facts: Record) -> list[tuple[str, str, str]]:
@@ -235,12 +285,6 @@ def _format_count(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def find_problems(run: RunFiles) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import read_lines, read_record
+from recipes_lib.files import parse_number, read_lines, read_record
 
 Record = Mapping[str, Any]
 
@@ -21,6 +21,7 @@ class RunFiles:
 
     Attributes:
         name: Of its directory.
+        path: Its directory, in which its model is when it is done.
         facts: ``run.json``; empty when there is none.
         train: Logged training steps in order, each step once.
         evaluations: Evaluations in order, each step once.
@@ -29,11 +30,22 @@ class RunFiles:
     """
 
     name: str
+    path: Path = Path()
     facts: Record
     train: Sequence[Record]
     evaluations: Sequence[Record]
     samples: Sequence[Record]
     num_torn_lines: int
+
+    @property
+    def metrics(self) -> list[Record]:
+        """Every logged step and evaluation in order, as ``pandas.DataFrame`` takes them."""
+        return sorted([*self.train, *self.evaluations], key=lambda event: int(event["step"]))
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is the output directory of a run."""
+    return any((folder / name).is_file() for name in ("run.json", "metrics.jsonl"))
 
 
 def read_run(run_dir: Path) -> RunFiles:
@@ -42,7 +54,7 @@ def read_run(run_dir: Path) -> RunFiles:
     Raises:
         DataError: The directory holds neither of the first two.
     """
-    if not any((run_dir / name).is_file() for name in ("run.json", "metrics.jsonl")):
+    if not is_run(run_dir):
         raise DataError(
             Problem(str(run_dir), "holds neither run.json nor metrics.jsonl", "give the output_dir of a run")
         )
@@ -50,6 +62,7 @@ def read_run(run_dir: Path) -> RunFiles:
     samples, torn_samples = _read_lines(run_dir / "samples.jsonl")
     return RunFiles(
         name=run_dir.resolve().name,
+        path=run_dir,
         facts=_read_facts(run_dir / "run.json"),
         train=_keep_last([event for event in events if event.get("kind") == "train"], "step"),
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
@@ -59,7 +72,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 class Score(NamedTuple):
-    """A benchmark score: its standard error, the dataset, and in words how it was asked."""
+    """A benchmark score: its standard error, the dataset, in words how it was asked, and whether of all questions."""
 
     task: str
     metric: str
@@ -67,25 +80,29 @@ class Score(NamedTuple):
     stderr: float | None
     dataset: str
     about: str
+    is_whole: bool
 
 
 def list_scores(facts: Record) -> Iterator[Score]:
-    """Yield the benchmark scores in ``run.json``; of a stranger's record, what can be read as such."""
+    """Yield the benchmark scores in ``run.json``, of a group's tasks the group's.
+
+    Of a stranger's record, what can be read as such.
+    """
     tasks = facts.get("scores")
     for task, found in tasks.items() if isinstance(tasks, Mapping) else ():
-        scores = found.get("scores") if isinstance(found, Mapping) else None
+        scores = found.get("scores") if isinstance(found, Mapping) and not found.get("group") else None
         for metric, score in scores.items() if isinstance(scores, Mapping) else ():
             if isinstance(score, Mapping) and (value := read_number(score, "value")) is not None:
+                is_whole = found.get("limit") is None
                 about = f"{found.get('num_fewshot')}-shot, {found.get('num_questions')} questions"
-                yield Score(task, metric, value, read_number(score, "stderr"), str(found.get("dataset") or task), about)
+                about += "" if is_whole else f", the first {found['limit']} of each task"
+                place = str(found.get("dataset") or task)
+                yield Score(task, metric, value, read_number(score, "stderr"), place, about, is_whole)
 
 
 def read_number(record: Record, name: str) -> float | None:
     """Return a figure of a record, NaN and infinities included; ``None`` where it is missing or no number."""
-    value = record.get(name)
-    if value in ("nan", "inf", "-inf"):
-        return float(value)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return parse_number(record.get(name))
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
@@ -98,6 +115,13 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
     """Return the steps at which a figure was NaN or infinite."""
     pairs = ((record["step"], read_number(record, name)) for record in records)
     return [step for step, value in pairs if value is not None and not math.isfinite(value)]
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as ``1 h 2 min``, ``2 min 3 s`` or ``3 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _read_facts(path: Path) -> Record:

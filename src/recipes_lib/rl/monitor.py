@@ -1,11 +1,11 @@
-"""Metrics of a PPO iteration, checks before its first update, and sample answers."""
+"""Metrics of an iteration, checks before its first update, and sample answers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl.advantages import compute_explained_variance, estimate_kl
 from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.policy_loss import MAX_IMPORTANCE_WEIGHT, compute_importance_weights
+from recipes_lib.rl.policy_loss import PolicyObjective, compute_importance_weights
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.evaluation.samples import Sample
 
@@ -26,17 +26,20 @@ TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 _GRAM: Final = 4
 
 
-def describe_rollout(rollout: Rollout, reward_names: Collection[str], total: Tensor) -> Figures:
+def describe_rollout(
+    rollout: Rollout, reward_names: Collection[str], total: Tensor, objective: PolicyObjective
+) -> Figures:
     """Return what the answers of an iteration were like, before any update.
 
     Args:
         rollout: All answers.
         reward_names: Of the rewards, in their order.
         total: Sum of each answer's rewards, KL penalty and length penalty subtracted, ``(B,)``.
+        objective: Of the policy: how tokens are weighted.
     """
     mask, lengths = rollout.mask, rollout.lengths.float()
     kl = torch.where(mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
-    weights = compute_importance_weights(rollout.logps, rollout.engine_logps, mask, cap=MAX_IMPORTANCE_WEIGHT)
+    weights = compute_importance_weights(rollout.logps, rollout.engine_logps, mask, objective)
     gap = torch.where(mask, rollout.engine_logps - rollout.logps, 0.0)
     num_tokens = rollout.num_tokens
     prompt_lengths = [len(prompt.input_ids) for prompt in rollout.prompts]
@@ -135,6 +138,57 @@ def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
             f"{TOLERANCE[dtype]:g}"
         )
     return f"step 0: policy and reference differ by {shift:.1e} nats a token"
+
+
+COLLAPSED_ENTROPY: Final = 0.1
+"""Share of the first entropy below which answers are about to be all alike."""
+LONGER: Final = 1.5
+"""Multiple of the first length from which length is looked at."""
+REWARDED_LENGTH: Final = 0.5
+"""Correlation of score and length above which length is what earns."""
+
+
+class AnswerWatch:
+    """Tells, once each, of answers that become all alike and of answers whose length is what earns.
+
+    Source: ``tests/rl/test_monitor.py``.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """Know no iteration; ``say`` tells the user a line."""
+        self._say = say
+        self._first: Figures = {}
+        self._told: list[str] = []
+
+    def look(self, figures: Mapping[str, float | None], step: int) -> None:
+        """Look at the figures of an iteration that is written, after ``step`` optimizer steps."""
+        entropy, length = figures.get("policy/entropy"), figures.get("objective/length")
+        for name, value in (("entropy", entropy), ("length", length)):
+            if value is not None:
+                self._first.setdefault(name, value)
+        if entropy is not None and entropy < COLLAPSED_ENTROPY * self._first["entropy"]:
+            found = f"the entropy fell from {self._first['entropy']:.3g} to {entropy:.3g} nats a token"
+            remedy = "a lower learning_rate, a higher KL coefficient or epsilon_high keeps answers apart"
+            self._tell("entropy", step, found, remedy)
+        correlation = figures.get("objective/score_length_correlation")
+        is_rewarded = correlation is not None and correlation > REWARDED_LENGTH
+        if is_rewarded and length is not None and length > LONGER * self._first["length"]:
+            found = f"answers grew from {self._first['length']:.3g} to {length:.3g} tokens, and longer ones earn more"
+            remedy = f"their correlation is {correlation:.2f}; look at the best samples, or punish length"
+            self._tell("length", step, found, remedy)
+
+    def _tell(self, kind: str, step: int, found: str, remedy: str) -> None:
+        if kind not in self._told:
+            self._told.append(kind)
+            self._say(f"warning: step {step}: {found}: {remedy}")
+
+    def export(self) -> dict[str, Any]:
+        """Return what the next look depends on, as JSON values."""
+        return {"first": self._first, "told": self._told}
+
+    def restore(self, exported: Mapping[str, Any]) -> None:
+        """Go on from what ``export`` returned; from no iteration where it is empty."""
+        self._first, self._told = dict(exported.get("first", {})), list(exported.get("told", []))
 
 
 def correlate(first: Tensor, second: Tensor) -> float:

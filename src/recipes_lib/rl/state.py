@@ -1,4 +1,4 @@
-"""Checkpoints of PPO: state saved after an iteration and restored on resume; the final models."""
+"""Checkpoints of PPO, RLOO and GRPO: state saved after an iteration and restored on resume; the final models."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class PPOState:
         seconds: Training time so far.
         rewards: From ``RewardGuard.export``.
         evaluated_step: After which prompts were answered last as an evaluation; -1: after none.
+        watch: From ``AnswerWatch.export``.
     """
 
     iteration: int = 0
@@ -70,6 +71,7 @@ class PPOState:
     seconds: float = 0.0
     rewards: dict[str, Any] = field(default_factory=dict)
     evaluated_step: int = -1
+    watch: dict[str, Any] = field(default_factory=dict)
 
 
 def stage_state(

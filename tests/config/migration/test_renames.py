@@ -7,8 +7,8 @@ import trl
 
 from recipes_lib.config.migration.renames import MIXTURE_RENAMED, RETIRED, RETIRED_VALUES, read_known
 from recipes_lib.config.recipes import read_refused
-from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.values import is_secret_key
 
 KEYS = load_table("sft").keys
 

@@ -13,7 +13,7 @@ from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import DataError
 
 ROWS_PER_WINDOW = 15
 
@@ -114,13 +114,6 @@ def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, w
 
 def test_nothing_held_out_gives_no_stream(config, tiny_tokenizer):
     assert read_eval_packs(config, tiny_tokenizer) is None
-
-
-def test_what_needs_the_whole_stream_is_refused_together(build_config, tiny_tokenizer):
-    config = build_config(dataset_streaming=True, test_split_size=0.1)
-    with pytest.raises(ConfigError) as raised:
-        build_train_stream(config, tiny_tokenizer)
-    assert [problem.where for problem in raised.value.problems] == ["max_length", "test_split_size"]
 
 
 def test_overlong_rows_are_named_or_cut_as_asked(build_config, tiny_tokenizer):

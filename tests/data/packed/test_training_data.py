@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.training_data import load_training_data
-from recipes_lib.errors import ConfigError
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def config(tmp_path, tiny_model_dir):
 
 
 def load(config):
-    return load_training_data(config, lambda c: AutoTokenizer.from_pretrained(c.model.model_name_or_path))
+    return load_training_data(config, AutoTokenizer.from_pretrained(config.model.model_name_or_path))
 
 
 def ids_of(packs):
@@ -49,12 +48,6 @@ def test_a_stream_trains_on_the_packs_that_would_have_been_prepared(config):
     assert (prepared.num_packs, streamed.num_packs) == (len(prepared.train), None)
     assert prepared.audit.terminators == streamed.audit.terminators != []
     assert prepared.max_length == streamed.max_length == 64
-
-
-def test_a_stream_without_a_length_is_refused(config):
-    data, tokens = replace(config.data, dataset_streaming=True), replace(config.tokens, max_length=None)
-    with pytest.raises(ConfigError, match="max_length"):
-        load(replace(config, data=data, tokens=tokens))
 
 
 def test_what_is_recorded_is_json(config):

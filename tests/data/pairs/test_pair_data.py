@@ -14,7 +14,7 @@ import torch
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.data import store
 from recipes_lib.data.pairs.collator import PairCollator
-from recipes_lib.data.pairs.pair_data import load_pair_data
+from recipes_lib.data.pairs.sets import load_pair_data
 from recipes_lib.errors import DataError
 from recipes_lib.training.evaluation.samples import build_prompts
 
@@ -35,7 +35,7 @@ def config(build_config, write_rows):
 
 
 def test_pairs_and_their_figures_are_loaded(config, tiny_tokenizer):
-    data = load_pair_data(config, lambda _: tiny_tokenizer)
+    data = load_pair_data(config, tiny_tokenizer)
     assert (len(data.train), len(data.eval), list(data.held_out)) == (20, 6, ["held-out set"])
     assert data.audit.num_pairs == 20
     assert data.audit.terminators == [tiny_tokenizer.eos_token_id]
@@ -48,7 +48,7 @@ def test_pairs_and_their_figures_are_loaded(config, tiny_tokenizer):
 
 
 def test_the_pairs_go_straight_into_a_batch(config, tiny_tokenizer):
-    data = load_pair_data(config, lambda _: tiny_tokenizer)
+    data = load_pair_data(config, tiny_tokenizer)
     batch = PairCollator(pad_token_id=0)([data.train[at] for at in (3, 0, 7)])
     spoken = batch["targets"][batch["sequence_ids"] == 2]
     assert tiny_tokenizer.decode(spoken) == " yes 0<|endoftext|>"
@@ -56,7 +56,7 @@ def test_the_pairs_go_straight_into_a_batch(config, tiny_tokenizer):
 
 
 def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, tiny_tokenizer):
-    data = load_pair_data(config, lambda _: tiny_tokenizer)
+    data = load_pair_data(config, tiny_tokenizer)
     examples = list(data.iterate_examples())
     assert len(examples) == 3
     prompts = build_prompts(EvaluationConfig(num_sample_prompts=2), iter(examples), tiny_tokenizer, math.inf, print)
@@ -69,7 +69,7 @@ def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, 
 
 
 def test_nothing_held_out_is_nothing_to_show(build_config, write_rows, tiny_tokenizer):
-    data = load_pair_data(build_config(dataset_name=str(write_rows(rows=make_rows(4)))), lambda _: tiny_tokenizer)
+    data = load_pair_data(build_config(dataset_name=str(write_rows(rows=make_rows(4)))), tiny_tokenizer)
     assert (data.eval, data.held_out, list(data.iterate_examples())) == (None, {}, [])
 
 
@@ -78,7 +78,7 @@ def test_other_ranks_wait_for_the_first_and_load_nothing(config, tiny_tokenizer,
     results = []
     other = threading.Thread(target=lambda: results.append(load_pair_data(config, None, local_rank=1)))
     other.start()
-    first = load_pair_data(config, lambda _: tiny_tokenizer, local_rank=0)
+    first = load_pair_data(config, tiny_tokenizer, local_rank=0)
     other.join()
     assert [result.record for result in results] == [first.record]
 

@@ -111,12 +111,14 @@ def test_held_out_rows_are_counted_apart(build_config, make_chats, load_tokenize
         prepare(build_config(**keys, max_broken_fraction=0.1), load_tokenizer)
 
 
-@pytest.mark.parametrize("ending", ["\n\xff", '\n{"text": "caf\xe9"}\n'])
-def test_what_follows_a_byte_that_is_not_utf_8_is_not_dropped(tmp_path, ending):
+def test_a_line_that_is_not_utf_8_is_one_broken_row_and_what_follows_is_read(tmp_path):
     path = tmp_path / "d.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' * 500 + ending.encode("latin-1"))
-    with pytest.raises(DataError, match="not UTF-8"):
-        list(read_rows(load_source(str(path)), tokens=TokensConfig(broken_rows="drop", max_broken_fraction=1)))
+    path.write_bytes(b'{"text": "a"}\n' * 500 + '{"text": "caf\xe9"}\n'.encode("latin-1") + b'{"text": "b"}\n')
+    with pytest.raises(DataError, match="not UTF-8") as caught:
+        list(read_rows(load_source(str(path))))
+    assert len(caught.value.problems) == 1
+    rows = list(read_rows(load_source(str(path)), tokens=TokensConfig(broken_rows="drop", max_broken_fraction=0.01)))
+    assert [row.text for row in rows] == ["a"] * 500 + ["b"]
 
 
 def test_pairs_are_dropped_alike_and_those_that_are_too_long_are_not_broken(

@@ -174,7 +174,6 @@ def test_renamed_columns_are_as_if_the_dataset_had_the_names(
     [
         ({"promt": "q"}, ConfigError, "did you mean `prompt`?"),
         ({"prompt": 3}, ConfigError, "`prompt: 3` names no column"),
-        (["q"], ConfigError, "not a mapping"),
         ({"prompt": "questoin", "completion": "a"}, DataError, "did you mean `question`?"),
     ],
 )

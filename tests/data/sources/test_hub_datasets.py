@@ -90,7 +90,8 @@ def test_offline_the_cache_serves_its_own_commit_and_no_other(hub: Callable[[], 
     load_hub("name", None, None, "train", False)
     hub()
     offline = load_hub("name", None, COMMIT, "train", False)
-    assert texts(offline) == [row["text"] for row in ROWS]
+    streamed = load_hub("name", None, None, "train", True)
+    assert texts(offline) == texts(streamed) == [row["text"] for row in ROWS]
     assert offline.commit == COMMIT
     with pytest.raises(DataError, match=f"the cached copy is commit {COMMIT}, not `v2`"):
         load_hub("name", None, "v2", "train", False)

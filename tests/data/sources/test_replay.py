@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
-from recipes_lib.data.pairs.pair_data import load_pair_data
+from recipes_lib.data.pairs.sets import load_pair_data
 from recipes_lib.data.sources.replay import EpochOrder, ReplayOrder, find_replayed
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import ConfigError, DataError
@@ -80,9 +80,9 @@ def write_all(build_config, write_rows, make_chats, tmp_path):
 
 
 def test_packed_rows_are_replayed_by_their_trained_tokens(write_all, tiny_tokenizer, tmp_path):
-    plain = load_training_data(write_all(), lambda _: tiny_tokenizer)
+    plain = load_training_data(write_all(), tiny_tokenizer)
     keys = {"replay_dataset": str(tmp_path / "old.jsonl"), "replay_share": 0.2}
-    data = load_training_data(write_all(**keys), lambda _: tiny_tokenizer)
+    data = load_training_data(write_all(**keys), tiny_tokenizer)
     assert plain.order is None
     assert data.train[: len(plain.train)]["input_ids"][-1].tolist() == plain.train[-1]["input_ids"].tolist()
     terms = count_trained_tokens(data.train)
@@ -100,13 +100,13 @@ def test_packed_rows_are_replayed_by_their_trained_tokens(write_all, tiny_tokeni
 
 def test_what_an_earlier_run_held_out_is_not_replayed(write_all, tiny_tokenizer, tmp_path):
     earlier = write_all(dataset_name=str(tmp_path / "old.jsonl"), test_split_size=10, seed=3)
-    held_out = load_training_data(earlier, lambda _: tiny_tokenizer).eval
+    held_out = load_training_data(earlier, tiny_tokenizer).eval
     run = tmp_path / "earlier"
     run.mkdir()
     keys = {"dataset_name": str(tmp_path / "old.jsonl"), "test_split_size": 10, "seed": 3, "loss_on": "all"}
     (run / "run.json").write_text(json.dumps({"config": keys}))
     config = write_all(replay_from=str(run))
-    data = load_training_data(config, lambda _: tiny_tokenizer)
+    data = load_training_data(config, tiny_tokenizer)
     texts = tiny_tokenizer.decode(np.concatenate([row["input_ids"] for row in data.train]))
     documents = tiny_tokenizer.decode(np.concatenate([row["input_ids"] for row in held_out])).split("<|im_start|>user")
     assert len(documents) == 11
@@ -126,8 +126,8 @@ def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_token
     write("old.jsonl", 100, margin=0.5)
     keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 64}
     config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.1, stage="dpo")
-    data = load_pair_data(config, lambda _: tiny_tokenizer)
-    plain = load_pair_data(build_config(**keys, stage="dpo"), lambda _: tiny_tokenizer)
+    data = load_pair_data(config, tiny_tokenizer)
+    plain = load_pair_data(build_config(**keys, stage="dpo"), tiny_tokenizer)
     assert (len(data.train), data.order.rows_per_epoch) == (40, 23)
     assert data.record["key"] != plain.record["key"]
     assert [row["margin"] for row in data.train] == [0] * 20 + [0.5] * 20

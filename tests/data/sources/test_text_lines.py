@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from recipes_lib.data.sources import readers as source_text
-from recipes_lib.data.sources.readers import BrokenFileError, TextDocuments, enumerate_lines, read_text
+from recipes_lib.data.sources.readers import BrokenLine, TextDocuments, enumerate_lines, read_text
 from recipes_lib.data.sources.rows import RawRow
 
 
@@ -41,11 +41,31 @@ def test_lines_are_counted_with_the_blank_ones_and_lose_the_byte_order_mark() ->
 
 
 def test_an_encoding_error_has_its_line_and_its_byte_in_the_file() -> None:
-    content = "aé\nb".encode() + b"\xff\n"
-    with pytest.raises(BrokenFileError) as caught:
-        list(enumerate_lines(open_bytes(content), "d"))
-    assert caught.value.problem.where == "d:2"
-    assert caught.value.problem.found == f"not UTF-8 at byte {content.index(255)}"
+    content = "aé\nb".encode() + b"\xff\nc"
+    lines = [line for _, line in enumerate_lines(open_bytes(content), "d")]
+    assert lines[0::2] == ["aé\n", "c"]
+    assert isinstance(lines[1], BrokenLine)
+    assert lines[1].problem.where == "d:2"
+    assert lines[1].problem.found == f"not UTF-8 at byte {content.index(255)}"
+
+
+@pytest.mark.parametrize(("documents", "expected"), [("line", "a :2 c d"), ("paragraph", ":2 d"), ("file", ":2")])
+def test_a_line_that_cannot_be_read_costs_its_document_alone(
+    documents: TextDocuments, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_text, "MAX_LINE_BYTES", 8)
+    for broken in (b"b\xff", b"longer than eight bytes by far"):
+        entries = read_text(open_bytes(b"a\n" + broken + b"\nc\n\nd\n"), "d", documents)
+        found = [entry.columns["text"] if isinstance(entry, RawRow) else entry.where[1:] for entry in entries]
+        assert found == expected.split()
+
+
+def test_a_row_of_a_table_that_cannot_be_read_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_text, "MAX_LINE_BYTES", 12)
+    content = b'x,y\n1,2\n3,\xff\n"a\nb\xff",c\n' + b"4" * 40 + b"\n5,6\n"
+    entries = list(source_text.read_csv(open_bytes(content), "d", delimiter=","))
+    found = [entry.index if isinstance(entry, RawRow) else entry.where for entry in entries]
+    assert found == [2, "d:3", "d:5", "d:6", 7]
 
 
 @pytest.mark.parametrize("content", ["one\n", "\n\n  one\r\n\r\ntwo\n\n", "a\n" * 1000, "no end", "\u2028\x85 é\x0b"])

@@ -16,7 +16,7 @@ from recipes_lib.data import store
 from recipes_lib.data.tokens import token_data
 from recipes_lib.data.tokens.dataset import RowOrder, TokenDataset
 from recipes_lib.data.tokens.token_data import prepare_tokens
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import DataError
 
 
 @pytest.fixture
@@ -187,11 +187,6 @@ def test_a_source_of_which_all_is_held_out_is_too_small(build, load_tokenizer):
 def test_a_share_that_holds_nothing_out_is_refused(build, load_tokenizer):
     with pytest.raises(DataError, match="hold out more"):
         prepare_tokens(build(test_split_size=1e-9), load_tokenizer)
-
-
-def test_rows_must_have_a_length(build, load_tokenizer):
-    with pytest.raises(ConfigError, match="max_length"):
-        prepare_tokens(build(max_length=None), load_tokenizer)
 
 
 def test_a_full_disk_is_told_once(build, load_tokenizer, monkeypatch):

@@ -55,7 +55,7 @@ def config(tmp_path, tiny_model_dir):
 
 def train(config, *, watched):
     tokenizer = AutoTokenizer.from_pretrained(config.model.model_name_or_path)
-    data = load_training_data(config, lambda _: tokenizer)
+    data = load_training_data(config, tokenizer)
     args = build_training_arguments(config, read_launch(), has_eval=watched)
     model = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path)
     for layer in model.model.layers:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.training.guards import trainer_view
-from recipes_lib.training.guards.trainer_view import TrainerView
+from recipes_lib.training.guards import step_facts
+from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
 
-MODULES = sorted(Path(trainer_view.__file__).parent.glob("*.py"))
+MODULES = sorted(Path(step_facts.__file__).parent.glob("*.py"))
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)

@@ -18,8 +18,13 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import WEIGHTS, RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.layouts.compatibility import BLOCKED, format_table, verify_combination
-from recipes_lib.training.layouts.launch_environment import Launch, name_pipeline, read_launch
-from recipes_lib.training.layouts.launch_files import name_variables, plan_launch
+from recipes_lib.training.layouts.launch_environment import (
+    Launch,
+    name_pipeline,
+    name_variables,
+    plan_launch,
+    read_launch,
+)
 from recipes_lib.training.run import start_run
 
 
@@ -119,8 +124,11 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     (({}, mesh(cp=2, tp=2)), [({}, ROWS_SHARED), ({}, TENSORS)]),
     (({"use_peft": True}, ROWS_SHARED), [({"optim": "muon"}, ROWS_SHARED)]),
     (
-        ({"dataset_streaming": True, "max_steps": 1}, ROWS_SHARED),
-        [({"dataset_streaming": True, "max_steps": 1}, FSDP), ({"dataset_streaming": False}, HEADS_SHARED)],
+        ({"dataset_streaming": True, "max_steps": 1, "max_length": 64}, ROWS_SHARED),
+        [
+            ({"dataset_streaming": True, "max_steps": 1, "max_length": 64}, FSDP),
+            ({"dataset_streaming": False}, HEADS_SHARED),
+        ],
     ),
     (({"attn_implementation": "sdpa"}, ROWS_SHARED), [({"attn_implementation": "sdpa"}, FSDP), ({}, ROWS_SHARED)]),
     (({"torch_compile": True}, ROWS_SHARED), [({"torch_compile": True}, FSDP)]),
@@ -226,7 +234,11 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({"stage": stage}, ROWS_SHARED, "more than tokens and labels") for stage in ("reward", "dpo", "distill")),
     *(({"stage": stage}, HEADS_SHARED, "more than tokens and labels") for stage in ("reward", "dpo", "distill")),
     ({"stage": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "needs its own attention"),
-    ({"stage": "sft", "dataset_streaming": True, "max_steps": 1}, HEADS_SHARED, "would read different rows"),
+    (
+        {"stage": "sft", "dataset_streaming": True, "max_steps": 1, "max_length": 64},
+        HEADS_SHARED,
+        "would read different rows",
+    ),
     ({}, HEADS_SHARED | {"deepspeed_config": {"zero_stage": 2}}, "is proved with ZeRO-3"),
     ({"stage": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same under context parallelism"),
     ({}, mesh(dp_replicate=2, cp=2), "with tensor parallelism or replication"),

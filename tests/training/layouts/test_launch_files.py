@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.test_accelerate_configs import FILES, NAMES, read_environment
+from tests.test_accelerate_configs import FILES, read_environment
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.layouts.launch_files import find_launch_file, name_variables, plan_launch, read_launch_file
+from recipes_lib.training.layouts.launch_environment import (
+    name_variables,
+    plan_launch,
+    read_launch,
+    read_launch_file,
+)
 
 MULTI_GPU = {
     "distributed_type": "FSDP",
@@ -77,30 +81,21 @@ def test_the_number_of_processes_is_the_launchers() -> None:
     assert read_launch(name_variables(MULTI_GPU)).world_size == 4
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_is_a_file_of_the_project(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[3])
-    assert find_launch_file(name) == Path("accelerate_configs") / f"{name}.yaml"
-    assert find_launch_file(f"accelerate_configs/{name}.yaml") == find_launch_file(name)
-
-
 def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
     recipe = tmp_path / "sft.yaml"
     recipe.write_text("learning_rate: 1.0e-5\n")
     with pytest.raises(ConfigError, match="no `distributed_type`"):
         read_launch_file(recipe)
-    with pytest.raises(ConfigError, match="there is no launch file"):
-        find_launch_file(str(tmp_path / "none.yaml"))
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("  : [", "no YAML in UTF-8"),
-        ("num_processes: many", "num_processes: 'many' is no number of processes"),
-        ("num_processes: 0", "num_processes: 0 is no number"),
-        ("num_processes: true", "num_processes: True is no number"),
-        ("fsdp_config: [fsdp_version]", "fsdp_config: it is no mapping"),
+        ("num_processes: many", "num_processes: 'many' is not a number of processes"),
+        ("num_processes: 0", "num_processes: 0 is not a number"),
+        ("num_processes: true", "num_processes: True is not a number"),
+        ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
     ],
 )
 def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from recipes_lib.data.sources.replay import EpochOrder
 from recipes_lib.data.tokens.dataset import RowSkips
-from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, shard_evenly
+from recipes_lib.training.trainers.recipe_trainer import EpochRows, RunSampler, shard_evenly
 
 
 def record_rows(trainer):

@@ -55,17 +55,21 @@ def store(config: RecipeConfig) -> None:
 
     tokenizer = load_tokenizer(config.model, config.tokens)
     vocabulary = map_teacher_vocabulary(config, tokenizer)
-    data = load_training_data(config, lambda _: tokenizer)
+    data = load_training_data(config, tokenizer)
     identity = identify_store(config, vocabulary, data.record)
     args = build_training_arguments(config, read_launch(), has_eval=False)
     model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
     teacher: Any = load_teacher(config, attention, args, vocabulary)
     teacher.to(args.device)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     compute = build_compute(config, identity.format, teacher, collate, args)
-    batch_size = args.per_device_eval_batch_size
-    found = write_store(identity, data.train, compute, batch_size=batch_size, tell=_Tell(len(data.train)))
+
+    def tell(num_done: int) -> None:
+        sys.stdout.write(f"{num_done:,} of {len(data.train):,} rows\n")
+        sys.stdout.flush()
+
+    found = write_store(identity, data.train, compute, batch_size=args.per_device_eval_batch_size, tell=tell)
     taught = read_store(identity, data.train)
     dtype = str(get_compute_dtype(args)).removeprefix("torch.")
     off = compare_with_teacher(identity, taught, compute, num_rows=NUM_CHECKED, allowed=ALLOWED[dtype])
@@ -99,14 +103,3 @@ def build_compute(
         return top, read_targets(labels)
 
     return compute
-
-
-class _Tell:
-    """Says on the terminal how many rows are done."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-
-    def __call__(self, num_done: int) -> None:
-        sys.stdout.write(f"{num_done:,} of {self._num_rows:,} rows\n")
-        sys.stdout.flush()

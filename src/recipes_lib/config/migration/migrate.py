@@ -22,10 +22,9 @@ from recipes_lib.config.migration.legacy_files import (
 )
 from recipes_lib.config.migration.renames import MEANINGS, RETIRED_VALUES, read_known
 from recipes_lib.config.rules import COMMIT, are_shares
-from recipes_lib.config.secrets import is_secret_key
 from recipes_lib.config.settings import DECISIONS
 from recipes_lib.config.table import KeyTable, load_table
-from recipes_lib.config.values import Entry, plain_value, read_entries, read_text
+from recipes_lib.config.values import Entry, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 _WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import datasets
@@ -27,7 +27,6 @@ from recipes_lib.data.packed.audit import (
 )
 from recipes_lib.data.packed.encoding import (
     ROWS_PER_CHUNK,
-    TokenizerLoader,
     build_encoder,
     encode_chunk,
     read_seed,
@@ -36,7 +35,7 @@ from recipes_lib.data.packed.encoding import (
 from recipes_lib.data.packed.packing import Examples
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
-from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.replay import (
     ReplayOrder,
     build_order,
@@ -47,7 +46,7 @@ from recipes_lib.data.sources.replay import (
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.data.store import join_rows
-from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
+from recipes_lib.errors import DataError, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -61,11 +60,7 @@ def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
 
     The order depends on the seed, the epoch (``set_epoch``) and the window alone, so that skipping what was trained on
     resumes exactly. Every process reads the whole stream and trains on its share.
-
-    Raises:
-        ConfigError: ``max_length`` is not set, or rows are to be held out of the stream.
     """
-    _refuse_unknowable(config)
     windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
     return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
 
@@ -74,11 +69,7 @@ def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) ->
     """The held-out packs, read whole into memory, or ``None`` when ``dataset_test_split`` is not set.
 
     They are scored again and again, by several processes, each its share: that needs rows with numbers.
-
-    Raises:
-        ConfigError: As ``build_train_stream``.
     """
-    _refuse_unknowable(config)
     test = load_test_data(config.data)
     if test is None:
         return None
@@ -90,10 +81,8 @@ def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
     """The supervision audit of the first rows of the stream, errors among its findings.
 
     Raises:
-        ConfigError: As ``build_train_stream``.
         DataError: The rows cannot be read or tokenised, or are too long.
     """
-    _refuse_unknowable(config)
     windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
     return next(windows.pack())
 
@@ -200,23 +189,6 @@ def _build_pack(packed: PackedSplit, at: int) -> Pack:
     }
 
 
-def _refuse_unknowable(config: RecipeConfig) -> None:
-    """Refuses options that need the whole stream to be read before training.
-
-    Raises:
-        ConfigError: There are such options.
-    """
-    problems = []
-    if config.tokens.max_length is None:
-        problems.append(("max_length", "a stream has no longest example to take it from", "set max_length"))
-    if config.data.test_split_size is not None:
-        problems.append(
-            ("test_split_size", "rows cannot be held out of a stream", "name held-out data: dataset_test_split")
-        )
-    if problems:
-        raise ConfigError(*(Problem(config.provenance.get(key, key), *words) for key, *words in problems))
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingData:
     """Packed rows and what is known of them.
@@ -229,6 +201,7 @@ class TrainingData:
         audit: Figures of the training rows; of a stream, of its first ones.
         findings: What the audit of all rows makes of them.
         record: JSON values for ``run.json``: where the rows came from, and their counts.
+        eval_sets: The packs of each of ``eval_datasets``.
         order: In which the rows are trained on where some are replayed, which stand behind the others in ``train``.
     """
 
@@ -239,18 +212,20 @@ class TrainingData:
     audit: SplitAudit
     findings: Sequence[Finding]
     record: dict[str, Any]
+    eval_sets: Mapping[str, datasets.Dataset] = field(default_factory=dict)
     order: ReplayOrder | None = None
 
     @property
     def held_out(self) -> Mapping[str, datasets.Dataset]:
         """The held-out packs by name; empty when nothing is held out."""
-        return {} if self.eval is None else {"held-out set": self.eval}
+        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row after cutting, held-out rows too; of a stream, the most that a row may have."""
         parts = (self.record, self.record.get("replay", {}))
         audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
+        audits += self.record.get("eval_datasets", {}).values()
         return min(self.max_length, max((audit["length_max"] for audit in audits), default=self.max_length))
 
     @property
@@ -280,24 +255,38 @@ class TrainingData:
             yield row["input_ids"][span], row["loss_mask"][span]
 
 
-def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> TrainingData:
+def load_training_data(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0
+) -> TrainingData:
     """Find or make the prepared set of a run, or open its stream; call it before any process group exists.
 
     Args:
         config: The run.
-        load_tokenizer: Called only when something has to be tokenised.
+        tokenizer: Of the run.
         local_rank: Number of this process on its node; the first one prepares, the others wait for it.
 
     Raises:
         ConfigError: The options do not fit together.
         DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
     """
-    if config.data.dataset_streaming:
-        return _open_stream(config, load_tokenizer)
-    prepared = prepare(config, load_tokenizer, local_rank=local_rank)
+    is_stream = config.data.dataset_streaming
+    data = _open_stream(config, tokenizer) if is_stream else _open_set(config, tokenizer, local_rank)
+    sets = {
+        name: prepare(derived, lambda _: tokenizer, local_rank=local_rank)
+        for name, derived in derive_eval_configs(config, data.max_length).items()
+    }
+    if not sets:
+        return data
+    told = {name: {"prepared_set": str(found.path), **found.manifest["train"]} for name, found in sets.items()}
+    packs = {name: found.train for name, found in sets.items()}
+    return replace(data, eval_sets=packs, record={**data.record, "eval_datasets": told})
+
+
+def _open_set(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_rank: int) -> TrainingData:
+    prepared = prepare(config, lambda _: tokenizer, local_rank=local_rank)
     train, order, record = prepared.train, None, {"prepared_set": str(prepared.path), **prepared.manifest}
     if (replayed := find_replayed(config, prepared.manifest["max_length"])) is not None:
-        other = prepare(replayed, load_tokenizer, local_rank=local_rank)
+        other = prepare(replayed, lambda _: tokenizer, local_rank=local_rank)
         order = build_order(config, count_trained_tokens(train), count_trained_tokens(other.train))
         train = join_rows(train, other.train)
         record["replay"] = describe_replay(config, order, other)
@@ -325,8 +314,7 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
     return np.concatenate(counts)
 
 
-def _open_stream(config: RecipeConfig, load_tokenizer: TokenizerLoader) -> TrainingData:
-    tokenizer = load_tokenizer(config)
+def _open_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> TrainingData:
     first = audit_first_window(config, tokenizer)
     assert config.tokens.max_length is not None
     return TrainingData(

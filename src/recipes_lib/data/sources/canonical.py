@@ -26,21 +26,29 @@ _MAX_WITHOUT_LAYOUT: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class _RenamedSource:
-    """A source whose columns are called by other names, or left out."""
+class RenamedSource:
+    """A source whose columns are called by other names, or left out.
+
+    Attributes:
+        source: The source.
+        columns: Column of it by the name that it gets; ``None``: left out.
+    """
 
     source: Source
     columns: Mapping[str, str | None]
 
     @property
     def name(self) -> str:
+        """As of the source."""
         return self.source.name
 
     @property
     def streaming(self) -> bool:
+        """As of the source."""
         return self.source.streaming
 
     def fingerprint(self) -> str:
+        """SHA-256 of the source's, and of the names."""
         return hashlib.sha256(json.dumps([self.source.fingerprint(), dict(self.columns)]).encode()).hexdigest()
 
     def rows(self) -> Iterator[Entry]:
@@ -98,7 +106,7 @@ def load_source(
         text_documents: What a row of a text or Markdown file is.
 
     Raises:
-        ConfigError: ``columns`` names what no layout has, or is not a mapping of names.
+        ConfigError: ``columns`` names what no layout has, or no column.
         DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
     """
     if columns is not None:
@@ -106,7 +114,7 @@ def load_source(
         source = load_source(
             name, config=config, revision=revision, split=split, streaming=streaming, text_documents=text_documents
         )
-        return _RenamedSource(source, columns)
+        return RenamedSource(source, columns)
     path = Path(expand_home(name))
     try:
         is_folder, is_local = path.is_dir(), bool(name) and path.exists()
@@ -125,9 +133,7 @@ def load_source(
     return load_files(path, name, split, text_documents)
 
 
-def _check_columns(columns: object) -> None:
-    if not isinstance(columns, Mapping):
-        raise ConfigError(Problem("dataset_columns", "it is not a mapping", "write {prompt: question, ...}"))
+def _check_columns(columns: Mapping[str, Any]) -> None:
     problems = []
     for name, column in columns.items():
         if name not in COLUMNS:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.sources.local_files import compute_digest
 from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
+from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.hub import go_offline_unless_reachable
 
 _BATCH_ROWS: Final = 1000
 _DICT_FILE: Final = "dataset_dict.json"
@@ -74,6 +74,7 @@ class HubSource:
         split: Split, or a slice of one in the notation of ``datasets``.
         streaming: Whether rows are read over the network as they are asked for.
         dataset: The opened ``Dataset`` or ``IterableDataset``.
+        num_bytes: Of the split as Arrow holds it, as the dataset tells; ``None``: it does not.
     """
 
     name: str
@@ -82,6 +83,7 @@ class HubSource:
     split: str
     streaming: bool
     dataset: Any
+    num_bytes: int | None = None
 
     def rows(self) -> Iterator[Entry]:
         """Read from the start.
@@ -152,7 +154,9 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
             dataset = builder.as_dataset(split)
     except Exception as error:  # whatever the library, the network or the cache raise
         raise _describe_failure(name, error) from None
-    return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset)
+    sizes = builder.info.splits or {}
+    size = sizes[split].num_bytes if split in sizes else None
+    return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset, size)
 
 
 def _enumerate_rows(dataset: Any, name: str) -> Iterator[Entry]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -37,6 +36,28 @@ def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
         "columns": data.dataset_columns,
     }
     return [entry]
+
+
+def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, RecipeConfig]:
+    """Return, for each set of ``eval_datasets``, the run under which its rows are prepared as training rows are.
+
+    Args:
+        config: The run.
+        max_length: Tokens that its rows have room for.
+    """
+    nothing: dict[str, Any] = {
+        **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "dataset_columns", "eval_datasets")),
+        **dict.fromkeys(("dataset_test_split", "test_split_size")),
+    }
+    tokens = replace(config.tokens, max_length=max_length)
+    return {
+        name: replace(
+            config,
+            tokens=tokens,
+            data=replace(config.data, **nothing, dataset_streaming=False, dataset_mixture=[entry]),
+        )
+        for name, entry in (config.data.eval_datasets or {}).items()
+    }
 
 
 def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[float]:
@@ -101,9 +122,6 @@ def _refuse_unknowable(config: RecipeConfig, weights: Sequence[float] | None, nu
         problems.append(("dataset_streaming", found, "give each a `weight`"))
     if problems:
         raise ConfigError(*(Problem(config.provenance.get(key, key), *words) for key, *words in problems))
-
-
-PART_KEYS: Final = ("name", "weight", "repeat", "config", "revision", "split", "format", "columns")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,18 +233,12 @@ def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
     """Open what is trained on: ``dataset_name``, or the parts of ``dataset_mixture``.
 
     Raises:
-        ConfigError: Both or neither are set, the mixture is to be streamed, or a part of it is wrong.
+        ConfigError: As ``build_mixture``.
         DataError: A source cannot be opened.
     """
-    if (data.dataset_name is None) == (data.dataset_mixture is None):
-        state = "neither is set" if data.dataset_name is None else "both are set"
-        raise ConfigError(Problem("dataset_name, dataset_mixture", state, "set one of the two"))
     if data.dataset_mixture is None:
         source = load_source(**list_entries(data)[0], streaming=data.dataset_streaming)
         return Mixture(parts=[Part(source=source, format=data.dataset_format)])
-    if data.dataset_streaming:
-        found = "a mixture cannot be streamed: its parts would be trained on one after another"
-        raise ConfigError(Problem("dataset_streaming", found, "set it to false, or mix the data on disk first"))
     defaults = {"format": data.dataset_format, "columns": data.dataset_columns}
     return build_mixture([{**defaults, **part} for part in data.dataset_mixture], seed=seed)
 
@@ -271,23 +283,17 @@ def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[s
 
 
 def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixture:
-    """Open the parts of a ``dataset_mixture``.
+    """Open the parts of a ``dataset_mixture``, which the configuration has read strictly.
 
-    Each is ``{name, weight, repeat, config, revision, split, format, columns}``.
+    Each is ``{name, weight, repeat, config, revision, split, format, columns}``; all have a weight, or none.
 
     All keys but the name are optional; see ``Part`` for what they mean.
 
     Raises:
-        ConfigError: A part has an unknown key, no name, or a value of the wrong kind.
+        ConfigError: ``columns`` of a part names what no layout has.
         DataError: A source cannot be opened.
     """
-    problems = [problem for number, part in enumerate(parts) for problem in _check_part(part, number)]
-    if len({"weight" in part for part in parts if isinstance(part, Mapping)}) > 1:
-        problems.append(Problem("dataset_mixture", "some parts have a weight and some have none", "write all, or none"))
-    if not parts:
-        problems.append(Problem("dataset_mixture", "it is empty", "list at least one {name: ...}"))
-    if problems:
-        raise ConfigError(*problems)
+    problems: list[Problem] = []
     loaded = []
     for part in parts:
         try:
@@ -306,27 +312,3 @@ def _load_part(part: Mapping[str, Any]) -> Part:
         repeat=part.get("repeat", 1.0),
         format=part.get("format", "auto"),
     )
-
-
-def _check_part(part: Mapping[str, Any], number: int) -> Iterator[Problem]:
-    where = f"dataset_mixture[{number}]"
-    if not isinstance(part, Mapping):
-        yield Problem(where, "it is not a mapping", "write {name: ..., weight: ...}")
-        return
-    for key in part:
-        if key not in PART_KEYS:
-            nearest = difflib.get_close_matches(str(key), PART_KEYS, n=1)
-            advice = f"did you mean `{nearest[0]}`?" if nearest else f"known keys: {', '.join(PART_KEYS)}"
-            yield Problem(where, f"unknown key `{key}`", advice)
-    if not part.get("name"):
-        yield Problem(where, "it has no name", "add `name`, a Hub id or a path")
-    for key in ("name", "config", "revision", "split"):
-        if not isinstance(part.get(key, ""), str):
-            yield Problem(where, f"`{key}` is not a string", "quote it")
-    for key, remedy in (("weight", "its share of the mixture: 0.2"), ("repeat", "how often its rows come up: 0.5, 2")):
-        value = part.get(key, 1.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            yield Problem(where, f"`{key}` is {value!r}", f"write {remedy}")
-    if part.get("format", "auto") not in get_args(DatasetFormat):
-        found = f"`format` is {part['format']!r}"
-        yield Problem(where, found, f"use one of {', '.join(get_args(DatasetFormat))}")

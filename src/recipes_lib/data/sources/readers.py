@@ -26,6 +26,8 @@ MAX_LINE_BYTES: Final = 1 << 28
 MAX_DOCUMENT_BYTES: Final = 1 << 24
 """Longest document made of several lines, 16 MiB; what is longer becomes several documents, cut at line ends."""
 
+_UTF16: Final = (b"\xff\xfe", b"\xfe\xff")
+
 TextDocuments = Literal["file", "paragraph", "line"]
 """What a row of a text file is: the whole file, what stands between blank lines, or a line."""
 
@@ -40,29 +42,54 @@ class BrokenFileError(Exception):
 
 def build_encoding_error(where: str, offset: int, first_bytes: bytes) -> BrokenFileError:
     """Say which byte of a file, counted from 0, is not UTF-8."""
-    kind = "UTF-16" if first_bytes[:2] in (b"\xff\xfe", b"\xfe\xff") else "in another encoding"
+    kind = "UTF-16" if first_bytes[:2] in _UTF16 else "in another encoding"
     found = f"not UTF-8 at byte {offset:,}"
     return BrokenFileError(Problem(where, found, f"the file may be {kind}: convert it to UTF-8 (iconv, or re-save it)"))
+
+
+class BrokenLine(str):
+    """Stands in the place of a line that cannot be read: what of it is UTF-8, and what is wrong with it.
+
+    Attributes:
+        problem: The line, what was found, and what to do.
+    """
+
+    problem: Problem
 
 
 def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]]:
     """Yield each line with its 1-based number: decoded, line end kept, byte order mark removed.
 
+    One that is not UTF-8, or longer than ``MAX_LINE_BYTES``, is a ``BrokenLine``, and the next one follows it.
+
     Raises:
-        BrokenFileError: A line is not UTF-8, or longer than ``MAX_LINE_BYTES``.
+        BrokenFileError: The file is UTF-16.
     """
     number, offset = 0, 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
-        number += 1
-        if len(raw) > MAX_LINE_BYTES:
+        number, size = number + 1, len(raw)
+        where = f"{name}:{number}"
+        if size > MAX_LINE_BYTES:
             found = f"a line longer than {MAX_LINE_BYTES:,} bytes"
-            raise BrokenFileError(Problem(f"{name}:{number}", found, "check that the file is what its suffix says"))
-        try:
-            line = raw.decode()
-        except UnicodeDecodeError as error:
-            raise build_encoding_error(f"{name}:{number}", offset + error.start, raw if number == 1 else b"") from None
-        yield number, line.removeprefix("\ufeff") if number == 1 else line
-        offset += len(raw)
+            line: str = _break_line("\n", Problem(where, found, "check that the file is what its suffix says"))
+            while not raw.endswith(b"\n") and (raw := file.readline(MAX_LINE_BYTES)):
+                size += len(raw)
+        else:
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                failure = build_encoding_error(where, offset + error.start, raw if number == 1 else b"")
+                if number == 1 and raw[:2] in _UTF16:
+                    raise failure from None
+                line = _break_line(raw.decode(errors="replace"), failure.problem)
+        yield number, line.removeprefix("\ufeff") if number == 1 and not isinstance(line, BrokenLine) else line
+        offset += size
+
+
+def _break_line(text: str, problem: Problem) -> BrokenLine:
+    line = BrokenLine(text)
+    line.problem = problem
+    return line
 
 
 def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line") -> Iterator[Entry]:
@@ -75,34 +102,37 @@ def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line"
         BrokenFileError: What follows cannot be read.
     """
     lines = enumerate_lines(file, name)
-    rows: Iterator[tuple[int, str]]
-    if documents == "line":
-        rows = ((number, line.rstrip("\r\n")) for number, line in lines)
-    elif documents == "paragraph":
-        rows = ((number, text.rstrip("\r\n")) for number, text in _join_lines(lines, ends_at_blank=True))
-    else:
-        rows = _join_lines(lines, ends_at_blank=False)
+    rows = lines if documents == "line" else _join_lines(lines, ends_at_blank=documents == "paragraph")
     for number, text in rows:
-        if text and not text.isspace():
+        if isinstance(text, BrokenLine):
+            yield text.problem
+        elif text and not text.isspace():
+            text = text if documents == "file" else text.rstrip("\r\n")
             yield RawRow(name, number, "line", {"text": text})
 
 
 def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Iterator[tuple[int, str]]:
-    """Yield lines joined, with the number of the first: all of them, or up to the next blank line."""
+    """Yield lines joined, with the number of the first: all of them, or up to the next blank line.
+
+    With a line that cannot be read, all of its document cannot.
+    """
     joined: list[str] = []
     first = size = 0
+    broken: BrokenLine | None = None
     for number, line in lines:
-        is_end = ends_at_blank and line.isspace()
+        is_end = ends_at_blank and line.isspace() and not isinstance(line, BrokenLine)
         num_bytes = len(line) if line.isascii() else len(line.encode())
         if joined and (is_end or size + num_bytes > MAX_DOCUMENT_BYTES):
-            yield first, "".join(joined)
-            joined, size = [], 0
+            yield first, "".join(joined) if broken is None else broken
+            joined, size, broken = [], 0, None
         if not is_end:
             first = first if joined else number
             joined.append(line)
             size += num_bytes
+            if broken is None and isinstance(line, BrokenLine):
+                broken = line
     if joined:
-        yield first, "".join(joined)
+        yield first, "".join(joined) if broken is None else broken
 
 
 WRAPPERS: Final = ("data", "rows", "examples", "instances")
@@ -140,6 +170,9 @@ def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iter
 
 def _read_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
     for number, line in lines:
+        if isinstance(line, BrokenLine):
+            yield line.problem
+            continue
         if not line or line.isspace():
             continue
         try:
@@ -152,7 +185,10 @@ def _read_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
 
 
 def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
-    text = "".join(line for _, line in lines)
+    written = [line for _, line in lines]
+    if broken := next((line for line in written if isinstance(line, BrokenLine)), None):
+        raise BrokenFileError(broken.problem)
+    text = "".join(written)
     try:
         value = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:
@@ -213,6 +249,8 @@ def _take_two(lines: Iterator[Line]) -> list[Line]:
 def _is_document(head: list[Line]) -> bool:
     """Whether these lines, at most two of them not blank, begin a single value and not one value a line."""
     filled = [line for _, line in head if not line.isspace()]
+    if any(isinstance(line, BrokenLine) for line in filled):
+        return filled[0].strip() in ("{", "[")
     if len(filled) == 2:
         try:
             _DECODER.decode(filled[0])
@@ -264,8 +302,8 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
         BrokenFileError: The header is not usable, or what follows cannot be read.
     """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
-    lines = (line for _, line in enumerate_lines(file, name))
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    broken: list[Problem] = []
+    reader = csv.reader(_note_broken(enumerate_lines(file, name), broken), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     number = 1
     while True:
@@ -276,7 +314,10 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
             raise BrokenFileError(Problem(f"{name}:{number}", found, _QUOTING)) from None
         if cells is None:
             return
-        if not cells:  # a blank line
+        if broken:
+            yield broken[0]
+            broken.clear()
+        elif not cells:  # a blank line
             pass
         elif columns is None:
             columns = cells
@@ -288,6 +329,16 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
         number = reader.line_num + 1
 
 
+def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Iterator[str]:
+    """Yield the lines; what is wrong with those that cannot be read goes into ``broken``."""
+    for number, line in lines:
+        if isinstance(line, BrokenLine):
+            if number == 1:
+                raise BrokenFileError(line.problem)
+            broken.append(line.problem)
+        yield line
+
+
 def _check_header(columns: list[str], where: str) -> None:
     repeated = next((column for column in columns if columns.count(column) > 1), None)
     if "" in columns or repeated is not None:
@@ -295,8 +346,13 @@ def _check_header(columns: list[str], where: str) -> None:
         raise BrokenFileError(Problem(where, found, "name each column once in the first line"))
 
 
-def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
+def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -> Iterator[Entry]:
     """Read a Parquet file a batch at a time, its values as ``spell_as_json`` has them.
+
+    Args:
+        file: The opened file.
+        name: Its name, for errors.
+        groups: Row groups to read, one after another; all unless told.
 
     Raises:
         BrokenFileError: What follows cannot be read.
@@ -307,8 +363,9 @@ def read_parquet(file: BufferedReader, name: str) -> Iterator[Entry]:
     try:
         table = pq.ParquetFile(file)
         _check_header(table.schema_arrow.names, name)
-        index = 0
-        for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+        groups = range(table.num_row_groups) if groups is None else groups
+        index = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
+        for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups)):
             for columns in batch.to_pylist():
                 yield RawRow(name, index, "row", spell_as_json(columns))
                 index += 1

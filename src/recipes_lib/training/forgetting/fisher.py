@@ -131,7 +131,8 @@ def _score(
         states, targets = hidden[:, :-1][is_target], successors[is_target]
         if generator is not None:
             targets = sample_targets(states, weight, generator, **options)
-        return compute_cross_entropy(states, weight, targets, **options)
+        scored: TokenSums = compute_cross_entropy(states, weight, targets, **options)
+        return scored
 
     sums: TokenSums = model(**inputs, head=score).result
     return sums

@@ -135,7 +135,7 @@ def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_ra
     from recipes_lib.data.packed.training_data import load_training_data
     from recipes_lib.data.sources.replay import EpochOrder
 
-    train: Any = load_training_data(config, lambda _: tokenizer, local_rank=local_rank).train
+    train: Any = load_training_data(config, tokenizer, local_rank=local_rank).train
     if not hasattr(train, "__len__"):
         return train  # type: ignore[no-any-return]
     import numpy as np

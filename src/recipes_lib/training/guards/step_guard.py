@@ -19,17 +19,16 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.training.checkpoints.manifest import supersede
 from recipes_lib.training.collectives import broadcast_object
-from recipes_lib.training.guards.replay import ReplayCheck
-from recipes_lib.training.guards.rollback import (
+from recipes_lib.training.guards.replay import (
     STEPS_AFTER,
     STEPS_BEFORE,
+    ReplayCheck,
     Rollback,
     Rollbacks,
     find_step_before,
     read_rollbacks,
 )
-from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, stop_before_update
-from recipes_lib.training.guards.trainer_view import TrainerView
+from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, TrainerView, stop_before_update
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 
 WINDOW: Final = 50

@@ -1,0 +1,114 @@
+"""The library from Python: ``train`` and ``check`` a recipe, ``load_run`` what a run has left."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import STAGES
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.shipped import find_recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from recipes_lib.config.schema import RecipeConfig
+    from recipes_lib.report.run_files import RunFiles
+
+_MAIN: Final = {"rloo": "grpo"}
+"""Recipes whose script imports its main from another one's."""
+
+
+def train(stage: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> RunFiles:
+    """Train by a recipe, in this process, and return the finished run.
+
+    It is what ``python recipes/STAGE.py --config F --key value`` does: the same directory resumes, and a run that is
+    done returns at once. Several processes are started by ``recipes launch``, not from here.
+
+    Args:
+        stage: Recipe: ``sft``, ``dpo``, ``grpo`` and others.
+        config: YAML file of the recipe, or its keys.
+        overrides: Keys over those of ``config``, such as ``learning_rate=1e-5``.
+
+    Returns:
+        The run: ``path``, where its model is; ``metrics``, one mapping per logged step or evaluation, as
+        ``pandas.DataFrame`` takes them; ``facts``, ``samples``.
+
+    Raises:
+        ConfigError: A key or a combination of them is wrong; every problem at once.
+        DataError: The data are wrong.
+        DivergedError: A guard stopped the run before a bad update.
+
+    Source: ``tests/test_api.py``.
+    """
+    loaded = _load(stage, config, overrides)
+    with _importing_recipe(_MAIN.get(stage, stage)) as main:
+        main(loaded)
+    return load_run(Path(loaded.training["output_dir"]))
+
+
+def check(stage: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> list[Problem]:
+    """Return every problem of a run on one process, as ``recipes check`` finds them; none: it is ready to train.
+
+    Args:
+        stage: As for ``train``.
+        config: As for ``train``.
+        overrides: As for ``train``.
+    """
+    from rich.console import Console
+
+    from recipes_lib.commands.check import check as look
+    from recipes_lib.training.layouts.launch_environment import plan_launch
+
+    try:
+        loaded = _load(stage, config, overrides)
+    except ConfigError as error:
+        return list(error.problems)
+    return look(loaded, plan_launch(None), Console(file=io.StringIO()))
+
+
+def load_run(folder: str | Path) -> RunFiles:
+    """Return what a run has left in its output directory, finished or not.
+
+    Args:
+        folder: The output directory.
+
+    Raises:
+        DataError: It holds no run.
+    """
+    from recipes_lib.report.run_files import read_run
+
+    return read_run(Path(folder))
+
+
+def _load(stage: str, config: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> RecipeConfig:
+    if stage not in STAGES:
+        raise ConfigError(Problem("stage", f"there is no recipe {stage!r}", f"write one of {', '.join(STAGES)}"))
+    keys = {**(config if isinstance(config, Mapping) else {}), **overrides}
+    argv = ["--config", str(config)] if isinstance(config, str | Path) else []
+    for key, value in keys.items():
+        argv.append(f"--{key}={value if isinstance(value, str) else json.dumps(value, default=str)}")
+    return load_config(stage, argv)
+
+
+@contextmanager
+def _importing_recipe(stage: str) -> Iterator[Callable[[RecipeConfig], None]]:
+    """Yield the main function of a recipe's script; reward functions beside it can be imported while it runs."""
+    path = find_recipe(stage)
+    spec = importlib.util.spec_from_file_location(f"_recipe_{stage}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+        yield module.main
+    finally:
+        sys.path.remove(str(path.parent))

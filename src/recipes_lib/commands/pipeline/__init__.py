@@ -1,0 +1,1 @@
+"""``recipes run``: what a pipeline will do, and doing it."""

@@ -1,0 +1,180 @@
+"""What a pipeline will do, before it does: ``recipes run --check`` and ``--plan``."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from recipes_lib.config.corpus import parse_corpus_command
+from recipes_lib.config.evaluation import parse_eval_command
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.table import STAGES
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError
+from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
+from recipes_lib.pipelines.runner import STATE, find_program, read_state
+from recipes_lib.report.overview import format_rows
+from recipes_lib.shipped import find_launch_file
+
+MFU: Final = 0.4
+"""Share of the GPUs' peak that a plan counts on, as ``recipes plan`` does."""
+
+
+def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> None:
+    """Check every stage: its keys and its launch file as if what the stages before it write were there.
+
+    Of those whose inputs are there already, ``recipes check`` looks at model and data too, and prints what it finds.
+
+    Args:
+        path: The pipeline's file.
+        pipeline: As it will run.
+        looked_at: Names of the stages at which ``recipes check`` may look.
+
+    Raises:
+        ConfigError: Of all stages together.
+    """
+    problems: list[Problem] = []
+    outputs = {stage.name: stage.output for stage in pipeline.stages}
+    state = read_state(pipeline.output_dir / STATE)
+    with _pretending(path) as pretended:
+        for real, stage in zip(pipeline.stages, pretended.stages, strict=True):
+            is_done = (state.get(real.name) or {}).get("status") == "done"
+            is_there = all(outputs[need].exists() for need in real.needs)
+            if real.recipe and real.name in looked_at and is_there and not is_done:
+                sys.stdout.write(f"\n{real.name}: recipes check\n")
+                problems += _collect(real.name, lambda real=real: _look_at(real))  # type: ignore[misc]
+            elif stage.recipe:
+                problems += _collect(real.name, lambda stage=stage: _load(stage))  # type: ignore[misc]
+            elif str(pretended.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
+                problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
+            _put_output(stage)
+    if problems:
+        raise ConfigError(*problems)
+
+
+@contextmanager
+def _pretending(path: Path) -> Iterator[Pipeline]:
+    """Yield a pipeline with its outputs in a folder of their own, which is gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield load_pipeline(path, folder)
+
+
+def _put_output(stage: Stage) -> None:
+    """Put something where a stage will write, so that what reads it finds it."""
+    if stage.output.suffix:
+        stage.output.parent.mkdir(parents=True, exist_ok=True)
+        stage.output.touch()
+    else:
+        stage.output.mkdir(parents=True, exist_ok=True)
+
+
+def _collect(name: str, check: Callable[[], object]) -> list[Problem]:
+    try:
+        check()
+    except UserError as error:
+        return [Problem(f"{name}: {problem.where}", problem.found, problem.remedy) for problem in error.problems]
+    return []
+
+
+def _look_at(stage: Stage) -> None:
+    """Run ``recipes check`` of a stage.
+
+    Raises:
+        ConfigError: It found problems, which it has printed.
+    """
+    from recipes_lib.commands.check import main as check
+
+    hardware = ["--hardware", stage.launch] if stage.launch else []
+    if check(["--stage", stage.recipe, *hardware, *stage.argv]) != EXIT_DONE:
+        raise ConfigError(Problem("recipes check", "found the problems above", "mend them"))
+
+
+def _load(stage: Stage) -> None:
+    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command}
+    if stage.recipe in commands:
+        commands[stage.recipe](stage.argv)
+        return
+    config = load_config(stage.recipe, stage.argv)
+    if stage.launch:
+        from recipes_lib.training.layouts.compatibility import verify_combination
+        from recipes_lib.training.layouts.launch_environment import plan_launch
+
+        file = find_launch_file(stage.launch)
+        verify_combination(config, plan_launch(file), str(file))
+
+
+class StagePlan(NamedTuple):
+    """What a stage takes: GPUs, bytes on each at the peak, hours; ``None`` where that is not known beforehand."""
+
+    num_gpus: int
+    memory: int | None = None
+    hours: float | None = None
+
+
+def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | None) -> list[str]:
+    """Return a table of memory, hours and cost of every stage, and their sum.
+
+    Models that stages will write have the shape of those that they start from. Hours are known of pretraining, and of
+    other trainings whose ``max_steps`` is set; not of sampling, of corpora and of evaluations.
+
+    Args:
+        path: The pipeline's file.
+        gpu: Name of the GPU.
+        num_processes: Of the stages that have a launch file; ``None``: as the file says.
+        price: Of a GPU for an hour; ``None``: no cost is told.
+
+    Raises:
+        ConfigError: A stage's configuration is wrong, or the model's configuration or the GPU's peak cannot be had.
+    """
+    rows, plans, problems = [("stage", "GPUs", "GB each", "hours", "cost")], dict[str, StagePlan](), list[Problem]()
+    with _pretending(path) as pretended:
+        for stage in pretended.stages:
+            _put_output(stage)
+            if stage.recipe in STAGES:
+                problems += _collect(
+                    stage.name,
+                    lambda stage=stage: plans.update({stage.name: _plan(stage, gpu, num_processes)}),  # type: ignore[misc]
+                )
+    if problems:
+        raise ConfigError(*problems)
+    for stage in pretended.stages:
+        plan = plans.get(stage.name, StagePlan(0))
+        memory = "" if plan.memory is None else f"{plan.memory / 1e9:.1f}"
+        cost = "" if price is None or plan.hours is None else f"{plan.hours * plan.num_gpus * price:,.2f}"
+        hours = "" if plan.hours is None else f"{plan.hours:.2f}"
+        rows.append((stage.name, str(plan.num_gpus or ""), memory, hours, cost))
+    known = [plan for plan in plans.values() if plan.hours is not None]
+    total = sum(plan.hours or 0 for plan in known)
+    spent = sum((plan.hours or 0) * plan.num_gpus for plan in known)
+    rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
+    unknown = [stage.name for stage in pretended.stages if plans.get(stage.name, StagePlan(0)).hours is None]
+    told = [f"without the time of {', '.join(unknown)}"] if unknown else []
+    return [*format_rows(rows), f"planned for {gpu} at {MFU:.0%} of the peak, not measured", *told]
+
+
+def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
+    from recipes_lib.commands.plan import build_layout, find_planned_model
+    from recipes_lib.planning.compute import RL_STAGES, compute_flops_per_token, compute_hours, count_step, find_peak
+    from recipes_lib.planning.memory import plan_memory
+    from recipes_lib.planning.pretraining import plan_pretraining
+    from recipes_lib.training.layouts.launch_environment import plan_launch
+
+    config = load_config(stage.recipe, stage.argv)
+    file = find_launch_file(stage.launch) if stage.launch else None
+    launch = plan_launch(file, num_processes if file else None)
+    model_config = find_planned_model(config)
+    model_config.save_pretrained(stage.output)
+    layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
+    memory = plan_memory(config, model_config, layout).peak
+    num_steps = config.read("max_steps")
+    if stage.recipe == "pretrain":
+        tokens = plan_pretraining(config, launch.data_size)
+        flops = compute_flops_per_token(model_config, tokens.max_length).total(tokens.num_tokens, tokens.num_tokens)
+    elif stage.recipe in RL_STAGES or num_steps < 1 or config.tokens.max_length is None:
+        return StagePlan(launch.world_size, memory)
+    else:
+        flops = num_steps * count_step(config, model_config, launch.data_size).num_flops
+    return StagePlan(launch.world_size, memory, compute_hours(flops, launch.world_size, find_peak(gpu, config), MFU))

@@ -1,0 +1,477 @@
+"""Rows that a model samples, in files that resume: `recipes sample-pairs` of a policy, `distill-write` of a teacher."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from recipes_lib.config.loader import load_for_command
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import read_record, replace_record
+
+if TYPE_CHECKING:
+    from recipes_lib.data.prompts import PromptRow
+    from recipes_lib.rl.collect import Collector
+
+
+class Counts(Protocol):
+    """A dataclass of numbers that are counted on.
+
+    Attributes:
+        num_bytes: Of the file, as of the other numbers.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    num_bytes: int
+
+
+Counted = TypeVar("Counted", bound=Counts)
+
+
+class RowFile(Generic[Counted]):
+    """Rows, JSON Lines, and beside them ``NAME.record.json``.
+
+    A process that is killed leaves whole batches, and the next one resumes after them.
+
+    Attributes:
+        counts: How far the rows are.
+    """
+
+    def __init__(
+        self, path: Path, key: str, counts: Counted, *, what: str, facts: Mapping[str, Any] | None = None
+    ) -> None:
+        """Open a file of rows, new or begun.
+
+        Args:
+            path: Of the rows.
+            key: Of everything that decides them.
+            counts: Of no row.
+            what: Says of rows with another key what they are of, behind ``holds``.
+            facts: JSON values for the record.
+
+        Raises:
+            ConfigError: There is a file that was not written so, or of other rows.
+            DataError: Its record cannot be read.
+        """
+        self._path, self._key, self._facts = path, key, dict(facts or {})
+        self._record = path.with_name(f"{path.name}.record.json")
+        self.counts = counts
+        if self._record.exists():
+            fields = {"key": str, **{name: type(value) | int for name, value in asdict(counts).items()}}
+            record = read_record(self._record, fields, remedy=f"delete it and {path} to begin anew")
+            if record["key"] != key:
+                raise ConfigError(
+                    Problem(str(path), f"holds {what}", "name another --output, or delete it and its record")
+                )
+            self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
+        elif path.exists():
+            raise ConfigError(Problem(str(path), "is there, and not by this command", "name another --output"))
+
+    def write(self, batches: Iterator[Sequence[Mapping[str, Any]]]) -> None:
+        """Append batches of rows; each is on disk before it is counted there."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("ab") as file:
+            # What a killed process wrote and did not count is written again.
+            file.truncate(self.counts.num_bytes)
+            for rows in batches:
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                self.counts.num_bytes += file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+                replace_record(self._record, {"key": self._key, **self._facts, **asdict(self.counts)})
+
+
+class Answered(NamedTuple):
+    """An answer: its text without special tokens, its worth, and whether it may stand in a pair.
+
+    That takes a worth that is known, something that it says, and an end of its own.
+    """
+
+    text: str
+    score: float
+    usable: bool
+
+
+@dataclass(slots=True)
+class PairCounts:
+    """How far a set of pairs is.
+
+    Attributes:
+        num_prompts: Prompts that were answered.
+        num_pairs: Those that gave a pair.
+        num_alike: Those whose answers are worth the same, or are the same.
+        num_unfinished: Those with fewer than two answers that may stand in a pair.
+        score_sum: Of all answers whose worth is known.
+        num_answers: Those, of all prompts.
+        num_bytes: Of the file, as of these prompts.
+    """
+
+    num_prompts: int = 0
+    num_pairs: int = 0
+    num_alike: int = 0
+    num_unfinished: int = 0
+    score_sum: float = 0.0
+    num_answers: int = 0
+    num_bytes: int = 0
+
+    def describe(self) -> str:
+        """Return the counts in a line."""
+        mean = self.score_sum / max(self.num_answers, 1)
+        return (
+            f"{self.num_prompts:,} prompts, {self.num_pairs:,} pairs; {self.num_alike:,} have answers worth the same, "
+            f"{self.num_unfinished:,} fewer than two that end and are scored; mean score {mean:.4g}"
+        )
+
+
+def choose_pair(answers: Sequence[Answered]) -> tuple[Answered, Answered] | None:
+    """The best and the worst of the answers that may be a pair; ``None`` where they are alike in worth or in words.
+
+    Those that ran into the limit do not take part: as rows they would end where nobody ended them. Of answers that are
+    worth the same the first counts.
+    """
+    usable = [answer for answer in answers if answer.usable]
+    if len(usable) < 2:
+        return None
+    best, worst = (choose(usable, key=lambda answer: answer.score) for choose in (max, min))
+    return (best, worst) if best.score > worst.score and best.text != worst.text else None
+
+
+def sample_pairs(
+    collector: Collector, prompts: Sequence[PromptRow], num_answers: int, counts: PairCounts
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows of the ``preference`` layout, batch by batch, and count on.
+
+    Args:
+        collector: Answers and scores.
+        prompts: All of them; those that are counted already are left out. Which answers a prompt gets depends on its
+            place among them and the seed.
+        num_answers: To each prompt, at least two.
+        counts: Of what is done; a batch is counted when it is yielded.
+    """
+    size = max(1, collector.batch_size // num_answers)
+    for start in range(counts.num_prompts, len(prompts), size):
+        batch = prompts[start : start + size]
+        asked = [prompt for prompt in batch for _ in range(num_answers)]
+        first = start * num_answers
+        answers, texts = collector.answer(asked, range(first, first + len(asked)))
+        known = zip(texts, answers.scores.tolist(), (answers.finished & answers.scored).tolist(), strict=True)
+        # An answer that says nothing is none to learn from, and neither is one of which no reward says anything.
+        answered = [Answered(text, score, usable and bool(text.strip())) for text, score, usable in known]
+        rows = []
+        for at, prompt in enumerate(batch):
+            of_prompt = answered[at * num_answers : (at + 1) * num_answers]
+            pair = choose_pair(of_prompt)
+            counts.num_unfinished += sum(answer.usable for answer in of_prompt) < 2
+            counts.num_alike += pair is None and sum(answer.usable for answer in of_prompt) > 1
+            if pair is not None:
+                rows.append(_build_row(prompt, *pair))
+        counts.num_prompts += len(batch)
+        counts.num_pairs += len(rows)
+        counts.num_answers += int(answers.scored.sum())
+        counts.score_sum += sum(answer.score for answer in answered)
+        yield rows
+
+
+def _build_row(prompt: PromptRow, best: Answered, worst: Answered) -> dict[str, Any]:
+    def lay_out(text: str) -> Any:
+        return text if isinstance(prompt.content, str) else [{"role": "assistant", "content": text}]
+
+    return {
+        "prompt": prompt.content,
+        "chosen": lay_out(best.text),
+        "rejected": lay_out(worst.text),
+        "score_chosen": best.score,
+        "score_rejected": worst.score,
+    }
+
+
+def main_pairs(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: A flag or the configuration is wrong, or the file is of other pairs.
+        DataError: The prompts cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="recipes sample-pairs",
+        description="Let a policy answer prompts several times, and keep the best and the worst of each.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="file of the pairs, JSON Lines")
+    parser.add_argument("--num_answers", type=int, default=4, help="answers to each prompt (default: 4)")
+    parser.add_argument("--config", metavar="F", help="a recipe of PPO; further --key value flags override it")
+    options, overrides = parser.parse_known_args(argv)
+    if options.num_answers < 2:
+        raise ConfigError(Problem("--num_answers", f"a pair takes two answers, not {options.num_answers}"))
+    config = load_for_command("ppo", overrides, options.config)
+    sys.stdout.write(f"{options.output}: {write_pairs(config, options.output, options.num_answers)}\n")
+
+
+def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
+    """Write the pairs of a policy to a file, or those that are missing there, and return what it holds, in a line.
+
+    Args:
+        config: A recipe of PPO: its model is the policy; prompts, rewards and sampling are as there.
+        output: The file.
+        num_answers: To each prompt.
+
+    Raises:
+        ConfigError: As ``load_policy``, ``load_rewards`` and ``RowFile``.
+        DataError: As ``load_prompt_data``.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from recipes_lib.data.prompts import load_prompt_data
+    from recipes_lib.data.store import compute_key
+    from recipes_lib.models.attention.kernels import choose_attention
+    from recipes_lib.models.generation import set_stop_tokens
+    from recipes_lib.models.loading import load_model_config, load_tokenizer
+    from recipes_lib.rl.engines.engine import build_collector, hold_policy
+    from recipes_lib.rl.rewards import load_rewards
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.arguments import build_training_arguments
+    from recipes_lib.training.trainers.trained_model import load_policy
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    launch = read_launch()
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer)
+    args = build_training_arguments(config, launch, has_eval=False)
+    rewards = load_rewards(config.rewards, device=str(args.device))
+    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
+    policy = load_policy(config, attention.implementation, args, launch)
+    stop_ids = set_stop_tokens(policy, tokenizer, prompts.terminators)
+    models = hold_policy(policy.to(args.device), stop_ids)
+    progress = build_progress(is_main=True)
+    collector = build_collector(config, args, models, rewards, tokenizer, progress, lambda: None, prompts.max_length)
+    facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
+    tokens = [prompt.input_ids for prompt in prompts.train]
+    key = compute_key({**facts, "tokens": tokens, **describe_sampling(config, collector)})
+    file = RowFile(output, key, PairCounts(), what="pairs of another policy, other prompts, rewards or settings")
+    file.write(sample_pairs(collector, prompts.train, num_answers, file.counts))
+    return file.counts.describe()
+
+
+def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, Any]:
+    """Return what decides answers and scores besides the prompts, as JSON values."""
+    from recipes_lib.models.heads.scoring import read_reward_statistics
+    from recipes_lib.training.trainers.arguments import resolve_precision
+    from recipes_lib.training.trainers.reference import hash_weights
+
+    rewards = collector.rewards
+    model = None
+    if rewards.model is not None:
+        model = [hash_weights(rewards.model.model), read_reward_statistics(rewards.model.model)]
+    return {
+        "policy": hash_weights(collector.models.policy),
+        "reward_model": model,
+        "functions": {name: _read_source(function) for name, function in rewards.functions.items()},
+        "weights": list(rewards.weights),
+        "response_length": config.rewards.response_length,
+        "temperature": config.rewards.temperature,
+        "seed": collector.seed,
+        "precision": resolve_precision(config),
+    }
+
+
+def _read_source(function: Any) -> str:
+    """The text of the file that a function is in; its name where it has none."""
+    try:
+        return inspect.getsource(inspect.getmodule(function) or function)
+    except (OSError, TypeError):
+        return repr(function)
+
+
+THINKS: Final = "<think>"
+ENDS_THINKING: Final = "</think>"
+"""What stands around reasoning, in the answers of every model that is known to mark it."""
+
+
+@dataclass(slots=True)
+class AnswerCounts:
+    """How far a set of answers is.
+
+    Attributes:
+        num_prompts: Prompts that were answered.
+        num_rows: Those whose answer is kept.
+        num_unfinished: Answers that ran into the limit.
+        num_empty: Answers that say nothing.
+        num_reasoned: Kept answers that began with reasoning.
+        num_bytes: Of the file.
+    """
+
+    num_prompts: int = 0
+    num_rows: int = 0
+    num_unfinished: int = 0
+    num_empty: int = 0
+    num_reasoned: int = 0
+    num_bytes: int = 0
+
+    def describe(self) -> str:
+        """Return the counts in a line."""
+        return (
+            f"{self.num_rows:,} answers to {self.num_prompts:,} prompts, {self.num_reasoned:,} with reasoning; "
+            f"left out: {self.num_unfinished:,} that ran into the limit, {self.num_empty:,} that say nothing"
+        )
+
+
+def main_answers(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: A flag or the configuration is wrong, or the file is of other answers.
+        DataError: The prompts cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="recipes distill-write",
+        description="Let a teacher answer prompts, and keep its answers as rows to fine-tune a student on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="file of the rows, JSON Lines")
+    told = "what becomes of <think> ... </think> (default: keep)"
+    parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help=told)
+    parser.add_argument("--config", metavar="F", help="a recipe of distillation; further --key value flags override it")
+    options, overrides = parser.parse_known_args(argv)
+    config = load_for_command("distill", overrides, options.config)
+    sys.stdout.write(f"{options.output}: {write_answers(config, options.output, reasoning=options.reasoning)}\n")
+
+
+def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
+    """Write a teacher's answers to a file, or those that are missing there, and return what it holds, in a line.
+
+    Args:
+        config: A recipe of distillation: its teacher answers, in its own template, the prompts of its dataset.
+        output: The file.
+        reasoning: ``keep`` or ``drop``.
+
+    Raises:
+        ConfigError: The teacher cannot be loaded; there is a mixture; as ``RowFile``.
+        DataError: As ``load_prompt_data``.
+    """
+    from recipes_lib.data.prompts import load_prompt_data
+    from recipes_lib.data.store import compute_key
+    from recipes_lib.distillation.teacher_store import identify_teacher
+    from recipes_lib.models.attention.kernels import choose_attention
+    from recipes_lib.models.generation import set_stop_tokens
+    from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.trainers.arguments import build_training_arguments
+
+    if config.data.dataset_mixture:
+        where = config.provenance.get("dataset_mixture", "dataset_mixture")
+        raise ConfigError(Problem(where, "prompts come from one dataset", "join the files, and write `dataset_name`"))
+    config = take_teacher(config)
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer)
+    args = build_training_arguments(config, read_launch(), has_eval=False)
+    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
+    teacher: Any = load_causal_lm(config.model, attention.implementation)
+    teacher.to(args.device)
+    stop_ids = set_stop_tokens(teacher, tokenizer, prompts.terminators)
+    facts = {
+        "teacher": {"name": config.model.model_name_or_path, **identify_teacher(config)},
+        "dataset": {"name": config.data.dataset_name, "fingerprint": prompts.record["fingerprint"]},
+        "response_length": config.rewards.response_length,
+        "temperature": config.distillation.sampling_temperature,
+        "seed": args.seed,
+        "reasoning": reasoning,
+    }
+    asked = [prompt.input_ids for prompt in prompts.train]
+    key = compute_key({**facts, "stop_ids": stop_ids, "prompts": asked})
+    what = "answers of another teacher, to other prompts, or otherwise sampled"
+    file = RowFile(output, key, AnswerCounts(), what=what, facts=facts)
+    file.write(answer(config, args, teacher, tokenizer, prompts.train, file.counts, reasoning=reasoning))
+    return file.counts.describe()
+
+
+def take_teacher(config: RecipeConfig) -> RecipeConfig:
+    """Return the run with its teacher for its model, by its own tokenizer and template."""
+    from recipes_lib.models.loading import choose_teacher
+
+    tokens = dataclasses.replace(config.tokens, chat_template_path=None, eos_token=None, pad_token=None)
+    return dataclasses.replace(config, model=choose_teacher(config), tokens=tokens)
+
+
+def answer(
+    config: RecipeConfig,
+    args: Any,
+    teacher: Any,
+    tokenizer: Any,
+    prompts: Sequence[PromptRow],
+    counts: AnswerCounts,
+    *,
+    reasoning: str,
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows, batch by batch, and count on.
+
+    Which answer a prompt gets depends on its place among them and the seed. Those that are counted already are left
+    out; a batch is counted when it is yielded.
+
+    Args:
+        config: Length and temperature of answers.
+        args: Batch size, seed, device and precision.
+        teacher: On the device, with its stop tokens.
+        tokenizer: Of the teacher.
+        prompts: All of them.
+        counts: Of what is done.
+        reasoning: ``keep`` or ``drop``.
+    """
+    import numpy as np
+    import torch
+
+    from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_continuation, read_stop_ids
+    from recipes_lib.training.trainers.arguments import build_autocast
+
+    stop_ids, size = read_stop_ids(teacher), args.per_device_eval_batch_size
+    length = config.rewards.response_length
+    sampling = Sampling(stop_ids, 0, length, config.distillation.sampling_temperature)
+    backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
+    for start in range(counts.num_prompts, len(prompts), size):
+        batch = prompts[start : start + size]
+        uniforms = np.stack([np.random.default_rng([args.seed, start + at]).random(length) for at in range(len(batch))])
+        given = backend.generate(teacher, [prompt.input_ids for prompt in batch], torch.from_numpy(uniforms))
+        masks, finished = mask_answers(given.response_ids, stop_ids)
+        rows = []
+        for prompt, ids, mask, has_ended in zip(batch, given.response_ids, masks, finished.tolist(), strict=True):
+            text = read_continuation(tokenizer, prompt.input_ids, ids[mask].tolist())
+            thought, said = split_reasoning(text)
+            counts.num_unfinished += not has_ended
+            counts.num_empty += has_ended and not said.strip()
+            if has_ended and said.strip():
+                rows.append(lay_out(prompt, said if thought is None else join(thought, said, reasoning)))
+                counts.num_reasoned += thought is not None
+        counts.num_prompts += len(batch)
+        counts.num_rows += len(rows)
+        yield rows
+
+
+def split_reasoning(text: str) -> tuple[str | None, str]:
+    """Return what an answer thinks, ``None`` where it does not, and what it says.
+
+    Some templates open the reasoning in the prompt, so that only its end stands in the answer.
+    """
+    before, mark, after = text.partition(ENDS_THINKING)
+    return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
+
+
+def join(thought: str, said: str, reasoning: str) -> str:
+    """Return an answer with or without its reasoning, as templates that know reasoning write it."""
+    return f"{THINKS}\n{thought}\n{ENDS_THINKING}\n\n{said}" if reasoning == "keep" and thought else said
+
+
+def lay_out(prompt: PromptRow, text: str) -> dict[str, Any]:
+    """Return a row of fine-tuning: a chat, or a text and how it goes on."""
+    if isinstance(prompt.content, str):
+        return {"prompt": prompt.content, "completion": text}
+    tools = {"tools": prompt.columns["tools"]} if prompt.columns.get("tools") else {}
+    return {"messages": [*prompt.content, {"role": "assistant", "content": text.strip()}], **tools}

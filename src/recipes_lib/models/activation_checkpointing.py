@@ -1,0 +1,56 @@
+"""Activation checkpointing that keeps the matrix products and recomputes the rest."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+_KEPT: Final = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""What costs arithmetic; everything else costs memory traffic, and is computed again."""
+_KEPT_NAMESPACES: Final = ("torch_attn", "flash_attn")
+"""Parts of the names under which torch's variable-length attention, the FlashAttention packages (``flash_attn_3``) and
+kernels from the Hub (``_vllm_flash_attn3_`` and a hash) register their operators."""
+
+
+def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what ``activation_checkpointing_enable`` takes for ``save_matmuls: true``; ``None`` without it.
+
+    Args:
+        options: ``activation_checkpointing_kwargs``.
+
+    Source: Korthikanti et al. 2022, section 5; equal to no checkpointing in
+    ``tests/models/test_activation_checkpointing.py``.
+    """
+    given = dict(options or {})
+    if not given.pop("save_matmuls", False):
+        return None
+    contexts = functools.partial(create_selective_checkpoint_contexts, _choose)
+    every_n_layers, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
+    return {
+        "activation_checkpointing_kwargs": {"use_reentrant": False, **given, "context_fn": contexts},
+        "every_n_layers": every_n_layers,
+        "offload": offload,
+    }
+
+
+def is_product(operator: Any) -> bool:
+    """Return whether ``save_matmuls: true`` keeps what an operator of torch returns."""
+    return operator in _KEPT or any(part in operator.namespace for part in _KEPT_NAMESPACES)
+
+
+def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_product(operator) else CheckpointPolicy.PREFER_RECOMPUTE

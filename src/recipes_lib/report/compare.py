@@ -1,0 +1,175 @@
+"""``recipes report A B --compare``: curves of several runs over each other, key figures and keys with differences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from jinja2 import Environment
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.report.charts import Chart, Line, Plan, draw_chart, smooth
+from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
+
+_COLOURS: Final = ("first", "second", "third", "good")
+"""One for each run, the most that can be told apart."""
+_CURVES: Final = (
+    ("eval_loss", "nats per target token, or a pair", "points"),
+    ("eval_bits_per_byte", "of held-out text", "points"),
+    ("eval_rewards/accuracies", "share of held-out pairs whose chosen answer wins", "points"),
+    ("eval_reward", "of sampled answers", "points"),
+    ("loss", "training", "noisy"),
+    ("objective/score", "reward of training answers", "noisy"),
+    ("objective/kl_seq", "nats per answer, to the reference model", "noisy"),
+    ("objective/length", "tokens per answer", "noisy"),
+    ("rewards/accuracies", "share of training pairs", "noisy"),
+    ("grad_norm", "before clipping", "noisy"),
+    ("learning_rate", "", "exact"),
+    ("target_tokens_per_second", "target tokens per second", "noisy"),
+)
+"""Figure, what it is, and how it is drawn."""
+_LOSSES: Final = ("eval_loss", "loss")
+_LEFT_OUT: Final = ("eval_seconds", "eval_num_")
+_UNIMPORTANT: Final = ("output_dir", "prepared_dir", "run_name")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Of a figure or a key: its value in each run, and of a figure the differences from the first run's."""
+
+    name: str
+    values: Sequence[str]
+    differences: Sequence[str] = ()
+
+
+def write_comparison(folders: Sequence[Path], path: Path) -> Path:
+    """Write a page that compares runs, the first of which is the base, and return its path.
+
+    The page needs no network and no script; everything that comes from data or configuration is escaped.
+
+    Args:
+        folders: Output directories, two to four.
+        path: The page; PNGs of its charts go into the folder of its name without suffix.
+
+    Raises:
+        ConfigError: There are too few or too many, or the page cannot be written.
+        DataError: One of them holds no run.
+    """
+    if not 2 <= len(folders) <= len(_COLOURS):
+        found = f"{len(folders)} run{'s' * (len(folders) != 1)} cannot be compared"
+        raise ConfigError(Problem("--compare", found, f"name two to {len(_COLOURS)}"))
+    runs = {str(folder): read_run(folder) for folder in folders}
+    if len(runs) < len(folders):
+        raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
+    stages = {str(run.facts.get("stage", "?")) for run in runs.values()}
+    images = path.with_suffix("")
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    here = Path(__file__)
+    try:
+        images.mkdir(parents=True, exist_ok=True)
+        page = environment.from_string(here.with_name("compare.html.jinja").read_text(encoding="utf-8")).render(
+            names=list(runs),
+            colours=_COLOURS,
+            stages=sorted(stages),
+            charts=draw_overlays(runs, images, is_one_recipe=len(stages) == 1),
+            figures=compare_figures(list(runs.values()), is_one_recipe=len(stages) == 1),
+            keys=compare_keys(list(runs.values())),
+            style=here.with_name("page.css").read_text(encoding="utf-8"),
+        )
+        path.write_text(page, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(
+            Problem(str(path), f"cannot be written: {error.strerror}", "name another --output")
+        ) from error
+    return path
+
+
+def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: bool) -> list[Chart]:
+    """Draw a chart of each figure that a run has, with a curve for each run.
+
+    Args:
+        runs: By name.
+        folder: Of the PNGs.
+        is_one_recipe: Whether losses mean the same; those of different recipes are left out.
+    """
+    charts = []
+    for name, unit, kind in _CURVES:
+        if not is_one_recipe and name in _LOSSES:
+            continue
+        lines = [
+            Line(label, _read(run, name), colour, _as_kind(kind))
+            for (label, run), colour in zip(runs.items(), _COLOURS, strict=False)
+        ]
+        if any(line.curve for line in lines):
+            # The legend is the page's: names of folders are long.
+            charts.append(draw_chart(Plan(name.replace("/", "_"), name, lines, unit, has_legend=False), folder))
+    return charts
+
+
+def _as_kind(kind: str) -> Literal["noisy", "exact", "points"]:
+    return "points" if kind == "points" else "exact" if kind == "exact" else "noisy"
+
+
+def _read(run: RunFiles, name: str) -> list[tuple[int, float]]:
+    return read_curve(run.evaluations if name.startswith("eval_") else run.train, name)
+
+
+def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Row]:
+    """Return what each run reached: every held-out figure, the training loss, steps, tokens, time and memory.
+
+    Args:
+        runs: The first is the base.
+        is_one_recipe: As for ``draw_overlays``.
+    """
+    recorded = {name for run in runs for record in run.evaluations for name in record}
+    names = [name for name in sorted(recorded) if name.startswith("eval_") and not name.startswith(_LEFT_OUT)]
+    rows = []
+    for name in (*names, "objective/score", "loss"):
+        if not is_one_recipe and name in _LOSSES:
+            continue
+        curves = [_read(run, name) for run in runs]
+        # A training curve is noisy: its last median, as the page of a run has it.
+        ends = [(smooth(curve) if name == "loss" else curve)[-1][1] if curve else None for curve in curves]
+        rows.append(_build_row(name, ends))
+    last = [run.train[-1] if run.train else {} for run in runs]
+    rows.append(_build_row("steps", [read_number(event, "step") for event in last]))
+    rows.append(_build_row("tokens", [read_number(event, "num_tokens") for event in last]))
+    seconds = [read_number(event, "seconds") for event in last]
+    rows.append(Row("training time", ["" if value is None else format_duration(value) for value in seconds]))
+    memory = [max((value for _, value in read_curve(run.train, "memory_bytes")), default=None) for run in runs]
+    rows.append(_build_row("peak memory, GiB", [None if value is None else value / 2**30 for value in memory]))
+    return [row for row in rows if any(row.values)]
+
+
+def _build_row(name: str, values: Sequence[float | None]) -> Row:
+    base = values[0]
+    differences = [
+        ""
+        if value is None or base is None
+        else "="
+        if value == base
+        else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base else "")
+        for value in values[1:]
+    ]
+    # Counts are read to their last digit, other figures to the fifth.
+    shown = ["" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}" for value in values]
+    return Row(name, shown, differences)
+
+
+def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:
+    """Return the keys of the configurations whose values differ, those alone that decide what is computed."""
+    configs: list[dict[str, Any]] = []
+    for run in runs:
+        config = run.facts.get("config")
+        configs.append(config if isinstance(config, dict) else {})
+    names = sorted({name for config in configs for name in config} - set(_UNIMPORTANT))
+    rows = [
+        Row(name, [json.dumps(config[name], ensure_ascii=False) if name in config else "" for config in configs])
+        for name in names
+    ]
+    facts = ("stage", "num_processes", "rows_per_step", "git_commit")
+    rows += [Row(name.replace("_", " "), [str(run.facts.get(name, "")) for run in runs]) for name in facts]
+    return [row for row in rows if len(set(row.values)) > 1]

@@ -1,0 +1,225 @@
+"""``index.html`` of a pipeline or of any folder of runs, and ``recipes runs``: status, step, figures and links."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from jinja2 import Environment
+
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import read_record
+from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
+
+PIPELINE: Final = "pipeline.json"
+_SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
+"""Files by which a folder is an output that has a report."""
+_FIGURES: Final = (
+    *("eval_reward", "objective/score", "eval_rewards/accuracies", "eval_bits_per_byte", "eval_loss", "loss"),
+)
+"""The first that a run has says what it reached: RL has no loss that means anything, preferences have accuracies."""
+_CURVES: Final = ("objective/score", "loss")
+_MAX_DEPTH: Final = 4
+_SPARK: Final = (120, 28)
+_MAX_SPARK_POINTS: Final = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One output: of a run, a corpus, an evaluation or another stage of a pipeline.
+
+    Attributes:
+        name: Of the stage, or of the folder below the one that is looked at.
+        path: File or folder.
+        kind: Recipe; empty where nothing says so.
+        status: ``done``, ``running``, ``not run`` and others, as its record says.
+        step: Optimizer steps; ``None`` where it makes none.
+        figure: Name of the figure that says what it reached; empty where there is none.
+        before: Its first value; ``None`` where it has but one.
+        after: Its last value.
+        seconds: That it took; ``None`` where nothing says so.
+        changed: When something was last written, seconds since the epoch; ``None`` where nothing is there.
+        curve: Points of the sparkline.
+        about: What it does, for a reader.
+    """
+
+    name: str
+    path: Path
+    kind: str = ""
+    status: str = ""
+    step: int | None = None
+    figure: str = ""
+    before: float | None = None
+    after: float | None = None
+    seconds: float | None = None
+    changed: float | None = None
+    curve: Sequence[tuple[int, float]] = ()
+    about: str = ""
+
+
+def list_entries(folder: Path) -> list[Entry]:
+    """Return the stages of a pipeline in their order, else the outputs below a folder by name.
+
+    Raises:
+        DataError: There are none.
+    """
+    if (folder / PIPELINE).is_file():
+        record = read_record(folder / PIPELINE, {"stages": dict, "pipeline": list})
+        stages = [stage for stage in record["pipeline"] if isinstance(stage, dict)]
+        return [_describe_stage(folder, stage, record["stages"].get(stage.get("name")) or {}) for stage in stages]
+    entries = [describe_output(path, str(path.relative_to(folder))) for path in _find_outputs(folder, _MAX_DEPTH)]
+    if not entries:
+        remedy = "give a folder below which there are output directories of runs"
+        raise DataError(Problem(str(folder), "holds no run and no pipeline", remedy))
+    return entries
+
+
+def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield the outputs in a folder, those within an output left out."""
+    try:
+        children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())
+    except OSError:
+        return
+    for child in children:
+        if any((child / sign).is_file() for sign in _SIGNS):
+            yield child
+        elif depth > 1:
+            yield from _find_outputs(child, depth - 1)
+
+
+def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, Any]) -> Entry:
+    entry = describe_output(folder / str(stage.get("output", "")), str(stage.get("name", "")))
+    seconds = read_number(state, "seconds")
+    return Entry(
+        **{name: getattr(entry, name) for name in ("name", "path", "step", "figure", "before", "after", "curve")},
+        kind=str(stage.get("recipe") or entry.kind),
+        status=str(state.get("status", "not run")),
+        seconds=entry.seconds if seconds is None else seconds,
+        changed=entry.changed if state else None,
+        about=str(stage.get("about", "")),
+    )
+
+
+def describe_output(path: Path, name: str) -> Entry:
+    """Return what there is to say of an output, whatever it lacks."""
+    changed = [file.stat().st_mtime for sign in _SIGNS if (file := path / sign).is_file()]
+    known: dict[str, Any] = {"name": name, "path": path, "changed": max(changed, default=None)}
+    with suppress(DataError):
+        run = read_run(path)
+        return Entry(**known, **summarize(run))
+    kind = "corpus" if (path / "corpus.json").is_file() else "eval" if (path / "eval.json").is_file() else ""
+    return Entry(**known, kind=kind, status="done" if kind else "")
+
+
+def summarize(run: RunFiles) -> dict[str, Any]:
+    """Return the fields of an ``Entry`` that a run's files say: kind, status, step, figure, seconds and curve."""
+    last = run.train[-1] if run.train else {}
+    facts: dict[str, Any] = {
+        "kind": str(run.facts.get("stage", "")),
+        "status": str(run.facts.get("status", "")),
+        "step": last.get("step"),
+        "seconds": read_number(last, "seconds"),
+        "curve": next((curve for name in _CURVES if (curve := read_curve(run.train, name))), []),
+    }
+    for name in _FIGURES:
+        if curve := read_curve(run.evaluations if name.startswith("eval_") else run.train, name):
+            before = curve[0][1] if len(curve) > 1 else None
+            return {**facts, "figure": name, "before": before, "after": curve[-1][1]}
+    return facts
+
+
+def describe_result(run: RunFiles) -> str:
+    """Return in a few words what a run reached and how long it took: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min``."""
+    entry = Entry(name=run.name, path=Path(), **summarize(run))
+    parts = [show_figure(entry)] if entry.figure else []
+    parts += [f"{entry.step:,} step{'s' * (entry.step != 1)}"] if entry.step is not None else []
+    return ", ".join([*parts, *([] if entry.seconds is None else [format_duration(entry.seconds)])])
+
+
+def show_figure(entry: Entry) -> str:
+    """Return ``eval_loss 5.01 -> 2.14``; nothing where there is no figure."""
+    before = "" if entry.before is None else f"{entry.before:.4g} -> "
+    return f"{entry.figure} {before}{entry.after:.4g}" if entry.after is not None else ""
+
+
+def draw_spark(curve: Sequence[tuple[int, float]]) -> str:
+    """Return the points of a polyline that fits 120 x 28; nothing of fewer than two points."""
+    if len(curve) < 2:
+        return ""
+    stride = -(-len(curve) // _MAX_SPARK_POINTS)
+    kept = [*curve[:-1:stride], curve[-1]]
+    (first, last), values = (kept[0][0], kept[-1][0]), [value for _, value in kept]
+    low, high = min(values), max(values)
+    width, height = _SPARK
+    return " ".join(
+        f"{(step - first) / max(1, last - first) * width:.1f},"
+        f"{height - 2 - (value - low) / ((high - low) or 1) * (height - 4):.1f}"
+        for step, value in kept
+    )
+
+
+def write_overview(folder: Path) -> Path:
+    """Write ``index.html`` of a pipeline or of a folder of runs, and return its path.
+
+    The page needs no network; a script of its own sorts the table. What comes from names and records is escaped.
+
+    Raises:
+        DataError: As ``list_entries``.
+    """
+    entries = list_entries(folder)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {
+        "duration": lambda seconds: "" if seconds is None else format_duration(seconds),
+        "when": lambda changed: "" if changed is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
+        "link": lambda path: quote(os.path.relpath(path, folder)),
+        "spark": draw_spark,
+    }
+    here = Path(__file__)
+    page = environment.from_string(here.with_name("overview.html.jinja").read_text(encoding="utf-8")).render(
+        name=folder.resolve().name,
+        is_pipeline=(folder / PIPELINE).is_file(),
+        entries=entries,
+        reports={entry.name: report for entry in entries if (report := entry.path / "report.html").is_file()},
+        total=sum(entry.seconds or 0 for entry in entries),
+        style=here.with_name("page.css").read_text(encoding="utf-8"),
+    )
+    path = folder / "index.html"
+    path.write_text(page, encoding="utf-8", errors="replace")
+    return path
+
+
+def main(argv: Sequence[str]) -> None:
+    """``recipes runs``: list the runs below a folder with status, steps, what they reached, and their age.
+
+    Raises:
+        ConfigError: There is no such folder.
+        DataError: It holds no run.
+    """
+    about = "List the runs below a folder, or the stages of a pipeline, and write index.html."
+    parser = argparse.ArgumentParser(prog="recipes runs", description=about)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="default: %(default)s")
+    folder = parser.parse_args(argv).folder
+    if not folder.is_dir():
+        raise ConfigError(Problem(str(folder), "is not a folder", "give one below which there are runs"))
+    rows = [("run", "recipe", "status", "step", "figure", "time", "changed")]
+    now = time.time()
+    for entry in list_entries(folder):
+        age = "" if entry.changed is None else f"{format_duration(max(0.0, now - entry.changed))} ago"
+        took = "" if entry.seconds is None else format_duration(entry.seconds)
+        step = "" if entry.step is None else f"{entry.step:,}"
+        rows.append((entry.name, entry.kind, entry.status, step, show_figure(entry), took, age))
+    sys.stdout.write("\n".join(format_rows(rows)) + f"\n{write_overview(folder)}\n")
+
+
+def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,45 @@
+"""Recipes, their configurations, pipelines and launch files: the working directory's, else the package's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from recipes_lib.errors import ConfigError, Problem
+
+LAUNCH_FILES: Final = Path("accelerate_configs")
+RECIPES: Final = Path("recipes")
+_IN_WHEEL: Final = Path(__file__).with_name("share")
+"""Where setup.py puts both folders in a wheel; of an editable installation they lie in the checkout."""
+_ROOT: Final = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[2]
+
+
+def find_shipped(path: Path) -> Path:
+    """Return the path where something is there, or it is none of ours; else the package's file of that name.
+
+    Args:
+        path: As the user wrote it, such as ``recipes/configs/llama3-8b/sft.yaml``.
+    """
+    is_ours = path.parts[:1] in ((RECIPES.name,), (LAUNCH_FILES.name,))
+    return _ROOT / path if is_ours and not path.exists() and (_ROOT / path).exists() else path
+
+
+def find_recipe(stage: str) -> Path:
+    """Return the script of a recipe, by a path that holds in every working directory."""
+    return find_shipped(RECIPES / f"{stage}.py").resolve()
+
+
+def find_launch_file(name: str) -> Path:
+    """Return the path of a launch file.
+
+    Args:
+        name: A path that ends with ``.yaml``, or the name of one of ``accelerate_configs/``.
+
+    Raises:
+        ConfigError: There is none; those that are there are named.
+    """
+    path = find_shipped(Path(name) if name.endswith(".yaml") else LAUNCH_FILES / f"{name}.yaml")
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in find_shipped(LAUNCH_FILES).glob("*.yaml")))
+        raise ConfigError(Problem("--hardware", f"there is no launch file {path}", f"write one of {names}, or a path"))
+    return path

@@ -1,0 +1,62 @@
+"""The plan of a pipeline: models that are not there yet have a shape, and hours and cost are sums of the stages'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.forked import ROOT
+
+from recipes_lib.commands.pipeline.foresight import MFU, plan_stages
+from recipes_lib.errors import ConfigError
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write_pipeline(folder: Path, **of_sft: object) -> Path:
+    (folder / "rows.jsonl").touch()
+    shared = {"dataset_name": str(folder / "rows.jsonl"), "max_length": 128, "per_device_train_batch_size": 4}
+    pretraining = {**shared, "model_config": SHAPE, "tokenizer_name_or_path": str(folder), "max_tokens": 1_024_000}
+    sft = {**shared, "model_name_or_path": "${base.output}", "max_steps": 1000, **of_sft}
+    stages = {
+        "base": {"recipe": "pretrain", "launch": "ddp", "set": {**pretraining, "learning_rate": 1e-3}},
+        "sft": {"recipe": "sft", "set": sft},
+        "scores": {"recipe": "eval", "set": {"model_name_or_path": "${sft.output}", "tasks": ["core"]}},
+    }
+    path = folder / "p.yaml"
+    path.write_text(json.dumps({"output_dir": str(folder / "out"), "stages": stages}))
+    return path
+
+
+def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
+    lines = [line.split() for line in plan_stages(write_pipeline(tmp_path), "H100", 2, 1e9)]
+    assert lines[0] == ["stage", "GPUs", "GB", "each", "hours", "cost"]
+    (base, gpus, _, _, cost), (sft, one, _, _, sft_cost) = lines[1:3]
+    assert (base, gpus, sft, one) == ("base", "2", "sft", "1")
+    # Six operations for a weight and token, the output projection's among them, and attention over 128 tokens.
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 1000 * 64
+    bound = 6 * weights * 1_024_000 / (989e12 * MFU * 3600) * 1e9
+    assert bound <= float(cost.replace(",", "")) <= 1.6 * bound
+    # As many tokens: 1,000 steps of four rows of 128 are half of 1,024,000, on one GPU.
+    assert float(sft_cost.replace(",", "")) == pytest.approx(float(cost.replace(",", "")) / 2, rel=0.2)
+    total = float(lines[4][-1].replace(",", ""))
+    assert total == pytest.approx(float(cost.replace(",", "")) + float(sft_cost.replace(",", "")), abs=0.02)
+    assert lines[-1] == ["without", "the", "time", "of", "scores"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_keys_of_all_stages_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sft: --learnin_rate"):
+        plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)
+
+
+def test_the_speedrun_has_no_wrong_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from recipes_lib.cli import main as run_recipes
+
+    monkeypatch.chdir(ROOT)
+    assert run_recipes(["run", "recipes/pipelines/speedrun.yaml", "--check", "--keys"]) == 0
+    assert capsys.readouterr().out == "7 stages, ready to run\n"

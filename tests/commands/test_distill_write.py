@@ -1,0 +1,151 @@
+"""`recipes distill-write`: rows that fine-tuning takes as they are, decided by teacher, prompts, seed and settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.distillation.test_distillation import load
+from tests.rl import keys_task
+from tests.rows import read_rows, write_rows
+from transformers import AutoTokenizer
+
+from recipes_lib.commands import sampling
+from recipes_lib.commands.sampling import join, split_reasoning
+from recipes_lib.config.loader import load_config
+from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.generation import GenerateBackend
+from recipes_lib.models.loading import load_tokenizer
+
+KEYS = set(range(keys_task.FIRST_KEY, keys_task.FIRST_KEY + keys_task.NUM_KEYS))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers with one of the two keys that end its prompt."""
+    return keys_task.write_policy(tmp_path_factory.mktemp("teacher"), 0, num_steps=150)
+
+
+@pytest.fixture
+def run(teacher: Path, tmp_path: Path) -> Any:
+    prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 20, seed=5)
+
+    def call(name: str = "answers.jsonl", *flags: str, **keys: Any) -> list[dict[str, Any]]:
+        given = {
+            "model_name_or_path": "of/no-account", "teacher_model_name_or_path": teacher, "dataset_name": prompts,
+            "output_dir": tmp_path / "out", "response_length": keys_task.MAX_ANSWER, "bf16": False, "use_cpu": True,
+            "per_device_eval_batch_size": 8, **keys,
+        }  # fmt: skip
+        sampling.main_answers(
+            [f"--output={tmp_path / name}", *flags, *(f"--{key}={value}" for key, value in given.items())]
+        )
+        return read_rows(tmp_path / name)
+
+    return call
+
+
+def test_the_rows_are_the_teachers_answers_and_the_record_says_whose(run, teacher, tmp_path, capsys) -> None:
+    rows = run()
+    record = json.loads((tmp_path / "answers.jsonl.record.json").read_text())
+    assert len(rows) == record["num_rows"] == 20 - record["num_unfinished"] - record["num_empty"]
+    assert len(rows) > 15
+    tokenizer = keys_task.build_tokenizer()
+    model = load(teacher, is_teacher=True)
+    nlls = []
+    for row in rows:
+        prompt, answer = (tokenizer(row[name]).input_ids for name in ("prompt", "completion"))
+        with torch.no_grad():
+            logps = model(input_ids=torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        nlls += [-float(logps[len(prompt) - 1 + at, token]) for at, token in enumerate(answer)]
+    assert sum(nlls) / len(nlls) < 1.5, "uniform words would cost 3.5 nats"
+    assert {name: record[name] for name in ("seed", "temperature", "response_length", "reasoning")} == {
+        "seed": 42, "temperature": 1.0, "response_length": keys_task.MAX_ANSWER, "reasoning": "keep",
+    }  # fmt: skip
+    assert record["teacher"]["name"] == str(teacher)
+    assert len(record["teacher"]["model.safetensors"]) == 64
+    assert f"{len(rows)} answers to 20 prompts" in capsys.readouterr().out
+
+
+def test_the_same_command_changes_nothing_and_batches_decide_nothing(run) -> None:
+    rows = run()
+    assert run() == rows
+    assert run("others.jsonl", per_device_eval_batch_size=64) == rows
+    assert run("another.jsonl", seed=3) != rows
+
+
+def test_a_killed_command_goes_on_with_the_prompts_that_are_left(run, tmp_path, monkeypatch) -> None:
+    whole = run("whole.jsonl")
+    generate, asked = GenerateBackend.generate, []
+
+    def die(backend: Any, policy: Any, prompts: Any, uniforms: Any) -> Any:
+        asked.append(len(prompts))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return generate(backend, policy, prompts, uniforms)
+
+    monkeypatch.setattr(GenerateBackend, "generate", die)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert run() == whole
+    assert asked == [8, 8, 8, 4]
+
+
+@pytest.mark.parametrize("keys", [{"seed": 1}, {"sampling_temperature": 0.5}, {"response_length": 4}])
+def test_other_answers_are_never_mixed_in(run, keys: dict[str, Any]) -> None:
+    run()
+    with pytest.raises(ConfigError, match="otherwise sampled"):
+        run(**keys)
+    with pytest.raises(ConfigError, match="otherwise sampled"):
+        run("answers.jsonl", "--reasoning=drop")
+
+
+def test_several_datasets_are_refused(run, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="prompts come from one dataset"):
+        run(dataset_name="null", dataset_mixture=json.dumps([{"name": str(tmp_path / "prompts.jsonl")}]))
+
+
+@pytest.mark.parametrize("opening", ["<think>\n", ""])
+def test_reasoning_is_kept_or_dropped_whoever_opened_it(opening: str) -> None:
+    thought, said = split_reasoning(f"{opening}Two and two.\n</think>\n\nFour.")
+    assert (thought, said) == ("Two and two.", "Four.")
+    assert join(thought, said, "keep") == "<think>\nTwo and two.\n</think>\n\nFour."
+    assert join(thought, said, "drop") == "Four."
+    assert split_reasoning(" Four.\n") == (None, " Four.\n")
+
+
+def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, monkeypatch) -> None:
+    """The teacher answers in its own template, as a model that reasons does; the student's template learns it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    questions = [{"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"{n}?"},
+                               {"role": "assistant", "content": "old"}]} for n in range(6)]  # fmt: skip
+    write_rows(tmp_path / "chats.jsonl", questions)
+    said = tokenizer("<think>\nHm.\n</think>\n\nIt is so.<|im_end|>").input_ids
+    prompts: list[str] = []
+
+    def answer(backend: Any, policy: Any, asked: Any, uniforms: Any) -> Any:
+        prompts.extend(tokenizer.batch_decode(asked))
+        ids = torch.tensor([said] * len(asked))
+        return type("Generated", (), {"response_ids": ids})
+
+    monkeypatch.setattr(GenerateBackend, "generate", answer)
+    flags = [
+        f"--model_name_or_path={tiny_model_dir}", f"--teacher_model_name_or_path={tiny_model_dir}", "--bf16=false",
+        f"--output_dir={tmp_path / 'out'}", f"--prepared_dir={tmp_path / 'prepared'}", "--use_cpu=true",
+        f"--dataset_name={tmp_path / 'chats.jsonl'}",
+    ]  # fmt: skip
+    for reasoning, content in (("keep", "<think>\nHm.\n</think>\n\nIt is so."), ("drop", "It is so.")):
+        output = tmp_path / f"{reasoning}.jsonl"
+        sampling.main_answers([f"--output={output}", f"--reasoning={reasoning}", *flags])
+        rows = read_rows(output)
+        assert [row["messages"][:2] for row in rows] == [row["messages"][:2] for row in questions]
+        assert {row["messages"][2]["content"] for row in rows} == {content}
+        sft = [flag for flag in flags if "teacher" not in flag and "dataset_name" not in flag]
+        config = load_config("sft", [*sft, f"--dataset_name={output}", "--packing=false", "--max_length=128"])
+        data = load_training_data(config, load_tokenizer(config.model, config.tokens))
+        for row in data.train:
+            assert tokenizer.decode(row["input_ids"][row["loss_mask"]]).startswith(content)
+    assert all(prompt.endswith("<|im_start|>assistant\n") and "Be kind." in prompt for prompt in prompts)

@@ -1,0 +1,52 @@
+"""Checkpointing changes neither loss nor gradients, and selective checkpointing makes no product twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training.trajectories import make_packs, make_trainer
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from recipes_lib.models.activation_checkpointing import read_selective
+
+MODES = {
+    "every layer": {},
+    "every second layer": {"every_n_layers": 2},
+    "selective": {"save_matmuls": True},
+    "selective, every second layer": {"save_matmuls": True, "every_n_layers": 2},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_trajectory_stays(tiny_model_dir, tmp_path, mode) -> None:
+    plain, recorder = make_trainer(tiny_model_dir, tmp_path / "plain", make_packs())
+    plain.train()
+    keys = {"activation_checkpointing": True, "activation_checkpointing_kwargs": MODES[mode] or None}
+    trainer, checkpointed = make_trainer(tiny_model_dir, tmp_path / "ours", make_packs(), **keys)
+    trainer.train()
+    assert trainer.model.is_gradient_checkpointing
+    for expected, got in zip(recorder.steps, checkpointed.steps, strict=True):
+        assert got == pytest.approx(expected, rel=1e-5)
+
+
+def count_flops(model_dir, options) -> int:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="eager").train()
+    if options is not None:
+        model.activation_checkpointing_enable(**options)
+    ids = torch.arange(4, 36)[None]
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return counter.get_total_flops()
+
+
+def test_selective_checkpointing_multiplies_nothing_twice(tiny_model_dir) -> None:
+    without = count_flops(tiny_model_dir, None)
+    whole = count_flops(tiny_model_dir, {"activation_checkpointing_kwargs": {"use_reentrant": False}})
+    assert count_flops(tiny_model_dir, read_selective({"save_matmuls": True})) == without
+    assert whole > 1.15 * without
+
+
+def test_without_the_key_upstream_decides() -> None:
+    assert read_selective(None) is None
+    assert read_selective({"every_n_layers": 2, "save_matmuls": False}) is None

@@ -1,0 +1,59 @@
+"""The comparison of runs: differences from the first, keys that differ, and no losses of different recipes together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.report.test_overview import SFT, write_run
+from tests.report.test_page import HOSTILE, Page
+
+from recipes_lib.cli import main as run_recipes
+from recipes_lib.report.compare import compare_figures, compare_keys
+from recipes_lib.report.run_files import read_run
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    better = [{**event, **({"eval_loss": 1.5} if event.get("eval_loss") == 2.0 else {})} for event in SFT]
+    write_run(tmp_path / "a", SFT, config={"learning_rate": 1e-5, "seed": 0, "output_dir": "a"})
+    write_run(tmp_path / "b", better, config={"learning_rate": 3e-5, "seed": 0, "output_dir": "b"}, git_commit=HOSTILE)
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_figures_are_held_against_the_first_run(folders: list[Path]) -> None:
+    rows = {row.name: row for row in compare_figures([read_run(folder) for folder in folders], is_one_recipe=True)}
+    assert (rows["eval_loss"].values, rows["eval_loss"].differences) == (["2", "1.5"], ["-0.5 (-25.0%)"])
+    assert rows["steps"].differences == ["="]
+    assert rows["training time"].values == ["2 min 0 s", "2 min 0 s"]
+
+
+def test_only_keys_that_differ_and_mean_something_are_shown(folders: list[Path]) -> None:
+    rows = compare_keys([read_run(folder) for folder in folders])
+    assert [(row.name, row.values[0]) for row in rows] == [("learning_rate", "1e-05"), ("git commit", "")]
+
+
+def test_the_page_draws_both_over_each_other(folders: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "pages" / "c.html"
+    out.parent.mkdir()
+    assert run_recipes(["report", *map(str, folders), "--compare", "--output", str(out)]) == 0
+    html = out.read_text()
+    page = Page(html)
+    assert "script" not in page.elements
+    assert f"eval_loss: {folders[0]} from 5 at step 0 to 2 at step 30; {folders[1]} from 5" in html
+    assert (out.with_suffix("") / "loss.png").is_file()
+
+
+def test_losses_of_different_recipes_are_not_compared(folders: list[Path], tmp_path: Path) -> None:
+    write_run(tmp_path / "dpo", SFT, stage="dpo")
+    out = tmp_path / "c.html"
+    assert run_recipes(["report", str(folders[0]), str(tmp_path / "dpo"), "--compare", "--output", str(out)]) == 0
+    page = Page(out.read_text())
+    assert "Losses of different recipes" in page.text
+    assert "figure" not in page.elements
+    assert "eval_loss" not in page.text
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "a"], ["a", "b", "c", "d", "e"]])
+def test_too_few_and_too_many_are_refused(folders: list[Path], names: list[str], tmp_path: Path) -> None:
+    assert run_recipes(["report", *(str(tmp_path / name) for name in names), "--compare"]) == 2

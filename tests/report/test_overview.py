@@ -1,0 +1,116 @@
+"""The overview: stages in their order with what they reached, whatever the folder holds; and the list of runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.report.test_page import HOSTILE, Page
+
+from recipes_lib.cli import main as run_recipes
+from recipes_lib.report.overview import describe_result, draw_spark, list_entries, write_overview
+from recipes_lib.report.run_files import read_run
+
+
+def write_run(folder: Path, events: list[dict[str, Any]], **facts: Any) -> None:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"stage": "sft", "status": "done", **facts}))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+
+
+SFT = [
+    {"kind": "eval", "step": 0, "eval_loss": 5.0},
+    *({"kind": "train", "step": n, "loss": 5.0 / n, "seconds": 4.0 * n} for n in range(1, 31)),
+    {"kind": "eval", "step": 30, "eval_loss": 2.0},
+]
+
+
+def test_a_run_says_what_it_reached(tmp_path: Path) -> None:
+    write_run(tmp_path / "sft", SFT)
+    assert describe_result(read_run(tmp_path / "sft")) == "eval_loss 5 -> 2, 30 steps, 2 min 0 s"
+    ppo = [{"kind": "train", "step": 4, "loss": -0.1, "objective/score": 0.25}]
+    write_run(tmp_path / "ppo", [*ppo, {"kind": "eval", "step": 4, "eval_reward": 0.5, "eval_loss": 9}], stage="ppo")
+    assert describe_result(read_run(tmp_path / "ppo")) == "eval_reward 0.5, 4 steps"
+    write_run(tmp_path / "none", [])
+    assert describe_result(read_run(tmp_path / "none")) == ""
+
+
+def test_runs_are_found_below_a_folder_and_not_within_each_other(tmp_path: Path) -> None:
+    write_run(tmp_path / "b" / "deep", SFT)
+    write_run(tmp_path / "a", SFT, status="running")
+    write_run(tmp_path / "a" / "checkpoint-3", [])
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "corpus.json").write_text("{}")
+    assert [(entry.name, entry.kind, entry.status, entry.step) for entry in list_entries(tmp_path)] == [
+        ("a", "sft", "running", 30), ("b/deep", "sft", "done", 30), ("corpus", "corpus", "done", None),
+    ]  # fmt: skip
+
+
+def test_the_page_has_every_stage_in_its_order_with_links(tmp_path: Path) -> None:
+    write_run(tmp_path / "z", SFT)
+    (tmp_path / "z" / "report.html").write_text("")
+    state = {
+        "pipeline": [
+            {"name": "first", "recipe": "sft", "output": "z", "about": HOSTILE},
+            {"name": "second", "recipe": "dpo", "output": "a", "about": ""},
+        ],
+        "stages": {"first": {"status": "done", "seconds": 125}},
+    }
+    (tmp_path / "pipeline.json").write_text(json.dumps(state))
+    html = write_overview(tmp_path).read_text()
+    page = Page(html)
+    assert page.text.index("first") < page.text.index("second")
+    assert ("href", "z/report.html") in page.attributes
+    assert page.elements.count("polyline") == 1
+    assert page.elements.count("script") == 1
+    assert "img" not in page.elements
+    for words in ("1 of 2 done, 2 min 5 s in all", "5 → 2", "not run"):
+        assert words in page.text
+
+
+def test_a_folder_that_was_moved_has_the_same_overview(tmp_path: Path) -> None:
+    write_run(tmp_path / "one" / "sft", SFT)
+    state = {"pipeline": [{"name": "sft", "output": "sft"}], "stages": {"sft": {"status": "done"}}}
+    (tmp_path / "one" / "pipeline.json").write_text(json.dumps(state))
+    before = list_entries(tmp_path / "one")[0]
+    (tmp_path / "one").rename(tmp_path / "two")
+    after = list_entries(tmp_path / "two")[0]
+    assert (before.figure, before.after, before.step) == (after.figure, after.after, after.step) == ("eval_loss", 2, 30)
+
+
+@pytest.mark.parametrize("record", ["{", "[]", '{"stages": 1}', '{"stages": {}, "pipeline": [3]}'])
+def test_a_broken_record_is_no_bug(tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pipeline.json").write_text(record)
+    assert run_recipes(["runs", str(tmp_path)]) in (0, 2)
+    assert "bug" not in capsys.readouterr().err
+
+
+def test_the_list_tells_status_step_figure_and_age(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "sft", SFT, status="preempted")
+    for file in (tmp_path / "sft").iterdir():
+        os.utime(file, (0, 0))
+    assert run_recipes(["runs", str(tmp_path)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1].startswith("sft  sft     preempted  30    eval_loss 5 -> 2  2 min 0 s  ")
+    assert told[1].endswith(" ago")
+    assert told[2] == str(tmp_path / "index.html")
+    assert run_recipes(["runs", str(tmp_path / "none")]) == 2
+    (tmp_path / "empty").mkdir()
+    assert run_recipes(["report", str(tmp_path / "empty")]) == 2
+    assert "holds no run and no pipeline" in capsys.readouterr().err
+    assert run_recipes(["report", str(tmp_path)]) == 0
+
+
+def test_a_sparkline_fits_its_box_and_keeps_its_ends() -> None:
+    def read(curve: list[tuple[int, float]]) -> list[tuple[float, ...]]:
+        return [tuple(map(float, point.split(","))) for point in draw_spark(curve).split()]
+
+    points = read([(n, float(-n)) for n in range(1000)])
+    assert len(points) <= 61
+    assert points[0] == (0.0, 2.0)
+    assert points[-1] == (120.0, 26.0)
+    assert draw_spark([(1, 2.0)]) == ""
+    assert {y for _, y in read([(1, 3.0), (2, 3.0)])} == {26.0}

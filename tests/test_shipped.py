@@ -1,0 +1,38 @@
+"""Files of the project are the working directory's where it has them, else the package's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.forked import ROOT
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
+
+
+def test_outside_a_clone_the_packages_files_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_launch_file("fsdp2") == ROOT / "accelerate_configs" / "fsdp2.yaml"
+    assert find_recipe("sft") == ROOT / "recipes" / "sft.py"
+    config = Path("recipes/configs/llama3-8b/sft.yaml")
+    assert find_shipped(config) == ROOT / config
+
+
+def test_a_file_of_the_working_directory_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    mine = Path("accelerate_configs/fsdp2.yaml")
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    assert find_launch_file("fsdp2") == mine
+
+
+def test_other_paths_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("src/recipes_lib"), Path("recipes/none.yaml"), tmp_path / "recipes" / "sft.py"):
+        assert find_shipped(path) == path
+
+
+def test_a_launch_file_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"there is no launch file accelerate_configs/none.yaml\n.*fsdp2, fsdp2_cp"):
+        find_launch_file("none")
