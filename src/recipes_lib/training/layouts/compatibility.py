@@ -310,7 +310,6 @@ STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
 """The value of ``optim`` that trains bfloat16 weights with ``StochasticAdamW``."""
 _UPDATED_ON_HOST: Final = ("adamw_torch", "adamw_torch_fused", "adagrad", "lion_32bit")
 _FUSED: Final = "adamw_torch_fused"
-_ENGINES: Final = ("use_vllm", "use_transformers_continuous_batching")
 
 
 def _block_precision(key: str, launched: str) -> Blocked:
@@ -494,13 +493,13 @@ BLOCKED: Final = (
         applies=lambda keys, launch: launch.engine == "FSDP" and bool(keys.get("use_peft")),
     ),
     Blocked(
-        recipe="PPO, RLOO, GRPO with `use_vllm`, `use_transformers_continuous_batching`",
+        recipe="PPO, RLOO, GRPO with `use_transformers_continuous_batching: true`",
         launch="FSDP",
-        why="this engine takes over whole weights, and under FSDP2 no process has them",
-        remedy="delete the line: `generate` samples from the shards; or use accelerate_configs/ddp.yaml",
+        why="its threads run the policy's own modules, which under FSDP2 are whole for one forward pass alone",
+        remedy="write `use_vllm: true`; or delete the line: `generate` samples from the gathered policy",
         stages=_SAMPLES_ANSWERS,
-        keys=_ENGINES,
-        applies=lambda keys, launch: launch.engine == "FSDP" and any(keys.get(key) for key in _ENGINES),
+        keys=("use_transformers_continuous_batching",),
+        applies=lambda keys, launch: launch.engine == "FSDP" and bool(keys.get("use_transformers_continuous_batching")),
     ),
     Blocked(
         recipe=", ".join(f"`{key}`" for key in WEIGHTS),
