@@ -246,3 +246,41 @@ def test_the_documentation_shows_what_is_counted(shipped):
         assert [float(number) for number in row.split(" | ")[1:]] == pytest.approx(
             [size / 1e9 for size in (weights, states + gradients, *peaks)], abs=0.051
         )
+
+
+def test_an_engine_has_its_share_of_the_device_but_while_it_sleeps(configure):
+    """Of vLLM: weights of the policy in products' type, and whatever its share leaves for keys and values."""
+    alone = plan(configure("models", use_vllm=True), is_half=True)
+    asleep = plan(configure("models", use_vllm=True, vllm_enable_sleep_mode=True), is_half=True)
+    server = plan(configure("models", use_vllm=True, vllm_mode="server"), is_half=True)
+    usual = plan(configure("models"), is_half=True)
+    policy, _ = load(configure("models"))
+    weights = sum(parameter.numel() for parameter in policy.policy.parameters()) * 2
+    row = usual.components["KV cache of a batch"] // ROWS["per_device_eval_batch_size"]
+    assert alone.components["vLLM's weights"] == weights
+    for name, size in server.peaks.items():
+        assert alone.peaks[name] == size + weights + row
+        assert asleep.peaks[name] == size + (weights + row if name == "sampling" else 0)
+        assert (server.peaks[name] < usual.peaks[name]) == (name == "sampling")
+    # The update is the largest phase; beside it stands what a device leaves, unless the engine sleeps meanwhile.
+    update = server.peak
+    for device, fits in ((update / 0.59, True), (update / 0.61, False)):
+        assert alone.fits(device) == fits
+        assert asleep.fits(device)
+    assert not dataclasses.replace(alone, engine_share=1e-9).fits(1e12)
+    assert any("vLLM takes 0.3 of the device" in line for line in alone.describe({"80 GB": 8e10}, explains=True))
+
+
+def test_beside_a_sharded_policy_vllm_needs_no_second_one(configure):
+    sharded = plan(configure("models", use_vllm=True, vllm_mode="server"), num_shards=8, is_half=True)
+    assert "gathered for sampling" not in sharded.components
+    assert "gathered for sampling" in plan(configure("models"), num_shards=8, is_half=True).components
+
+
+def test_continuous_batching_keeps_a_copy_where_it_computes_in_another_type(configure):
+    keys = {"use_transformers_continuous_batching": True}
+    plans = [plan(configure(name, **keys), is_half=is_half) for name, is_half in (("models", True), ("models", False))]
+    weights = plans[0].components["policy, weights"]
+    assert plans[0].components["16-bit copy that answers"] == weights // 2
+    assert "16-bit copy that answers" not in plans[1].components
+    assert "16-bit copy that answers" not in plan(configure("half adapters", **keys), is_half=True).components

@@ -56,6 +56,9 @@ _CACHE: Final = "KV cache of a batch"
 _SAMPLED: Final = "logits of a batch"
 _LAYER: Final = "a layer of a batch"
 _GATHERED: Final = "gathered for {}"
+_ENGINE: Final = "vLLM's weights"
+_ENGINE_CACHE: Final = "vLLM's KV cache of one row"
+_ENGINE_COPY: Final = "16-bit copy that answers"
 _PHASES: Final[Mapping[str, Sequence[str]]] = {
     "sampling": (_GATHERED.format("sampling"), _CACHE, _SAMPLED, _LAYER),
     "scoring": (_GATHERED.format("scoring"), _LAYER),
@@ -79,6 +82,9 @@ FORMULAS: Final[Mapping[str, str]] = {
     _CACHE: "rows x what the model caches of the longest row",
     _SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
     _LAYER: "tensors of the largest layer, of all rows",
+    _ENGINE: "bytes of a product x parameters of the policy; with its cache vllm_gpu_memory_utilization x device",
+    _ENGINE_CACHE: "what the model caches of the longest row, at least",
+    _ENGINE_COPY: "2 x parameters of the policy (use_transformers_continuous_batching)",
     _GATHERED.format("sampling"): "bytes of a product x parameters of the policy",
     _GATHERED.format("scoring"): "weights of the reward model",
     _GATHERED.format("a layer"): "bytes of a product x (2 layers + output projection)",
@@ -185,20 +191,25 @@ class MemoryPlan:
         about: Which models share a base model, in words; may be empty.
         components: Bytes by name.
         phases: Components by phase; those that no phase names are held in each. Without phases all are held at once.
+        engine_share: Of the device, what a colocated engine takes while it is awake: in the phases of its components.
     """
 
     layout: Layout
     about: str
     components: Mapping[str, int]
     phases: Mapping[str, Sequence[str]]
+    engine_share: float = 0
 
     @property
     def peaks(self) -> dict[str, int]:
-        """Bytes of each phase."""
+        """Bytes of each phase; of an engine, the least that it needs."""
+        return self._count_peaks(self.components)
+
+    def _count_peaks(self, components: Mapping[str, int]) -> dict[str, int]:
         temporary = {name for names in self.phases.values() for name in names}
-        resident = sum(size for name, size in self.components.items() if name not in temporary)
+        resident = sum(size for name, size in components.items() if name not in temporary)
         return {
-            phase: resident + sum(self.components.get(name, 0) for name in names)
+            phase: resident + sum(components.get(name, 0) for name in names)
             for phase, names in (self.phases or {"": ()}).items()
         }
 
@@ -209,7 +220,13 @@ class MemoryPlan:
 
     def fits(self, device_bytes: float) -> bool:
         """Return whether a device of this size holds the run, with some room for the allocator."""
-        return self.peak <= SHARE_OF_DEVICE * device_bytes
+        components, engine = dict(self.components), round(self.engine_share * device_bytes)
+        if engine:
+            rest = engine - components[_ENGINE]
+            if rest < components[_ENGINE_CACHE]:
+                return False
+            components[_ENGINE_CACHE] = rest
+        return max(self._count_peaks(components).values()) <= SHARE_OF_DEVICE * device_bytes
 
     def describe(self, devices: Mapping[str, float], *, explains: bool = False) -> Iterator[str]:
         """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes.
@@ -227,6 +244,8 @@ class MemoryPlan:
         if self.phases:
             yield "    at once, with weights and optimizer states:"
             yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in self.peaks.items())
+        if self.engine_share:
+            yield f"    vLLM takes {self.engine_share:g} of the device (vllm_gpu_memory_utilization)"
         fitting = [name for name, size in devices.items() if self.fits(size)]
         verdict = f"fits {', '.join(fitting)}" if fitting else f"does not fit {', '.join(devices)}"
         yield f"    {self.peak / 1e9:.1f} GB {'at most' if self.phases else 'with all of it at once'}: {verdict}"
@@ -259,10 +278,11 @@ def plan_memory(
         for kind, size, shards in zip(_KINDS, model, layout.shards, strict=True)
     }
     components = {name: size for name, size in (held | temporary).items() if size}
-    phases = dict(_PHASES) if config.stage in RL_STAGES else {}
+    phases = _name_phases(config) if config.stage in RL_STAGES else {}
     if "critic" not in models:
         phases.pop("critic's update", None)
-    return MemoryPlan(layout, about, components, phases)
+    share = config.engine.vllm_gpu_memory_utilization if _ENGINE in components else 0
+    return MemoryPlan(layout, about, components, phases, share)
 
 
 _Counted = tuple[str, dict[str, Held], dict[str, int]]
@@ -364,6 +384,17 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "teacher", _build(AutoModelForCausalLM, load_model_config(teacher)[0], teacher.dtype)
 
 
+def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
+    """The phases of an iteration, in which another engine than ``generate`` needs nothing of the policy to sample."""
+    phases, engine = dict(_PHASES), config.engine
+    if engine.use_vllm:
+        # The policy goes over a layer at a time.
+        phases["sampling"] = (_GATHERED.format("a layer"),)
+        if engine.vllm_enable_sleep_mode:
+            phases["sampling"] += (_ENGINE, _ENGINE_CACHE)
+    return phases
+
+
 def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
     """Count a run of reinforcement learning, whose phases do not hold everything at once."""
     answer = config.rewards.response_length
@@ -373,21 +404,25 @@ def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layo
     with torch.device("meta"):
         about, models, policy = _build_rl(config, model_config)
     with on_fakes(policy, is_half=is_half):
-        cache = batch * count_cache(policy, length)
+        row = count_cache(policy, length)
         kept = count_activations(policy, micro, length, answer)
-    temporary = {}
+    temporary, engine = {}, config.engine
+    width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
     if layout.shards.weights != 1:
-        width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
         gathered = {
-            "sampling": width * (sum(layers) + ends),
+            "sampling": 0 if engine.use_vllm else width * (sum(layers) + ends),
             "scoring": models["reward model"].weights,
             # This layer, the next, which is fetched meanwhile, and the output projection.
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
         temporary = {_GATHERED.format(name): size for name, size in gathered.items()}
+    if not engine.use_vllm:
+        temporary |= {_CACHE: batch * row, _SAMPLED: batch * text.vocab_size * SAMPLING_BYTES}
+    elif engine.vllm_mode == "colocate":
+        temporary |= {_ENGINE: width * (sum(layers) + ends), _ENGINE_CACHE: row}
+    if engine.use_transformers_continuous_batching and width < _find_dtype(model_config, config.model.dtype).itemsize:
+        temporary[_ENGINE_COPY] = 2 * (sum(layers) + ends)
     temporary |= {
-        _CACHE: cache,
-        _SAMPLED: batch * text.vocab_size * SAMPLING_BYTES,
         _LAYER: round(kept.largest_layer * batch / micro),
         _ACTIVATIONS: kept.recomputing if config.read("activation_checkpointing") else kept.total,
         _LOGITS: _CHUNK,

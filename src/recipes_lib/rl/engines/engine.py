@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
@@ -78,9 +78,9 @@ class ContinuousBatchingBackend:
             return
         # Its thread knows nothing of this one's autocast, and the cache is kept in the dtype of the weights.
         if not self._is_copy:
-            self._model, self._is_copy = copy.deepcopy(own).requires_grad_(False), True
-            for parameter in self._model.parameters():
-                parameter.data = parameter.data.to(self._dtype)
+            # Their copies are named beforehand: there is never a second model in the dtype of the weights.
+            halves = {id(weight): nn.Parameter(weight.detach().to(self._dtype), False) for weight in own.parameters()}
+            self._model, self._is_copy = copy.deepcopy(own, halves), True
         with torch.no_grad():
             for mine, its in zip(self._model.parameters(), own.parameters(), strict=True):
                 mine.copy_(its)
