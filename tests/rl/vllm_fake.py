@@ -1,21 +1,32 @@
 """An engine with the methods of vLLM's ``LLMEngine`` that are called, and a transformers model behind them.
 
 It holds weights of its own, as vLLM does, and refuses what vLLM refuses: to answer while it sleeps, and to take over
-weights before it is woken up.
+weights before it is woken up. Run as a script it is ``tests.distributed.sharding`` with such an engine in each process,
+or with the stub of a server in the first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from tests.distributed import sharding
+from tests.rl.vllm_stub import serving
+from transformers import LlamaForCausalLM
 
 from recipes_lib.models.generation import Sampling
+from recipes_lib.rl import models
 from recipes_lib.rl.engines import vllm_colocated
 from recipes_lib.rl.engines.vllm_colocated import ColocatedVLLM
+from recipes_lib.stopping import STOP
+
+ASKED_AT = "ASKED_AT"
+"""The step of its engine at which the last process is asked to stop, once."""
 
 
 class FakeEngine:
@@ -77,6 +88,9 @@ class FakeEngine:
     def step(self) -> list[Any]:
         assert not self._asleep
         self.num_steps += 1
+        if str(self.num_steps) == os.environ.get(ASKED_AT) and sharding.is_last_process():
+            STOP.ask("SIGTERM")
+            del os.environ[ASKED_AT]
         if self.num_steps == self.fails_at:
             raise RuntimeError("EngineCore encountered an issue.")
         return [self._finish(name) for name in [*self._requests] if self._advance(name)]
@@ -105,15 +119,43 @@ def build_fake(engine: FakeEngine, sampling: Sampling, *, sleeps: bool = False) 
 
 
 @contextlib.contextmanager
-def colocated(engine: FakeEngine) -> Iterator[FakeEngine]:
-    """Let runs that ask for a colocated engine have this one."""
+def colocated(engine: FakeEngine | None = None) -> Iterator[None]:
+    """Let runs that ask for a colocated engine have this one, or one each that begins with other weights."""
     original = vllm_colocated.start
 
     def start(config: Any, args: Any, sampling: Sampling, max_length: int) -> ColocatedVLLM:
-        return build_fake(engine, sampling, sleeps=config.engine.vllm_enable_sleep_mode)
+        own = engine or FakeEngine(load_other(config.model.model_name_or_path))
+        return build_fake(own, sampling, sleeps=config.engine.vllm_enable_sleep_mode)
 
     vllm_colocated.start = start
     try:
-        yield engine
+        yield
     finally:
         vllm_colocated.start = original
+
+
+def load_other(folder: str) -> Any:
+    """The model of a folder with the signs of its weights turned."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.neg_()
+    return model
+
+
+def main() -> None:
+    """Run jobs as ``tests.distributed.sharding`` does; ``SERVER``: folder and port of a server's model."""
+    server = os.environ.get("SERVER", "").split()
+    with contextlib.ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        # No process may have the policy whole beside its shards.
+        patch.setattr(models, "gathered", None)
+        stack.enter_context(colocated())
+        if server:
+            port = int(server[1]) if os.environ["RANK"] == "0" else 0
+            stack.enter_context(serving(load_other(server[0]), patch, port))
+        sharding.main()
+
+
+if __name__ == "__main__":
+    main()
