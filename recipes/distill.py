@@ -41,7 +41,7 @@ def main(run: Run) -> None:
     args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
     model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
     model = load_causal_lm(config.model, attention.implementation)
     set_stop_tokens(model, tokenizer, data.audit.terminators)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
@@ -55,7 +55,7 @@ def main(run: Run) -> None:
         processing_class=tokenizer,
         observer=build_observer(config, data, args, model, tokenizer, collate),
     )
-    if config.tokens.packing:
+    if config.tokens.packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())

@@ -39,9 +39,9 @@ def main(run: Run) -> None:
     run.record(data=data.record)
     args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
 
-    # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
+    # The model's own weights are loaded, quantised if asked for, and frozen; the adapter begins as nothing.
     model_config = load_verified_config(config, tokenizer, data.longest)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
     model = load_policy(config, attention.implementation, args, run.launch)
     run.record(adapter=describe_adapter(model))
     set_stop_tokens(model, tokenizer, data.audit.terminators)
@@ -57,7 +57,7 @@ def main(run: Run) -> None:
         observer=observer,
         adapter=config.adapter,
     )
-    if config.tokens.packing:
+    if config.tokens.packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())

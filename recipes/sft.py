@@ -42,7 +42,9 @@ def main(run: Run) -> None:
     # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
     model_config = load_verified_config(config, tokenizer, data.longest)
     context = join_context(run.launch, args)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, context=context)
+    attention = choose_attention(
+        config.model, model_config, args, packing=config.tokens.packing, flattens=True, context=context
+    )
     model = load_language_model(config, model_config, attention.implementation, args, run.launch)
     set_stop_tokens(model, tokenizer, data.audit.terminators)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
@@ -56,7 +58,7 @@ def main(run: Run) -> None:
         processing_class=tokenizer,
         observer=observer,
     )
-    if config.tokens.packing:
+    if config.tokens.packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)
 

@@ -19,95 +19,46 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from recipes_lib.planning.shapes import read_shapes
+
 
 @dataclass(frozen=True)
 class Shape:
-    """What a model's published ``config.json`` says of its size, and how many parameters its page tells.
+    """What a model's page says.
 
     Attributes:
-        model_type: As transformers names it.
-        sizes: Keys of its configuration.
         num_parameters: Each shared one counted once.
         template: Of TRL's ``chat_templates``, where its tokenizer has one; else the model is a base model.
     """
 
-    model_type: str
-    sizes: Mapping[str, Any]
     num_parameters: int
     template: str | None = None
 
 
-def _sizes(
-    hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocabulary,
-        **more,
-    }
-
-
-_TIED = {"tie_word_embeddings": True}
-_QWEN = {"head_dim": 128}
-_LLAMA_8B = _sizes(4096, 14336, 32, 32, 8, 128256, max_position_embeddings=131072)
-_LLAMA_70B = _sizes(8192, 28672, 80, 64, 8, 128256, max_position_embeddings=131072)
-_QWEN_06B = _sizes(1024, 3072, 28, 16, 8, 151936, max_position_embeddings=40960, **_QWEN, **_TIED)
-_QWEN_8B = _sizes(4096, 12288, 36, 32, 8, 151936, max_position_embeddings=40960, tie_word_embeddings=False, **_QWEN)
-_SMOLLM2 = {"max_position_embeddings": 8192, **_TIED}
-
 SHAPES: Mapping[str, Shape] = {
-    "meta-llama/Llama-3.1-8B": Shape("llama", _LLAMA_8B, 8_030_261_248),
-    "meta-llama/Llama-3.1-8B-Instruct": Shape("llama", _LLAMA_8B, 8_030_261_248, "llama3"),
-    "meta-llama/Llama-3.1-70B": Shape("llama", _LLAMA_70B, 70_553_706_496),
-    "meta-llama/Llama-3.3-70B-Instruct": Shape("llama", _LLAMA_70B, 70_553_706_496, "llama3"),
-    "meta-llama/Llama-3.2-1B": Shape(
-        "llama",
-        _sizes(2048, 8192, 16, 32, 8, 128256, max_position_embeddings=131072, **_TIED),
-        1_235_814_400,
-    ),
-    "Qwen/Qwen3-0.6B-Base": Shape("qwen3", _QWEN_06B, 596_049_920, "qwen3"),
-    "Qwen/Qwen3-0.6B": Shape("qwen3", _QWEN_06B, 596_049_920, "qwen3"),
-    "Qwen/Qwen3-8B-Base": Shape("qwen3", _QWEN_8B, 8_190_735_360, "qwen3"),
-    "Qwen/Qwen3-8B": Shape("qwen3", _QWEN_8B, 8_190_735_360, "qwen3"),
-    "Qwen/Qwen2.5-0.5B-Instruct": Shape(
-        "qwen2", _sizes(896, 4864, 24, 14, 2, 151936, max_position_embeddings=32768, **_TIED), 494_032_768, "qwen2_5"
-    ),
-    "mistralai/Mistral-7B-v0.1": Shape(
-        "mistral",
-        _sizes(4096, 14336, 32, 32, 8, 32000, max_position_embeddings=32768, sliding_window=4096),
-        7_241_732_096,
-    ),
-    "alignment-handbook/zephyr-7b-sft-full": Shape(
-        "mistral",
-        _sizes(4096, 14336, 32, 32, 8, 32000, max_position_embeddings=32768, sliding_window=4096),
-        7_241_732_096,
-        "zephyr",
-    ),
-    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(
-        "llama", _sizes(576, 1536, 30, 9, 3, 49152, **_SMOLLM2), 134_515_008, "chatml"
-    ),
-    "HuggingFaceTB/SmolLM2-1.7B": Shape("llama", _sizes(2048, 8192, 24, 32, 32, 49152, **_SMOLLM2), 1_711_376_384),
-    "HuggingFaceTB/SmolLM3-3B-Base": Shape(
-        "smollm3", _sizes(2048, 11008, 36, 16, 4, 128256, max_position_embeddings=65536, **_TIED), 3_075_098_624
-    ),
-    "google/gemma-3-1b-it": Shape(
-        "gemma3_text",
-        _sizes(1152, 6912, 26, 4, 1, 262144, max_position_embeddings=32768, head_dim=256, sliding_window=512),
-        999_885_952,
-        "gemma3",
-    ),
+    "meta-llama/Llama-3.1-8B": Shape(8_030_261_248),
+    "meta-llama/Llama-3.1-8B-Instruct": Shape(8_030_261_248, "llama3"),
+    "meta-llama/Llama-3.1-70B": Shape(70_553_706_496),
+    "meta-llama/Llama-3.3-70B-Instruct": Shape(70_553_706_496, "llama3"),
+    "meta-llama/Llama-3.2-1B": Shape(1_235_814_400),
+    "Qwen/Qwen3-0.6B-Base": Shape(596_049_920, "qwen3"),
+    "Qwen/Qwen3-0.6B": Shape(596_049_920, "qwen3"),
+    "Qwen/Qwen3-8B-Base": Shape(8_190_735_360, "qwen3"),
+    "Qwen/Qwen3-8B": Shape(8_190_735_360, "qwen3"),
+    "Qwen/Qwen2.5-0.5B-Instruct": Shape(494_032_768, "qwen2_5"),
+    "mistralai/Mistral-7B-v0.1": Shape(7_241_732_096),
+    "alignment-handbook/zephyr-7b-sft-full": Shape(7_241_732_096, "zephyr"),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": Shape(134_515_008, "chatml"),
+    "HuggingFaceTB/SmolLM2-1.7B": Shape(1_711_376_384),
+    "HuggingFaceTB/SmolLM3-3B-Base": Shape(3_075_098_624),
+    "google/gemma-3-1b-it": Shape(999_885_952, "gemma3"),
 }
-"""Hub id -> shape."""
+"""Hub id -> what is known beside its sizes, which ``planning/shapes.yaml`` has."""
 
 
 def build_config(name: str, **changes: Any) -> Any:
     """Build the configuration of the model ``name``."""
-    shape = SHAPES[name]
-    return AutoConfig.for_model(shape.model_type, **{"dtype": "bfloat16", **shape.sizes, **changes})
+    return AutoConfig.for_model(**{**read_shapes()[name], "dtype": "bfloat16", **changes})
 
 
 TEMPLATES: Mapping[str, str] = {
@@ -191,7 +142,7 @@ def save_shape(name: str, folder: Path) -> Path:
 def save_small(name: str, folder: Path, *, is_scorer: bool = False) -> Path:
     """Write a random model of the kind of ``name``, small, with its tokenizer; with one score, if it is to judge."""
     tokenizer = build_tokenizer(name)
-    sizes = SMALL | {key: 8 for key in ("head_dim",) if key in SHAPES[name].sizes}
+    sizes = SMALL | {key: 8 for key in ("head_dim",) if key in read_shapes()[name]}
     config = build_config(name, **sizes, vocab_size=len(tokenizer), dtype="float32", **_ids(tokenizer))
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -20,8 +20,7 @@ from recipes_lib.cli import main
 from recipes_lib.commands.plan import build_layout, draw_curve
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.pretraining import plan_pretraining
-from recipes_lib.training.layouts.launch_environment import name_pipeline
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_environment import find_launch_file, name_pipeline, plan_launch
 
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = {
@@ -367,7 +366,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
         ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
         ("sft", ["--schedule", "a.png"], {}, "remove it"),
-        ("grpo", ["--hardware", "zero3"], {}, "DeepSpeed trains one model"),
+        ("grpo", ["--hardware", "zero3"], {}, "DeepSpeed trains one model; these recipes"),
         ("sft", ["--hardware", "nothing"], {}, "there is no launch file"),
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),

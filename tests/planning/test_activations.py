@@ -7,10 +7,19 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.planning.activations import FLOAT32_ON_CUDA, count_activations, on_fakes
+from recipes_lib.planning.activations import (
+    CAUSAL,
+    FLOAT32_ON_CUDA,
+    Activations,
+    Checkpointing,
+    LayerBytes,
+    count_activations,
+    fuse_as_liger,
+    on_fakes,
+)
 
 OF = {
     **dict.fromkeys(("softmax", "softmin", "log_softmax", "cumsum", "cumprod"), (0,)),
@@ -59,10 +68,65 @@ def test_layer_norms_and_powers_in_32_bits_keep_more_of_gpt2(monkeypatch) -> Non
             model = GPT2LMHeadModel(config).to(torch.bfloat16)
             add_loss_head(model)
         with on_fakes(model, is_half=True):
-            return count_activations(model, 2, 32, 31).total
+            return count_activations(model, 2, 32, 31).count(Checkpointing())
 
     with_power, without = count("gelu_new"), count("gelu")
     monkeypatch.setattr("recipes_lib.planning.activations.FLOAT32_ON_CUDA", frozenset())
     assert with_power > count("gelu_new")
     assert without > count("gelu")
     assert with_power - without > count("gelu_new") - count("gelu")
+
+
+SHAPES = [(64, 256, 4, 4, 2, 32), (128, 192, 4, 2, 1, 48), (96, 160, 6, 1, 3, 16), (256, 512, 8, 8, 1, 64)]
+"""Width, MLP, heads, key-value heads, rows and length."""
+
+
+def count_layer(shape: tuple[int, ...], *, kernel: str = CAUSAL, is_fused: bool = False) -> LayerBytes:
+    """Bytes of the second layer of a Llama, whose inputs are neither embeddings nor positions."""
+    hidden, inner, heads, groups, rows, length = shape
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        num_hidden_layers=2,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=kernel)
+        add_loss_head(model)
+    with on_fakes(model, is_half=True):
+        if is_fused:
+            fuse_as_liger(model)
+        return count_activations(model, rows, length, length - 1).layers[1]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_layer_keeps_what_closed_forms_say(shape) -> None:
+    """To the byte: all of it, what `save_matmuls` keeps, its input, and what Liger's kernels leave."""
+    hidden, inner, heads, groups, rows, length = shape
+    tokens, keys = rows * length, 4 * hidden * groups // heads
+    assert count_layer(shape) == LayerBytes(
+        total=tokens * (20 * hidden + keys + 8 * inner + 4 * heads + 8),
+        inputs=2 * hidden * tokens,
+        products=tokens * (8 * hidden + keys + 4 * inner + 4 * heads),
+    )
+    fused = count_layer(shape, is_fused=True).total
+    assert fused == tokens * (12 * hidden + keys + 6 * inner + 4 * heads + 8)
+
+
+def test_eager_attention_keeps_the_probabilities_of_each_pair_of_tokens() -> None:
+    """In 32 and in 16 bits, and no sum of each row."""
+    more = count_layer((64, 256, 4, 4, 2, 48), kernel="eager").total - count_layer((64, 256, 4, 4, 2, 48)).total
+    assert more == 6 * 2 * 4 * 48**2 - 4 * 2 * 4 * 48
+
+
+def test_checkpointing_keeps_inputs_products_or_every_other_layer() -> None:
+    kept = Activations(100, (LayerBytes(50, 4, 20), LayerBytes(60, 4, 20))).extend(5)
+    assert kept.count(Checkpointing()) == 100 + 50 + 4 * 60
+    assert kept.count(Checkpointing(1)) == 100 + 5 * 4 + 60
+    assert kept.count(Checkpointing(2)) == 100 + 3 * 4 + 2 * 60 + 60
+    assert kept.count(Checkpointing(1, keeps_products=True)) == 100 + 5 * (4 + 20) + 60 - 20
+    assert kept.count(Checkpointing(1, offloads=True)) == 100 + 60 + 4
+    # Of several micro-batches one is in its backward pass.
+    assert kept.count(Checkpointing(1), in_flight=3) == 3 * (100 + 5 * 4) + 60

@@ -177,16 +177,6 @@ def test_the_page_lists_every_recipe_with_what_its_header_plans() -> None:
         assert (found[1].rstrip(".") if found else "") == row.rpartition("|")[0].rpartition("|")[2].strip()
 
 
-@pytest.mark.parametrize("name", stand_ins.SHAPES)
-def test_a_shape_is_that_of_the_published_model(name) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(stand_ins.build_config(name))
-    assert model.num_parameters() == stand_ins.SHAPES[name].num_parameters
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_it_is_checked_offline_on_the_shape_of_its_model(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)

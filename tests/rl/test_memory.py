@@ -19,7 +19,17 @@ from transformers import LlamaConfig
 from recipes_lib.config.loader import load_config
 from recipes_lib.models.generation import SampleByUniforms
 from recipes_lib.models.loading import load_model_config, load_tokenizer
-from recipes_lib.planning.memory import SAMPLING_BYTES, Held, Layout, plan_memory
+from recipes_lib.planning.memory import plan_memory
+from recipes_lib.planning.memory_plan import (
+    COMMUNICATION,
+    CONTEXT,
+    COPIES,
+    RESERVE,
+    SAMPLING_BYTES,
+    UNREDUCED,
+    Held,
+    Layout,
+)
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.training.layouts.launch_environment import read_launch
@@ -120,9 +130,10 @@ def test_activations_and_cache_are_those_of_real_passes(configure, name, is_half
         output = policy(**inputs, with_statistics=True, token_logps=True)
     assert output.logps.requires_grad
     terms = plan(config, is_half=is_half).components
-    assert terms["activations of a micro-batch"] == pytest.approx(
-        count([t for t in (held() for held in kept) if t is not None]), rel=0.02
-    )
+    planned = terms["activations of a micro-batch"] + terms.get(COPIES, 0)
+    # Autocast keeps copies of all adapters' weights while it lasts, the graph not all of them.
+    tolerance = 0.07 if is_half and name != "models" else 0.02
+    assert planned == pytest.approx(count([t for t in (held() for held in kept) if t is not None]), rel=tolerance)
 
     with torch.no_grad(), models.as_policy() as policy, precision:
         cache = policy(input_ids=torch.randint(2, 30, (5, length)), use_cache=True).past_key_values
@@ -144,23 +155,25 @@ def test_a_phase_is_what_is_held_at_once(configure):
     alone, shared = plan(config), plan(config, num_shards=4)
     weights, states = (total(alone.components, kind) for kind in (", weights", ", optimizer states"))
     terms = alone.components
-    assert (
-        alone.peaks["critic's update"]
-        == weights + states + terms["critic, gradients"] + terms["activations of a micro-batch"]
-    )
+    always = terms[CONTEXT] + terms[RESERVE]
+    expected = weights + states + terms["critic, gradients"] + terms["activations of a micro-batch"] + always
+    assert alone.peaks["critic's update"] == expected
     batch = terms["KV cache of a batch"] + terms["logits of a batch"] + terms["a layer of a batch"]
-    assert alone.peaks["sampling"] == weights + states + batch
-    assert shared.peaks["sampling"] == pytest.approx(
+    assert alone.peaks["sampling"] == weights + states + batch + always
+    always = sum(shared.components[name] for name in (CONTEXT, COMMUNICATION, RESERVE))
+    assert shared.peaks["sampling"] - always == pytest.approx(
         (weights + states) / 4 + batch + terms["policy, weights"], rel=1e-3
     )
+    # Gradients of a layer, or of embeddings and projection, before they are reduced.
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert shared.components[UNREDUCED] == 4 * max(layer, 2 * 32 * 64 + 64)
     # Gathered in the type of products: for sampling all of the policy, for reading two layers and the projection.
     narrow = plan(config, num_shards=4, is_half=True).components
     assert narrow["gathered for sampling"] * 2 == shared.components["gathered for sampling"]
-    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     assert shared.components["gathered for a layer"] == 4 * (2 * layer + 32 * 64)
     assert alone.peak == max(alone.peaks.values())
-    assert alone.fits(alone.peak / 0.89)
-    assert not alone.fits(alone.peak)
+    assert alone.fits(alone.peak)
+    assert not alone.fits(0.99 * alone.peak)
 
 
 def test_a_reward_model_that_is_not_there_yet_is_taken_for_one_like_the_policy(configure, tmp_path):
@@ -169,7 +182,11 @@ def test_a_reward_model_that_is_not_there_yet_is_taken_for_one_like_the_policy(c
     absent = configure("models", reward_model_name_or_path="runs/not-yet")
     assert plan(absent).components == there
     without = configure("models", reward_model_name_or_path="null", critic_model_name_or_path=tmp_path / "reward")
-    assert plan(without).components == {name: size for name, size in there.items() if "reward" not in name}
+    assert plan(without).components == {
+        name: size if name != RESERVE else plan(without).components[RESERVE]
+        for name, size in there.items()
+        if "reward" not in name
+    }
 
 
 def test_sampling_makes_no_more_of_a_logit_than_is_planned():
@@ -250,25 +267,31 @@ def test_the_documentation_shows_what_is_counted(shipped):
 
 def test_an_engine_has_its_share_of_the_device_but_while_it_sleeps(configure):
     """Of vLLM: weights of the policy in products' type, and whatever its share leaves for keys and values."""
-    alone = plan(configure("models", use_vllm=True), is_half=True)
-    asleep = plan(configure("models", use_vllm=True, vllm_enable_sleep_mode=True), is_half=True)
-    server = plan(configure("models", use_vllm=True, vllm_mode="server"), is_half=True)
-    usual = plan(configure("models"), is_half=True)
+    device = 1e10
+    alone = plan(configure("models", use_vllm=True), is_half=True).place(device)
+    asleep = plan(configure("models", use_vllm=True, vllm_enable_sleep_mode=True), is_half=True).place(device)
+    server = plan(configure("models", use_vllm=True, vllm_mode="server"), is_half=True).place(device)
+    usual = plan(configure("models"), is_half=True).place(device)
     policy, _ = load(configure("models"))
     weights = sum(parameter.numel() for parameter in policy.policy.parameters()) * 2
-    row = usual.components["KV cache of a batch"] // ROWS["per_device_eval_batch_size"]
     assert alone.components["vLLM's weights"] == weights
-    for name, size in server.peaks.items():
-        assert alone.peaks[name] == size + weights + row
-        assert asleep.peaks[name] == size + (weights + row if name == "sampling" else 0)
-        assert (server.peaks[name] < usual.peaks[name]) == (name == "sampling")
-    # The update is the largest phase; beside it stands what a device leaves, unless the engine sleeps meanwhile.
-    update = server.peak
-    for device, fits in ((update / 0.59, True), (update / 0.61, False)):
-        assert alone.fits(device) == fits
-        assert asleep.fits(device)
-    assert not dataclasses.replace(alone, engine_share=1e-9).fits(1e12)
-    assert any("vLLM takes 0.3 of the device" in line for line in alone.describe({"80 GB": 8e10}, explains=True))
+    assert alone.components["vLLM's KV cache"] == round(0.3 * device) - weights
+    reserve = "fragmentation reserve"
+    peaks = [
+        {phase: size - planned.components[reserve] for phase, size in planned.peaks.items()}
+        for planned in (alone, asleep, server, usual)
+    ]
+    for phase, size in peaks[2].items():
+        assert peaks[0][phase] == size + round(0.3 * device)
+        assert peaks[1][phase] == size + (round(0.3 * device) if phase == "sampling" else 0)
+        assert (size < peaks[3][phase]) == (phase == "sampling")
+    # On another device it is that one's share; one that has no room for a row beside the weights does not start.
+    smaller = alone.place(device / 2)
+    assert smaller.components["vLLM's KV cache"] == round(0.15 * device) - weights
+    assert alone.fits(device)
+    assert not dataclasses.replace(alone, engine_share=1e-9).fits(device)
+    assert not dataclasses.replace(alone, engine_share=0.95).fits(device)
+    assert any("vllm_gpu_memory_utilization x GPU" in line for line in alone.describe({"10 GB": device}, explains=True))
 
 
 def test_beside_a_sharded_policy_vllm_needs_no_second_one(configure):

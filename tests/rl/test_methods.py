@@ -9,11 +9,12 @@ import torch
 from tests.rl import keys_task
 from tests.rl.test_rollout import build_rollout
 from tests.rows import read_events
+from trl.trainer.utils import nanstd
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.rl.advantages import compute_group_advantages
-from recipes_lib.rl.methods import METHODS, GroupMethod
+from recipes_lib.rl.methods import METHODS, Estimate, GroupMethod
 from recipes_lib.rl.rollout_schedule import choose_prompts
 
 STAGES = ("rloo", "grpo")
@@ -75,6 +76,23 @@ def test_what_a_group_learns_from_is_less_the_penalty_and_without_answers_that_a
     torch.testing.assert_close(estimate.rewards, worth[None], equal_nan=True)
     torch.testing.assert_close(estimate.rollout.advantages, expected[:, None] * rollout.mask)
     assert estimate.rollout.scored.tolist() == [True, not masks, True, False]
+
+
+@pytest.mark.parametrize(("flag", "name"), [(True, "group"), (False, "none")])
+def test_a_boolean_scale_is_trls(build, flag, name):
+    rollout = build_rollout([(3, 4), (2, 1), (2, 3), (4, 2)])
+    told, spelt = (build(num_generations=4, scale_rewards=scale).estimate(rollout, 0.0) for scale in (flag, name))
+    assert torch.equal(told.rollout.advantages, spelt.rollout.advantages)
+
+
+def test_figures_of_rewards_are_trls_and_rounding_is_no_difference(build):
+    """The second group's rewards differ by rounding, the third's are tiny and differ."""
+    method, worth = build(num_generations=2), torch.tensor([1.0, torch.nan, 1e6, 1e6 * (1 + 1e-7), 0.0, 1e-9])
+    rollout = build_rollout([(2, 2)] * 6)
+    figures = method.describe(Estimate(rollout, worth.view(3, 2), worth), [], [])
+    assert figures["reward_std"] == pytest.approx(float(nanstd(worth)), rel=1e-6)
+    assert figures["frac_reward_zero_std"] == pytest.approx(2 / 3)
+    assert "reward_std" not in method.describe(Estimate(rollout, worth.view(3, 2), worth[:2]), [], [])
 
 
 def test_rloo_takes_the_kl_of_whole_answers_off_their_rewards(build):

@@ -7,8 +7,8 @@ import json
 import pytest
 from transformers import TrainingArguments
 
-from recipes_lib.rl.run_log import RunLog
 from recipes_lib.rl.state import PPOState
+from recipes_lib.rl.trainer import RunLog
 from recipes_lib.training.evaluation.samples import Sample
 
 

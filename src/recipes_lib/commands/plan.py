@@ -37,12 +37,18 @@ from recipes_lib.planning.compute import (
     find_peak,
 )
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
-from recipes_lib.planning.memory import Held, Layout, list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory_plan import Held, Layout
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_environment import (
+    Launch,
+    add_pipeline_flags,
+    find_launch_file,
+    name_pipeline,
+    plan_launch,
+)
 
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"

@@ -126,7 +126,7 @@ def split_stage(argv: Sequence[str], stages: Sequence[str] = STAGES) -> tuple[st
     named = config.stem.split("_")[0] if config else ""
     stage = options.stage or (named if named in stages else "sft")
     if stage not in stages:
-        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(stages)}"))
+        raise ConfigError(Problem("--stage", f"there is no recipe {stage!r}", f"write one of {', '.join(stages)}"))
     return stage, rest
 
 

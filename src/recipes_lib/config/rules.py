@@ -140,6 +140,10 @@ _DEPENDENCIES: Final = (
     Dependency("vllm_gpu_memory_utilization vllm_enable_sleep_mode", "vllm_mode", ("colocate",)),
     Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "vllm_mode", ("server",)),
     Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
+    Dependency(
+        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_correction",
+    ),
     Dependency("delta", "loss_type", ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")),
     Dependency("sapo_temperature_pos sapo_temperature_neg", "loss_type", ("sapo",)),
     Dependency("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", "loss_type", ("vespo",)),
@@ -178,7 +182,7 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         found = "nothing scores the answers: neither `reward_funcs` nor `reward_model_name_or_path` is set"
         yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
     for function in functions:
-        if not _FUNCTION.fullmatch(function):
+        if not _FUNCTION.fullmatch(function.partition("(")[0]):
             found = f"a reward function is not an import path: {function[:60]!r}"
             yield settings.problem("reward_funcs", found, "write package.module:function")
     weights = settings["reward_weights"]
@@ -215,6 +219,18 @@ def check_own_reference(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key):
             found = f"`{key}` is not done in this stage"
             yield settings.problem(key, found, "delete the line; `recipes merge` merges an adapter first")
+
+
+def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
+    """Weights of tokens have room between their bounds, and VESPO, whose own are of answers, takes those of tokens."""
+    lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
+    if lowest is not None and highest is not None and lowest >= highest:
+        found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"
+        yield settings.problem("vllm_importance_sampling_clip_min", found, f"write less than {highest}")
+    mode = settings["vllm_importance_sampling_mode"]
+    if settings["loss_type"] == "vespo" and mode.startswith("sequence"):
+        found = f"`loss_type: vespo` weighs whole answers, and so does `vllm_importance_sampling_mode: {mode}`"
+        yield settings.problem("vllm_importance_sampling_mode", found, "write token_truncate, or token_mask")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
@@ -506,7 +522,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "dpo": (*_COMPARING, check_preference),
     "ppo": _SAMPLING,
     "rloo": _SAMPLING,
-    "grpo": _SAMPLING,
+    "grpo": (*_SAMPLING, check_importance_sampling),
     "distill": (*_FINE_TUNING, check_layers),
 }
 """The rules of each stage."""

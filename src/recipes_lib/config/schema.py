@@ -202,7 +202,7 @@ class EvaluationConfig:
     early_stopping_threshold: float = 0.0
     """What a gain must exceed."""
     device_hour_price: float | None = None
-    """Price of one GPU for an hour, in any currency, by which plan and card tell the cost. Unset: they tell none."""
+    """Price of one GPU for an hour, in any currency, for the cost in plan and card. Unset: no cost is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +328,8 @@ class RewardsConfig:
     temperature: float = 1.0
     """Of sampling, and of every log-probability that is compared."""
     reward_funcs: list[str] | None = None
-    """Functions that score answers: import paths ``package.module:function``, called as TRL's GRPO calls them."""
+    """Functions that score answers: import paths ``package.module:function``, called as TRL's GRPO calls them, or
+    ``"package.module:factory(name=value)"``, which returns such a function."""
     reward_model_name_or_path: str | None = None
     """Reward model that scores answers, with its own tokenizer and template; its scores are cut off at ±10."""
     reward_model_revision: str | None = None

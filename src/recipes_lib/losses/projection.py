@@ -113,7 +113,7 @@ def build_projection(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTr
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    default_size = max(MIN_CHUNK_TOKENS, find_chunk_bytes(hidden.device) // (4 * len(weight)))
+    default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device))
     scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
     return Projection(dtype, scale, softcap, transform.get("chunk_size") or default_size)
 
@@ -122,8 +122,17 @@ def find_chunk_bytes(device: torch.device) -> int:
     """Return the bytes of ``float32`` logits that exist at any one time on a device, unless a size is given."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    total = torch.cuda.get_device_properties(device).total_memory
-    return min(CUDA_CHUNK_BYTES, max(CHUNK_BYTES, total // _SHARE_OF_GPU))
+    return choose_chunk_bytes(torch.cuda.get_device_properties(device).total_memory)
+
+
+def choose_chunk_bytes(device_bytes: float) -> int:
+    """Return what ``find_chunk_bytes`` does of a GPU with so much memory."""
+    return min(CUDA_CHUNK_BYTES, max(CHUNK_BYTES, int(device_bytes) // _SHARE_OF_GPU))
+
+
+def count_chunk_tokens(vocabulary: int, chunk_bytes: int) -> int:
+    """Return how many tokens have ``float32`` logits of so many bytes."""
+    return max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * vocabulary))
 
 
 class ProjectionGradients:

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from recipes_lib.models.activation_checkpointing import is_product
 from recipes_lib.models.inference import unwrap_adapter
 
 FLOAT32_ON_CUDA: Final = frozenset(
@@ -29,6 +33,11 @@ FLOAT32_ON_CUDA: Final = frozenset(
 
 Source: PyTorch, "CUDA Ops that can autocast to float32"; ``tests/planning/test_activations.py`` asks torch itself.
 """
+
+
+CAUSAL: Final = "causal_without_mask"
+"""An attention as the kernels of GPUs are: of tensors without values transformers would make a mask of T x T."""
+AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
 
 class AutocastAsOnCuda(TorchFunctionMode):
@@ -72,18 +81,73 @@ def count_cache(policy: Any, length: int) -> int:
     return count_bytes(value for value in held if isinstance(value, Tensor))
 
 
+class Checkpointing(NamedTuple):
+    """Which layers are computed again in the backward pass, and what of them stays.
+
+    Attributes:
+        every: Each layer whose index this divides; 0 for none.
+        keeps_products: Whether matrix products and attention stay (``save_matmuls``).
+        offloads: Whether the inputs of these layers wait in host memory.
+    """
+
+    every: int = 0
+    keeps_products: bool = False
+    offloads: bool = False
+
+
+class LayerBytes(NamedTuple):
+    """Bytes that the forward pass of a layer keeps for its backward pass.
+
+    Attributes:
+        total: All of them, without checkpointing.
+        inputs: Of its input.
+        products: Of its matrix products and attention.
+    """
+
+    total: int
+    inputs: int
+    products: int
+
+
 class Activations(NamedTuple):
     """Bytes that a forward pass keeps for the backward pass, parameters apart.
 
     Attributes:
-        total: All of them.
-        recomputing: With activation checkpointing: the inputs of all layers, and the activations of one.
-        largest_layer: Of one layer.
+        outside: Of what is in no layer.
+        layers: Of each layer.
     """
 
-    total: int
-    recomputing: int
-    largest_layer: int
+    outside: int
+    layers: tuple[LayerBytes, ...]
+
+    @property
+    def largest_layer(self) -> int:
+        """Of one layer."""
+        return max(layer.total for layer in self.layers)
+
+    def extend(self, num_layers: int) -> Activations:
+        """Return those of a model with so many layers, all of them like the last one here but for the first."""
+        last = self.layers[-1]
+        return self._replace(layers=(*self.layers, *(last for _ in range(num_layers - len(self.layers)))))
+
+    def count(self, checkpointing: Checkpointing, in_flight: float = 1) -> int:
+        """Return the bytes at the start of a backward pass, those of one layer that is computed again included.
+
+        Args:
+            checkpointing: What is computed again.
+            in_flight: Micro-batches that are kept, of which one is in its backward pass.
+        """
+        kept, again = self.outside, 0
+        for index, layer in enumerate(self.layers):
+            if not checkpointing.every or index % checkpointing.every:
+                kept += layer.total
+                continue
+            stays = (0 if checkpointing.offloads else layer.inputs) + checkpointing.keeps_products * layer.products
+            kept += stays
+            # The input is there already, or fetched from the host; so are products that were kept.
+            rest = layer.total - (layer.products if checkpointing.keeps_products else 0)
+            again = max(again, rest + (layer.inputs if checkpointing.offloads else 0))
+        return round(in_flight * kept) + again
 
 
 class _Kept:
@@ -102,10 +166,11 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
         length: Tokens of each.
         num_predicted: Those of them that are predicted.
     """
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    watched = _Products(model)
     # What is dropped in the forward pass already, as nothing that is learnt needs it, does not count.
     kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
-    layers: list[tuple[int, int]] = []
+    before: list[int] = []
+    layers: list[LayerBytes] = []
 
     def pack(tensor: Tensor) -> _Kept:
         holder = _Kept(tensor)
@@ -115,20 +180,20 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
     def count() -> int:
         storages = (holder.tensor.untyped_storage() for holder in kept)
         sizes = {storage._cdata: storage.nbytes() for storage in storages}
-        return sum(size for storage, size in sizes.items() if storage not in own)
+        return sum(size for storage, size in sizes.items() if storage not in watched.weights)
 
-    def enter(_layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        layers.append((count(), inputs[0].numel() * inputs[0].element_size()))
+    def enter(_layer: nn.Module, _inputs: tuple[Any, ...]) -> None:
+        before.append(count())
+        watched.num_bytes = 0
 
-    def leave(*_: Any) -> None:
-        before, size = layers[-1]
-        layers[-1] = (count() - before, size)
+    def leave(_layer: nn.Module, inputs: tuple[Any, ...], _outputs: Any) -> None:
+        layers.append(LayerBytes(count() - before.pop(), inputs[0].nbytes, watched.num_bytes))
 
     model.train()
     for layer in list_layers(model):
         layer.register_forward_pre_hook(enter)
         layer.register_forward_hook(leave)
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda holder: holder.tensor):
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda holder: holder.tensor), watched:
         output = model(
             input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
             predictors=torch.zeros(num_rows * num_predicted, dtype=torch.int64),
@@ -136,10 +201,73 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
             with_statistics=True,
             token_logps=True,
         )
-    total, in_layers = count(), [size for size, _ in layers]
+    total = count()
     assert output.logps.requires_grad  # Until here it keeps them.
-    inputs = sum(size for _, size in layers)
-    return Activations(total, total - sum(in_layers) + inputs + max(in_layers), max(in_layers))
+    return Activations(total - sum(layer.total for layer in layers), tuple(layers))
+
+
+class _Products(TorchDispatchMode):
+    """Counts the bytes of matrix products and attention, as ``save_matmuls`` keeps them, and tells weights apart.
+
+    Attributes:
+        num_bytes: Of products, since it was set to 0.
+        weights: Storages of parameters, and of the copies that autocast makes of them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        # Kept, so that nothing else gets their place.
+        self._copies: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].untyped_storage()._cdata in self.weights:
+            self._copies.append(returned)
+            self.weights.add(returned.untyped_storage()._cdata)
+        if is_product(func):
+            found = returned if isinstance(returned, tuple) else (returned,)
+            self.num_bytes += sum(tensor.nbytes for tensor in found if isinstance(tensor, Tensor))
+        return returned
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Keeps what Liger's RMSNorm keeps: its input and a number a token."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+
+class _FusedGate(torch.autograd.Function):
+    """Keeps what Liger's SwiGLU and GeGLU keep: both factors, not the activation."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+
+def fuse_as_liger(model: nn.Module) -> None:
+    """Let norms and gated MLPs keep what Liger's kernels would; the result of a pass is empty.
+
+    Source: Hsu et al. 2024 (Liger Kernel), section 3.2.
+    """
+
+    def fuse(module: Any) -> Callable[[Tensor], Tensor] | None:
+        if type(module).__name__.endswith("RMSNorm"):
+            return lambda hidden: _FusedNorm.apply(hidden, module.weight)
+        if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
+            return lambda hidden: module.down_proj(_FusedGate.apply(module.gate_proj(hidden), module.up_proj(hidden)))
+        return None
+
+    for module in model.modules():
+        if (forward := fuse(module)) is not None:
+            module.forward = forward
 
 
 def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:

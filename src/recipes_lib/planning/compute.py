@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.loading import choose_teacher, load_model_config
+from recipes_lib.models.loading import choose_teacher
+from recipes_lib.planning.shapes import find_shape
 
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies twice what the forward pass did: once for the inputs, once for the weights."""
@@ -114,7 +115,7 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
     per_token = flops.body + (0 if config.stage == "reward" else flops.head)
     read = [model_config] if has_live_reference(config) else []
     if config.stage == "distill":
-        read.append(load_model_config(choose_teacher(config))[0])
+        read.append(find_shape(choose_teacher(config)))
     for other in read:
         whole = compute_flops_per_token(other, length)
         per_token += (whole.body + whole.head) / FORWARD_AND_BACKWARD

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,144 +18,58 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.losses.projection import CHUNK_BYTES
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
-from recipes_lib.models.loading import choose_teacher, load_model_config
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
-from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
+from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes
-from recipes_lib.planning.activations import count_activations, count_bytes, count_cache, list_layers, on_fakes
+from recipes_lib.planning.activations import (
+    CAUSAL,
+    Activations,
+    Checkpointing,
+    count_activations,
+    count_bytes,
+    count_cache,
+    fuse_as_liger,
+    list_layers,
+    on_fakes,
+)
 from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, device_memory, has_live_reference
 from recipes_lib.planning.disk import count_state_bytes
+from recipes_lib.planning.memory_plan import (
+    ACTIVATIONS,
+    BUCKETS,
+    CACHE,
+    COMMUNICATION,
+    COMMUNICATION_BYTES,
+    CONTEXT,
+    CONTEXT_BYTES,
+    COPIES,
+    ENGINE,
+    ENGINE_CACHE,
+    ENGINE_COPY,
+    GATHERED,
+    GATHERED_LAYERS,
+    KINDS,
+    LAYER,
+    OTHER_KEYS,
+    PHASES,
+    SAMPLED,
+    SAMPLING_BYTES,
+    UNREDUCED,
+    ZERO_BUCKET,
+    Held,
+    Layout,
+    MemoryPlan,
+    shorten,
+)
+from recipes_lib.planning.shapes import find_shape, read_shapes
 
-SAMPLING_BYTES: Final = 44
-"""Of each logit while a token is sampled: logits, their softmax in single and double precision, its sum, the choice."""
-SHARE_OF_DEVICE: Final = 0.9
-"""What of a device a run may fill; the rest is the allocator's and the driver's."""
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
-_CHUNK: Final = 4 * CHUNK_BYTES
-"""Bytes of a chunk of logits: the logits, their copy in 16 bits, exponentials, products."""
 _BUCKET_SIZE: Final = 500_000_000
 """Numbers of a bucket: ``reduce_bucket_size`` of DeepSpeed unless told otherwise."""
-_KINDS: Final = ("weights", "gradients", "optimizer states")
-
-_BUCKETS: Final = "buckets in which gradients are summed"
-_ZERO_BUCKET: Final = "bucket in which gradients are reduced"
-_GATHERED_LAYERS: Final = "gathered: layers, embeddings and output projection"
-_UNREDUCED: Final = "gradients before they are reduced"
-_COPIES: Final = "16-bit copies of the weights in a pass"
-_OTHER_KEYS: Final = "keys and values of the other ranks' tokens"
-_ACTIVATIONS: Final = "activations of a micro-batch"
-_LOGITS: Final = "logits of the loss"
-_CACHE: Final = "KV cache of a batch"
-_SAMPLED: Final = "logits of a batch"
-_LAYER: Final = "a layer of a batch"
-_GATHERED: Final = "gathered for {}"
-_ENGINE: Final = "vLLM's weights"
-_ENGINE_CACHE: Final = "vLLM's KV cache of one row"
-_ENGINE_COPY: Final = "16-bit copy that answers"
-_PHASES: Final[Mapping[str, Sequence[str]]] = {
-    "sampling": (_GATHERED.format("sampling"), _CACHE, _SAMPLED, _LAYER),
-    "scoring": (_GATHERED.format("scoring"), _LAYER),
-    "reading": (_GATHERED.format("a layer"), _LAYER, _LOGITS),
-    "policy's update": (_GATHERED.format("a layer"), _ACTIVATIONS, "policy, gradients", _LOGITS),
-    "critic's update": (_GATHERED.format("a layer"), _ACTIVATIONS, "critic, gradients"),
-}
-"""Phases of an iteration of PPO, and what each holds besides all that none of them names."""
-FORMULAS: Final[Mapping[str, str]] = {
-    "weights": "parameters x bytes of their type / processes that share them",
-    "gradients": "as weights, of what is trained",
-    "optimizer states": "parameters trained x bytes of a state / processes that share them; by ZeRO 4 more, of a copy",
-    _BUCKETS: "gradients once more (DDP)",
-    _ZERO_BUCKET: "bytes of a product x min(500,000,000, parameters trained) (reduce_bucket_size)",
-    _GATHERED_LAYERS: "bytes of a product x (2 layers, of a pipeline stage all, + embeddings + output projection)",
-    _UNREDUCED: "4 x parameters of the largest layer; of a pipeline stage all layers",
-    _COPIES: "2 x parameters in 32 bits (autocast)",
-    _ACTIVATIONS: "tensors saved for the backward pass; recomputed: the inputs of all layers + one layer",
-    _OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
-    _LOGITS: "4 buffers of a chunk",
-    _CACHE: "rows x what the model caches of the longest row",
-    _SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
-    _LAYER: "tensors of the largest layer, of all rows",
-    _ENGINE: "bytes of a product x parameters of the policy; with its cache vllm_gpu_memory_utilization x device",
-    _ENGINE_CACHE: "what the model caches of the longest row, at least",
-    _ENGINE_COPY: "2 x parameters of the policy (use_transformers_continuous_batching)",
-    _GATHERED.format("sampling"): "bytes of a product x parameters of the policy",
-    _GATHERED.format("scoring"): "weights of the reward model",
-    _GATHERED.format("a layer"): "bytes of a product x (2 layers + output projection)",
-}
-"""How each component is counted, by its name or, of a model, by what follows the model's."""
-
-
-class Held(NamedTuple):
-    """Bytes of a model, or of what stands for it on another's base model; or how many processes share each of them."""
-
-    weights: int = 0
-    gradients: int = 0
-    states: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the processes of a run hold its models.
-
-    Attributes:
-        launch_file: Of ``accelerate_configs/``.
-        num_processes: Data-parallel processes, a GPU or a group of GPUs each.
-        shards: Processes that share weights, gradients and optimizer states; 1: each holds all; 0: the host does.
-        tensor: Ranks of a tensor-parallel group.
-        context: Ranks of a context-parallel group.
-        gathers_keys: Whether those gather the keys and values of a row; by Ulysses they exchange heads instead.
-        stages: Pipeline stages.
-        in_flight: Micro-batches whose activations the first pipeline stage holds at once.
-        is_deepspeed: Whether ZeRO casts the weights to 16 bits and keeps a 32-bit copy with the optimizer states.
-    """
-
-    launch_file: str
-    num_processes: int = 1
-    shards: Held = Held(1, 1, 1)  # noqa: RUF009 - immutable
-    tensor: int = 1
-    context: int = 1
-    gathers_keys: bool = False
-    stages: int = 1
-    in_flight: float = 1
-    is_deepspeed: bool = False
-
-    def __str__(self) -> str:
-        shared = [kind for kind, shards in zip(_KINDS, self.shards, strict=True) if shards > 1]
-        how = "a copy of everything on each process"
-        if shared:
-            told = "" if len(shared) == len(_KINDS) else f"{' and '.join(shared)} "
-            how = f"{told}shared by {max(self.shards)} processes"
-        if on_host := [kind for kind, shards in zip(_KINDS, self.shards, strict=True) if not shards]:
-            how += f"; on the host {', '.join(on_host)}"
-        for name, size in {"tensor": self.tensor, "context": self.context, "pipeline": self.stages}.items():
-            how += f"; {name} parallel over {size}" if size > 1 else ""
-        return f"accelerate_configs/{self.launch_file}.yaml: {how}"
-
-    def narrow(self, model_config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the model that one process computes: heads, MLP and vocabulary of its tensors, layers of its stage.
-
-        Raises:
-            ConfigError: The model does not divide.
-        """
-        narrowed = copy.deepcopy(model_config)
-        text = narrowed.get_text_config()
-        if self.tensor > 1:
-            verify_tensor_parallel(model_config, self.tensor)
-            text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-                setattr(text, name, getattr(text, name) // self.tensor)
-        if self.stages > 1:
-            (layers,) = PipelinePart(0, self.stages).share_layers(text.num_hidden_layers)
-            narrowed = _shorten(narrowed, len(layers))
-            # The first stage has the embedding, the last one the projection: none has both.
-            narrowed.tie_word_embeddings = True
-        return narrowed
 
 
 def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
@@ -182,77 +95,13 @@ def list_devices(gpu: str | None) -> dict[str, float]:
     return {gpu: memory}
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Memory of one process.
-
-    Attributes:
-        layout: How the processes hold the models.
-        about: Which models share a base model, in words; may be empty.
-        components: Bytes by name.
-        phases: Components by phase; those that no phase names are held in each. Without phases all are held at once.
-        engine_share: Of the device, what a colocated engine takes while it is awake: in the phases of its components.
-    """
-
-    layout: Layout
-    about: str
-    components: Mapping[str, int]
-    phases: Mapping[str, Sequence[str]]
-    engine_share: float = 0
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """Bytes of each phase; of an engine, the least that it needs."""
-        return self._count_peaks(self.components)
-
-    def _count_peaks(self, components: Mapping[str, int]) -> dict[str, int]:
-        temporary = {name for names in self.phases.values() for name in names}
-        resident = sum(size for name, size in components.items() if name not in temporary)
-        return {
-            phase: resident + sum(components.get(name, 0) for name in names)
-            for phase, names in (self.phases or {"": ()}).items()
-        }
-
-    @property
-    def peak(self) -> int:
-        """Bytes of the largest phase."""
-        return max(self.peaks.values())
-
-    def fits(self, device_bytes: float) -> bool:
-        """Return whether a device of this size holds the run, with some room for the allocator."""
-        components, engine = dict(self.components), round(self.engine_share * device_bytes)
-        if engine:
-            rest = engine - components[_ENGINE]
-            if rest < components[_ENGINE_CACHE]:
-                return False
-            components[_ENGINE_CACHE] = rest
-        return max(self._count_peaks(components).values()) <= SHARE_OF_DEVICE * device_bytes
-
-    def describe(self, devices: Mapping[str, float], *, explains: bool = False) -> Iterator[str]:
-        """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes.
-
-        Args:
-            devices: Bytes of each by name.
-            explains: Whether to say how each component is counted.
-        """
-        yield str(self.layout)
-        if self.about:
-            yield f"    {self.about}"
-        for name, size in self.components.items():
-            formula = FORMULAS.get(name) or FORMULAS[name.rpartition(", ")[2]]
-            yield f"{size / 1e9:13.2f} GB  {name}" + (f" = {formula}" if explains else "")
-        if self.phases:
-            yield "    at once, with weights and optimizer states:"
-            yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in self.peaks.items())
-        if self.engine_share:
-            yield f"    vLLM takes {self.engine_share:g} of the device (vllm_gpu_memory_utilization)"
-        fitting = [name for name, size in devices.items() if self.fits(size)]
-        verdict = f"fits {', '.join(fitting)}" if fitting else f"does not fit {', '.join(devices)}"
-        yield f"    {self.peak / 1e9:.1f} GB {'at most' if self.phases else 'with all of it at once'}: {verdict}"
-
-
 def plan_memory(
-    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool | None = None
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    layout: Layout,
+    *,
+    is_half: bool | None = None,
+    device_bytes: float = 80e9,
 ) -> MemoryPlan:
     """Count the memory of one process of a run, of which nothing is loaded.
 
@@ -261,6 +110,7 @@ def plan_memory(
         model_config: Of the model that is trained.
         layout: How its processes hold the models.
         is_half: Whether products are in 16 bits by autocast; ``None``: unless the recipe says ``bf16: false``.
+        device_bytes: Of the GPU, on which the size of a chunk of logits depends.
 
     Raises:
         ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be had.
@@ -271,18 +121,65 @@ def plan_memory(
     if is_half is None:
         is_half = config.training.get("bf16") is not False or bool(config.training.get("fp16"))
     count = _count_rl if config.stage in RL_STAGES else _count_trainer
-    about, models, temporary = count(config, layout.narrow(model_config), layout, is_half)
+    narrowed = layout.narrow(model_config)
+    about, models, temporary = count(config, narrowed, layout, is_half)
+    num_gpus = layout.num_processes * layout.tensor * layout.context * layout.stages
+    temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if num_gpus > 1 else 0}
     held = {
         f"{name}, {kind}": size // shards if shards else 0
         for name, model in models.items()
-        for kind, size, shards in zip(_KINDS, model, layout.shards, strict=True)
+        for kind, size, shards in zip(KINDS, model, layout.shards, strict=True)
     }
     components = {name: size for name, size in (held | temporary).items() if size}
     phases = _name_phases(config) if config.stage in RL_STAGES else {}
     if "critic" not in models:
         phases.pop("critic's update", None)
-    share = config.engine.vllm_gpu_memory_utilization if _ENGINE in components else 0
-    return MemoryPlan(layout, about, components, phases, share)
+    num_predicted = 0 if config.stage == "reward" else Batch.of(config, layout).num_targets
+    vocabulary = narrowed.get_text_config().vocab_size
+    plan = MemoryPlan(layout, about, components, phases, num_predicted, vocabulary)
+    if ENGINE in components:
+        share = config.engine.vllm_gpu_memory_utilization
+        plan = dataclasses.replace(plan, engine_share=share, engine_row=components[ENGINE_CACHE])
+    return plan.place(device_bytes)
+
+
+class Batch(NamedTuple):
+    """A micro-batch of one process.
+
+    Attributes:
+        num_rows: Its rows; of a pair each answer is one.
+        length: Tokens of each.
+        num_predicted: Those of them that are predicted, at most.
+    """
+
+    num_rows: int
+    length: int
+    num_predicted: int
+
+    @classmethod
+    def of(cls, config: RecipeConfig, layout: Layout) -> Batch:
+        """Return the largest micro-batch of a run; in a layout that shares out the tokens of a row, a share of it."""
+        num_rows = config.read("per_device_train_batch_size") * (2 if config.stage in PAIR_STAGES else 1)
+        if config.stage in RL_STAGES:
+            answer = config.rewards.response_length
+            return cls(num_rows, config.tokens.max_length or 2 * answer, answer)
+        length = (config.tokens.max_length or 0) // layout.context
+        return cls(num_rows, length, 1 if config.stage == "reward" else length - 1)
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted, of all rows."""
+        return self.num_rows * self.num_predicted
+
+
+def read_checkpointing(config: RecipeConfig) -> Checkpointing:
+    """Return which layers the run computes again, by ``activation_checkpointing`` and its ``kwargs``."""
+    if not config.read("activation_checkpointing"):
+        return Checkpointing()
+    options = config.training.get("activation_checkpointing_kwargs") or {}
+    return Checkpointing(
+        options.get("every_n_layers") or 1, bool(options.get("save_matmuls")), bool(options.get("offload"))
+    )
 
 
 _Counted = tuple[str, dict[str, Held], dict[str, int]]
@@ -301,76 +198,77 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     keeps_master = layout.is_deepspeed and is_half
     trained = _count_trained(_find_trained(model), config, keeps_master=keeps_master)
     models = {"model": trained, **{name: Held(_count_stored(config, other)) for name, other in frozen.items()}}
-    temporary, width = {}, _count_width(config, model_config, is_half)
-    if layout.is_deepspeed:
-        temporary[_ZERO_BUCKET] = min(trained.gradients, _BUCKET_SIZE * width)
-    elif layout.shards.gradients == 1 < layout.num_processes:
-        temporary[_BUCKETS] = trained.gradients
+    width = _count_width(config, model_config, is_half)
+    temporary = _count_exchange(config, model, layout, is_half=is_half)
     if layout.shards.weights != 1:
         parts = map(_count_parts, (model, *frozen.values()))
         # The next layer is fetched while one computes; the layers of a pipeline stage stay until the last micro-batch.
-        several, one = (sum, sum) if layout.stages > 1 else (lambda layers: 2 * max(layers), max)
-        gathered = max(several(layers) + ends for layers, ends in parts)
-        temporary[_GATHERED_LAYERS] = width * gathered
-        layers, ends = _count_parts(model, _find_trained)
-        temporary[_UNREDUCED] = 4 * max(one(layers), ends)
-    elif is_half and not keeps_master:
-        copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
-        temporary[_COPIES] = 2 * copied
-    temporary[_ACTIVATIONS] = count_kept(config, model_config, layout, is_half=is_half)
+        several = sum if layout.stages > 1 else (lambda layers: 2 * max(layers))
+        temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
+    kept = count_kept(config, model_config, layout, is_half=is_half)
+    temporary[ACTIVATIONS] = kept.count(read_checkpointing(config), layout.in_flight)
     if layout.gathers_keys:
         text: Any = model_config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        num_layers = 1 if config.read("activation_checkpointing") else text.num_hidden_layers
-        num_tokens = config.read("per_device_train_batch_size") * (config.tokens.max_length or 0)
-        others = num_tokens * (layout.context - 1) // layout.context
-        temporary[_OTHER_KEYS] = 2 * width * others * text.num_key_value_heads * head_dim * num_layers
-    temporary[_LOGITS] = 0 if is_reward else _CHUNK
+        checkpointing, num_layers = read_checkpointing(config), text.num_hidden_layers
+        if checkpointing.every and not checkpointing.keeps_products:
+            num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
+        batch = Batch.of(config, layout)
+        others = batch.num_rows * batch.length * (layout.context - 1)
+        temporary[OTHER_KEYS] = 2 * width * others * text.num_key_value_heads * head_dim * num_layers
     return "", models, temporary
 
 
-def count_kept(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool) -> int:
-    """Return the bytes that micro-batches keep for their backward passes, whoever holds the weights.
+def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, is_half: bool) -> dict[str, int]:
+    """Count what a layout needs to add up gradients, and autocast to multiply in 16 bits."""
+    keeps_master = layout.is_deepspeed and is_half
+    gradients = _count_trained(_find_trained(model), config, keeps_master=keeps_master).gradients
+    temporary = {}
+    if layout.is_deepspeed:
+        width = 2 if is_half else next(model.parameters()).element_size()
+        temporary[ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
+    elif layout.shards.gradients == 1 < layout.num_processes and config.stage not in RL_STAGES:
+        temporary[BUCKETS] = gradients
+    if layout.shards.weights != 1:
+        layers, ends = _count_parts(model, _find_trained)
+        temporary[UNREDUCED] = 4 * max(sum(layers) if layout.stages > 1 else max(layers), ends)
+    elif is_half and not keeps_master:
+        copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
+        temporary[COPIES] = 2 * copied
+    return temporary
+
+
+def count_kept(
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool, num_built: int = 3
+) -> Activations:
+    """Return the bytes that a micro-batch keeps for its backward pass, whoever holds the weights.
 
     Args:
-        config: A run of a stage that upstream's trainer runs.
+        config: The run.
         model_config: What a process computes of the model that is trained.
-        layout: Shares out the tokens of a row, and tells how many micro-batches a pipeline stage holds at once.
+        layout: Shares out the tokens of a row.
         is_half: As for ``plan_memory``.
+        num_built: Layers that are counted; those beyond are like the last.
 
     Raises:
         ConfigError: The adapter does not fit the model.
     """
     num_layers: int = model_config.get_text_config().num_hidden_layers
     # Below the first adapter nothing needs a gradient, so the first layer keeps less than the others.
-    two, three = (_count_kept(config, _shorten(model_config, number), layout, is_half) for number in (2, 3))
-    return two + (num_layers - 2) * (three - two)
-
-
-def _count_kept(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> int:
-    length = (config.tokens.max_length or 0) // layout.context
-    num_rows = config.read("per_device_train_batch_size") * (2 if config.stage in PAIR_STAGES else 1)
+    shortened = shorten(model_config, min(num_layers, num_built))
+    batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
     with torch.device("meta"):
-        # Weights have the precision of the products here, so that no copy of one counts.
-        model = _build(AutoModelForCausalLM, model_config, "bfloat16" if is_half else config.model.dtype)
+        # Under autocast hidden states have the precision of the weights, under FSDP2 and ZeRO that of the products.
+        casts_weights = is_half and (layout.shards.weights != 1 or layout.is_deepspeed)
+        dtype = "bfloat16" if casts_weights else config.model.dtype
+        model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
         add_loss_head(model)
         if config.adapter.use_peft:
             model = add_adapter(model, config.adapter, seed=0)
     with on_fakes(model, is_half=is_half):
-        kept = count_activations(model, num_rows, length, 1 if config.stage == "reward" else length - 1)
-    if config.read("activation_checkpointing"):  # One layer of one micro-batch is computed again at a time.
-        return round(layout.in_flight * (kept.recomputing - kept.largest_layer)) + kept.largest_layer
-    return round(layout.in_flight * kept.total)
-
-
-def _shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """The same model with fewer layers, since all keep alike."""
-    shortened = copy.deepcopy(model_config)
-    settings = shortened.get_text_config()
-    settings.num_hidden_layers = num_layers
-    if getattr(settings, "layer_types", None):
-        settings.layer_types = settings.layer_types[:num_layers]
-    return shortened
+        if config.training.get("use_liger_kernel"):
+            fuse_as_liger(model)
+        return count_activations(model, *batch).extend(num_layers)
 
 
 def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
@@ -381,51 +279,48 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "reference", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     if config.stage == "distill":
         teacher = choose_teacher(config)
-        yield "teacher", _build(AutoModelForCausalLM, load_model_config(teacher)[0], teacher.dtype)
+        yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
-    """The phases of an iteration, in which another engine than ``generate`` needs nothing of the policy to sample."""
-    phases, engine = dict(_PHASES), config.engine
+    """The phases of an iteration; vLLM reads nothing of the policy while it samples."""
+    phases, engine = dict(PHASES), config.engine
     if engine.use_vllm:
+        asleep = (ENGINE, ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
         # The policy goes over a layer at a time.
-        phases["sampling"] = (_GATHERED.format("a layer"),)
-        if engine.vllm_enable_sleep_mode:
-            phases["sampling"] += (_ENGINE, _ENGINE_CACHE)
+        phases["sampling"] = (GATHERED.format("a layer"), *asleep)
     return phases
 
 
 def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
     """Count a run of reinforcement learning, whose phases do not hold everything at once."""
-    answer = config.rewards.response_length
-    length = config.tokens.max_length or 2 * answer
-    text, micro = model_config.get_text_config(), config.read("per_device_train_batch_size")
+    text, micro = model_config.get_text_config(), Batch.of(config, layout)
     batch = config.read("per_device_eval_batch_size")
     with torch.device("meta"):
         about, models, policy = _build_rl(config, model_config)
-    with on_fakes(policy, is_half=is_half):
-        row = count_cache(policy, length)
-        kept = count_activations(policy, micro, length, answer)
-    temporary, engine = {}, config.engine
+    temporary = _count_exchange(config, policy, layout, is_half=is_half)
+    kept = count_kept(config, model_config, layout, is_half=is_half)
     width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
     if layout.shards.weights != 1:
         gathered = {
-            "sampling": 0 if engine.use_vllm else width * (sum(layers) + ends),
+            "sampling": 0 if config.engine.use_vllm else width * (sum(layers) + ends),
             "scoring": models["reward model"].weights,
             # This layer, the next, which is fetched meanwhile, and the output projection.
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
-        temporary = {_GATHERED.format(name): size for name, size in gathered.items()}
-    if not engine.use_vllm:
-        temporary |= {_CACHE: batch * row, _SAMPLED: batch * text.vocab_size * SAMPLING_BYTES}
-    elif engine.vllm_mode == "colocate":
-        temporary |= {_ENGINE: width * (sum(layers) + ends), _ENGINE_CACHE: row}
-    if engine.use_transformers_continuous_batching and width < _find_dtype(model_config, config.model.dtype).itemsize:
-        temporary[_ENGINE_COPY] = 2 * (sum(layers) + ends)
+        temporary |= {GATHERED.format(name): size for name, size in gathered.items()}
+    with on_fakes(policy, is_half=is_half):
+        row = count_cache(policy, micro.length)
+    if not config.engine.use_vllm:
+        temporary |= {CACHE: batch * row, SAMPLED: batch * text.vocab_size * SAMPLING_BYTES}
+    elif config.engine.vllm_mode == "colocate":
+        temporary |= {ENGINE: width * (sum(layers) + ends), ENGINE_CACHE: row}
+    is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
+    if config.engine.use_transformers_continuous_batching and is_narrow:
+        temporary[ENGINE_COPY] = width * (sum(layers) + ends)
     temporary |= {
-        _LAYER: round(kept.largest_layer * batch / micro),
-        _ACTIVATIONS: kept.recomputing if config.read("activation_checkpointing") else kept.total,
-        _LOGITS: _CHUNK,
+        LAYER: round(kept.largest_layer * batch / micro.num_rows),
+        ACTIVATIONS: kept.count(read_checkpointing(config)),
     }
     return about, models, temporary
 
@@ -479,9 +374,9 @@ def _look_at(name: str | None, revision: str | None, otherwise: PreTrainedConfig
         return otherwise
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
     try:
-        if (adapter := find_adapter(name, revision)) is not None:
+        if name not in read_shapes() and (adapter := find_adapter(name, revision)) is not None:
             named = dataclasses.replace(named, **read_base(adapter)._asdict())
-        return load_model_config(named)[0]
+        return find_shape(named)
     except ConfigError:
         return otherwise
 
@@ -519,11 +414,11 @@ def _count_parts(
     return layers, whole - sum(layers)
 
 
-def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str) -> Any:
+def _build(auto_class: Any, model_config: PreTrainedConfig, dtype: str, kernel: str = CAUSAL) -> Any:
     settings = copy.deepcopy(model_config)
     if auto_class is AutoModelForSequenceClassification:
         settings.num_labels = 1
-    return auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation="sdpa")
+    return auto_class.from_config(settings, dtype=_find_dtype(model_config, dtype), attn_implementation=kernel)
 
 
 def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import platform
 import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ from transformers.integrations.liger import apply_liger_kernel
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.environment import read_versions
 from recipes_lib.losses.next_token import compute_cross_entropy
+from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError
-from recipes_lib.training.optim.activation_checkpointing import read_selective
+from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
 from recipes_lib.training.optim.compilation import compile_layers
 
 Figures = Mapping[str, Any]
@@ -64,10 +64,17 @@ def look_at_environment(bench: Bench) -> Figures:
     seconds = measure_seconds(lambda: matrix @ matrix, bench)
     copied = torch.empty((2**22 if bench.is_small else 2**30) // 4, device=bench.device)
     copy_seconds = measure_seconds(lambda: copied.clone(), bench)
-    name = torch.cuda.get_device_name() if bench.is_cuda else platform.processor() or platform.machine()
-    driver = {"cuda": torch.version.cuda} if bench.is_cuda else {}
+    driver = {"driver": _read_driver(), "cuda": torch.version.cuda} if bench.is_cuda else {}
     peak = {"matmul_tflops": 2e-12 * size**3 / seconds, "copy_gb_per_second": 2e-9 * 4 * copied.numel() / copy_seconds}
-    return {"device": name, **driver, **read_versions(), **peak}
+    return {"device": name_device(), **driver, **read_versions(), **peak}
+
+
+def _read_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def measure_seconds(compute: Callable[[], Any], bench: Bench, repeats: int = 10) -> float:

@@ -7,6 +7,7 @@ What stands where it is False never counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 from recipes_lib.config.schema import PPOConfig
 from recipes_lib.rl.rollout import Rollout
 
-GROUP_EPSILON = 1e-4
+ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
+"""Share of the largest reward by which equal ones may differ: a reward model reads answers in batches of any shape."""
+GROUP_EPSILON: Final = 1e-4
 """Added to a standard deviation of rewards before it divides; TRL's."""
 
 
@@ -121,6 +124,18 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
     elif scale == "batch":
         advantages = advantages / (_compute_deviation(rewards[None]) + GROUP_EPSILON)
     return advantages.flatten().nan_to_num(nan=0.0)
+
+
+def find_flat_groups(rewards: Tensor) -> Tensor:
+    """Whether no answer of a group earns more than another but for rounding, ``bool (groups,)``: it teaches nothing.
+
+    Args:
+        rewards: ``(groups, answers)``; NaN of an answer that is not scored, which tells nothing apart.
+    """
+    lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
+    highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
+    # Of a group of which nothing is known the difference is minus infinity.
+    return ~(highest - lowest > ROUNDING * torch.maximum(lowest.abs(), highest.abs()))
 
 
 def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: bool = False) -> Tensor:

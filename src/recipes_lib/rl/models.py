@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, add_critic, drop_scorers, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
@@ -30,7 +31,6 @@ from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.guards.preemption import leave_if_asked, stop_if_agreed
 from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
-from recipes_lib.training.optim.activation_checkpointing import read_selective
 from recipes_lib.training.trainers.trained_model import load_policy
 
 

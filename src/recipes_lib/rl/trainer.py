@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from recipes_lib.rl.monitor import (
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
-from recipes_lib.rl.run_log import RunLog
 from recipes_lib.rl.state import (
     PPOState,
     compare_own_shards_with_live,
@@ -41,9 +42,77 @@ from recipes_lib.rl.state import (
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
+from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
 from recipes_lib.training.guards.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.monitoring.callbacks import Trackers
+from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
+from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+
+class RunLog:
+    """Writes on the main process, and nothing on the others.
+
+    Attributes:
+        progress: What the terminal shows.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase, *, num_prompts: int
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            args: Output directory and trackers.
+            model: The policy, which trackers describe.
+            tokenizer: Its own.
+            num_prompts: Of an epoch.
+        """
+        output_dir, is_main = Path(str(args.output_dir)), args.process_index == 0
+        self.progress: TrainingProgress = build_progress(is_main=is_main)
+        self._metrics = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
+        self._samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
+        self._trackers = Trackers(args, model, tokenizer)
+        self._num_prompts = num_prompts
+
+    def begin(self, state: PPOState, num_steps: int, *, is_evaluated: bool) -> None:
+        """Resume from a state of a run of ``num_steps``; what was written after it is dropped.
+
+        Args:
+            state: Of a checkpoint, or the first one.
+            num_steps: Optimizer steps of the run.
+            is_evaluated: Whether samples of that state stay; otherwise they are answered again.
+        """
+        self._metrics.rewind(state.step, is_evaluated=is_evaluated)
+        self._samples.rewind(state.step if is_evaluated else state.step - 1)
+        self.progress.start(num_steps, state.step)
+        self._trackers.begin(num_steps, state.step)
+
+    def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
+        """Write figures of ``kind`` ``train`` or ``eval`` after a state."""
+        counts = {
+            "iteration": state.iteration,
+            "epoch": state.num_answers / self._num_prompts,
+            **figures,
+            "num_answers": state.num_answers,
+            "num_tokens": state.num_tokens,
+            "num_target_tokens": state.num_target_tokens,
+            "memory_bytes": read_peak_memory(),
+            "seconds": state.seconds,
+        }
+        event = {"kind": kind, "step": state.step, **counts}
+        self._metrics.write(event)
+        self.progress.show(event)
+        self._trackers.log(state.step, counts)
+
+    def write_sample(self, step: int, sample: Sample, reward: float | None) -> None:
+        """Write an answer after ``step`` optimizer steps, and what it is worth, if that is known."""
+        self._samples.write({"step": step, **asdict(sample), "reward": reward})
+
+    def end(self) -> None:
+        """The run is done."""
+        self._trackers.end()
 
 
 class PolicyTrainer:
@@ -183,12 +252,16 @@ class PolicyTrainer:
         is_saved = args.save_strategy != SaveStrategy.NO
         if iteration == 0 and is_saved:
             self._dry_run()
-        if iteration == 0 or schedule.is_due(args.logging_steps, iteration):
+        if self._logs(iteration):
             self._log.write("train", self.state, figures)
         if self._evaluates(iteration):
             self._evaluate()
         if is_saved and schedule.is_due(args.save_steps, iteration):
             self._save()
+
+    def _logs(self, iteration: int) -> bool:
+        """Whether figures are written after an iteration."""
+        return iteration == 0 or self.schedule.is_due(self._args.logging_steps, iteration)
 
     def _evaluates(self, iteration: int) -> bool:
         """Whether samples are due after an iteration."""
@@ -207,11 +280,13 @@ class PolicyTrainer:
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
         self._reward_guard.judge(estimate.rewards, step=state.step + 1)
-        figures, rollout = describe_rollout(rollout, self._rewards.names, estimate.total), estimate.rollout
+        figures = describe_rollout(rollout, self._rewards.names, estimate.total, self.method.objective)
+        rollout = estimate.rollout
 
         updating = time.perf_counter()
         is_warm = iteration >= self.method.num_idle_iterations
-        policy_steps = self._updater.update_policy(rollout, iteration) if is_warm else []
+        with_entropy = self._logs(iteration)
+        policy_steps = self._updater.update_policy(rollout, iteration, with_entropy=with_entropy) if is_warm else []
         updated = time.perf_counter()
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
@@ -317,7 +392,7 @@ class PolicyTrainer:
         PartialState().wait_for_everyone()
 
     def _save_stopped(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished iteration unless it is, and return what tells the user; every process must call."""
+        """Save the last finished iteration unless it is, and return the user's message; every process must call."""
         if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
             self._save()
         self._finish_saving()

@@ -19,9 +19,16 @@ from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.sources.mixtures import compute_weights
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for_set
-from recipes_lib.data.tokens.sets import halve_digests, make_token_set, open_side
+from recipes_lib.data.tokens.sets import (
+    Corpus,
+    halve_digests,
+    load_corpora,
+    load_held_out,
+    make_token_set,
+    open_side,
+    select_options,
+)
 from recipes_lib.data.tokens.shards import TokenSource
-from recipes_lib.data.tokens.sources import Corpus, load_corpora, load_held_out, select_options
 from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.chat.token_bytes import compute_token_byte_lengths
+from recipes_lib.data.chat.encoder import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.models.heads.scoring import read_positions
@@ -109,7 +109,7 @@ def build_observer(
                 **given,
             )
         )
-    # A reward model answers nothing, and of a model in stages no process has enough.
+    # A reward model answers nothing, and of a pipeline-parallel model no process has enough.
     can_answer = model.can_generate() and part is None
     examples, positions = data.iterate_examples(), read_positions(model.config)
     prompts = build_prompts(config.evaluation, examples, tokenizer, positions, progress.say) if can_answer else []

@@ -8,7 +8,7 @@ from tests.training.trajectories import make_packs, make_trainer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.training.optim.activation_checkpointing import read_selective
+from recipes_lib.models.activation_checkpointing import read_selective
 
 MODES = {
     "every layer": {},

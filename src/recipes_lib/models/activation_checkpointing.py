@@ -33,7 +33,7 @@ def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
         options: ``activation_checkpointing_kwargs``.
 
     Source: Korthikanti et al. 2022, section 5; equal to no checkpointing in
-    ``tests/training/optim/test_activation_checkpointing.py``.
+    ``tests/models/test_activation_checkpointing.py``.
     """
     given = dict(options or {})
     if not given.pop("save_matmuls", False):
@@ -47,6 +47,10 @@ def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
+def is_product(operator: Any) -> bool:
+    """Return whether ``save_matmuls: true`` keeps what an operator of torch returns."""
+    return operator in _KEPT or any(part in operator.namespace for part in _KEPT_NAMESPACES)
+
+
 def _choose(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_kept = operator in _KEPT or any(part in operator.namespace for part in _KEPT_NAMESPACES)
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_product(operator) else CheckpointPolicy.PREFER_RECOMPUTE

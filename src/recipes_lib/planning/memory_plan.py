@@ -1,0 +1,238 @@
+"""What a process holds of a GPU: layouts, the components of its memory by name and formula, and the verdict."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from transformers import PreTrainedConfig
+
+from recipes_lib.losses.projection import choose_chunk_bytes, count_chunk_tokens
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
+from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
+
+SAMPLING_BYTES: Final = 44
+"""Of each logit while a token is sampled: logits, their softmax in single and double precision, its sum, the choice."""
+CONTEXT_BYTES: Final = 1_000_000_000
+"""Of CUDA on an H100: context, kernels that were loaded, and workspaces of cuBLAS; not measured here."""
+COMMUNICATION_BYTES: Final = 1_500_000_000
+"""Of NCCL's channels and process groups, where there are several GPUs; not measured here."""
+_RESERVED: Final = 0.05
+"""Share of what PyTorch has allocated that its allocator cannot use, with expandable segments."""
+_LOGIT_BYTES: Final = 16
+"""Of each logit of a chunk: the logit, its copy in 16 bits, exponentials, products."""
+KINDS: Final = ("weights", "gradients", "optimizer states")
+
+BUCKETS: Final = "buckets in which gradients are summed"
+ZERO_BUCKET: Final = "bucket in which gradients are reduced"
+GATHERED_LAYERS: Final = "gathered: layers, embeddings and output projection"
+UNREDUCED: Final = "gradients before they are reduced"
+COPIES: Final = "16-bit copies of the weights in a pass"
+OTHER_KEYS: Final = "keys and values of the other ranks' tokens"
+ACTIVATIONS: Final = "activations of a micro-batch"
+LOGITS: Final = "logits of the loss"
+CACHE: Final = "KV cache of a batch"
+SAMPLED: Final = "logits of a batch"
+LAYER: Final = "a layer of a batch"
+GATHERED: Final = "gathered for {}"
+ENGINE: Final = "vLLM's weights"
+ENGINE_CACHE: Final = "vLLM's KV cache"
+ENGINE_COPY: Final = "16-bit copy that answers"
+CONTEXT: Final = "CUDA context and workspaces"
+COMMUNICATION: Final = "NCCL buffers"
+RESERVE: Final = "fragmentation reserve"
+PHASES: Final[Mapping[str, Sequence[str]]] = {
+    "sampling": (GATHERED.format("sampling"), COPIES, CACHE, SAMPLED, LAYER),
+    "scoring": (GATHERED.format("scoring"), LAYER),
+    "reading": (GATHERED.format("a layer"), COPIES, LAYER, LOGITS),
+    "policy's update": (*(GATHERED.format("a layer"), COPIES, ACTIVATIONS, "policy, gradients", UNREDUCED, LOGITS),),
+    "critic's update": (GATHERED.format("a layer"), COPIES, ACTIVATIONS, "critic, gradients", UNREDUCED),
+}
+"""Phases of an iteration of PPO, and what each holds besides all that none of them names."""
+FORMULAS: Final[Mapping[str, str]] = {
+    "weights": "parameters x bytes of their type / processes that share them",
+    "gradients": "as weights, of what is trained",
+    "optimizer states": "parameters trained x bytes of a state / processes that share them; by ZeRO 4 more, of a copy",
+    BUCKETS: "gradients once more (DDP)",
+    ZERO_BUCKET: "bytes of a product x min(500,000,000, parameters trained) (reduce_bucket_size)",
+    GATHERED_LAYERS: "bytes of a product x (2 layers, of a pipeline stage all, + embeddings + output projection)",
+    UNREDUCED: "4 x parameters of the largest layer; of a pipeline stage all layers",
+    COPIES: "2 x parameters in 32 bits (autocast)",
+    ACTIVATIONS: "tensors saved for the backward pass; of layers that are recomputed their inputs, products by "
+    "`save_matmuls`, and one whole layer",
+    OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
+    LOGITS: f"{_LOGIT_BYTES} x vocabulary x tokens of a chunk: float32 logits of a 64th of the GPU, at most 1 GiB",
+    CACHE: "rows x what the model caches of the longest row",
+    SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
+    LAYER: "tensors of the largest layer, of all rows",
+    ENGINE: "bytes of a product x parameters of the policy",
+    ENGINE_CACHE: "the rest of vllm_gpu_memory_utilization x GPU; one row, at least",
+    ENGINE_COPY: "2 x parameters of the policy (use_transformers_continuous_batching)",
+    GATHERED.format("sampling"): "bytes of a product x parameters of the policy",
+    GATHERED.format("scoring"): "weights of the reward model",
+    GATHERED.format("a layer"): "bytes of a product x (2 layers + output projection)",
+    CONTEXT: "what a process takes of a GPU before it computes",
+    COMMUNICATION: "channels and process groups of several GPUs",
+    RESERVE: f"{_RESERVED:.0%} of the above, but for CUDA's and NCCL's",
+}
+"""How each component is counted, by its name or, of a model, by what follows the model's."""
+
+
+class Held(NamedTuple):
+    """Bytes of a model, or of what stands for it on another's base model; or how many processes share each of them."""
+
+    weights: int = 0
+    gradients: int = 0
+    states: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the processes of a run hold its models.
+
+    Attributes:
+        launch_file: Of ``accelerate_configs/``.
+        num_processes: Data-parallel processes, a GPU or a group of GPUs each.
+        shards: Processes that share weights, gradients and optimizer states; 1: each holds all; 0: the host does.
+        tensor: Ranks of a tensor-parallel group.
+        context: Ranks of a context-parallel group.
+        gathers_keys: Whether those gather the keys and values of a row; by Ulysses they exchange heads instead.
+        stages: Pipeline stages.
+        in_flight: Micro-batches whose activations the first pipeline stage holds at once.
+        is_deepspeed: Whether ZeRO casts the weights to 16 bits and keeps a 32-bit copy with the optimizer states.
+    """
+
+    launch_file: str
+    num_processes: int = 1
+    shards: Held = Held(1, 1, 1)  # noqa: RUF009 - immutable
+    tensor: int = 1
+    context: int = 1
+    gathers_keys: bool = False
+    stages: int = 1
+    in_flight: float = 1
+    is_deepspeed: bool = False
+
+    def __str__(self) -> str:
+        shared = [kind for kind, shards in zip(KINDS, self.shards, strict=True) if shards > 1]
+        how = "a copy of everything on each process"
+        if shared:
+            told = "" if len(shared) == len(KINDS) else f"{' and '.join(shared)} "
+            how = f"{told}shared by {max(self.shards)} processes"
+        if on_host := [kind for kind, shards in zip(KINDS, self.shards, strict=True) if not shards]:
+            how += f"; on the host {', '.join(on_host)}"
+        for name, size in {"tensor": self.tensor, "context": self.context, "pipeline": self.stages}.items():
+            how += f"; {name} parallel over {size}" if size > 1 else ""
+        return f"accelerate_configs/{self.launch_file}.yaml: {how}"
+
+    def narrow(self, model_config: PreTrainedConfig) -> PreTrainedConfig:
+        """Return the model that one process computes: heads, MLP and vocabulary of its tensors, layers of its stage.
+
+        Raises:
+            ConfigError: The model does not divide.
+        """
+        narrowed = copy.deepcopy(model_config)
+        text = narrowed.get_text_config()
+        if self.tensor > 1:
+            verify_tensor_parallel(model_config, self.tensor)
+            text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+                setattr(text, name, getattr(text, name) // self.tensor)
+        if self.stages > 1:
+            (layers,) = PipelinePart(0, self.stages).share_layers(text.num_hidden_layers)
+            narrowed = shorten(narrowed, len(layers))
+            # The first stage has the embedding, the last one the projection: none has both.
+            narrowed.tie_word_embeddings = True
+        return narrowed
+
+
+def shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    """The same model with fewer layers, since all keep alike."""
+    shortened = copy.deepcopy(model_config)
+    settings = shortened.get_text_config()
+    settings.num_hidden_layers = num_layers
+    if getattr(settings, "layer_types", None):
+        settings.layer_types = settings.layer_types[:num_layers]
+    return shortened
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Memory of one process.
+
+    Attributes:
+        layout: How the processes hold the models.
+        about: Which models share a base model, in words; may be empty.
+        components: Bytes by name.
+        phases: Components by phase; those that no phase names are held in each. Without phases all are held at once.
+        num_predicted: Tokens of a micro-batch whose logits are computed.
+        vocabulary: Logits of each.
+        engine_share: Of the device, what the weights and the KV cache of a colocated engine take.
+        engine_row: Bytes that one row needs of that cache.
+    """
+
+    layout: Layout
+    about: str
+    components: Mapping[str, int]
+    phases: Mapping[str, Sequence[str]]
+    num_predicted: int = 0
+    vocabulary: int = 1
+    engine_share: float = 0
+    engine_row: int = 0
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each phase."""
+        temporary = {name for names in self.phases.values() for name in names}
+        resident = sum(size for name, size in self.components.items() if name not in temporary)
+        return {
+            phase: resident + sum(self.components.get(name, 0) for name in names)
+            for phase, names in (self.phases or {"": ()}).items()
+        }
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the largest phase."""
+        return max(self.peaks.values())
+
+    def place(self, device_bytes: float) -> MemoryPlan:
+        """Return the plan on a device of this size: chunks of logits and an engine's cache grow; with a reserve."""
+        num_tokens = min(self.num_predicted, count_chunk_tokens(self.vocabulary, choose_chunk_bytes(device_bytes)))
+        components = {name: size for name, size in self.components.items() if name not in (LOGITS, RESERVE)}
+        if num_tokens:
+            components[LOGITS] = _LOGIT_BYTES * self.vocabulary * num_tokens
+        if self.engine_share:
+            rest = round(self.engine_share * device_bytes) - components[ENGINE]
+            components[ENGINE_CACHE] = max(rest, self.engine_row)
+        plan = dataclasses.replace(self, components=components)
+        foreign = sum(components.get(name, 0) for name in (CONTEXT, COMMUNICATION))
+        return dataclasses.replace(plan, components={**components, RESERVE: round(_RESERVED * (plan.peak - foreign))})
+
+    def fits(self, device_bytes: float) -> bool:
+        """Return whether a device of this size holds the run, and an engine's share of it the engine."""
+        if self.engine_share * device_bytes < self.components.get(ENGINE, 0) + self.engine_row:
+            return False
+        return self.place(device_bytes).peak <= device_bytes
+
+    def describe(self, devices: Mapping[str, float], *, explains: bool = False) -> Iterator[str]:
+        """Yield layout, components, phases and which of ``devices`` fit, line by line, in units of 10^9 bytes.
+
+        Args:
+            devices: Bytes of each by name.
+            explains: Whether to say how each component is counted.
+        """
+        yield str(self.layout)
+        if self.about:
+            yield f"    {self.about}"
+        placed = self.place(max(devices.values()))
+        for name, size in placed.components.items():
+            formula = FORMULAS.get(name) or FORMULAS[name.rpartition(", ")[2]]
+            yield f"{size / 1e9:13.2f} GB  {name}" + (f" = {formula}" if explains else "")
+        if self.phases:
+            yield "    at once, with weights and optimizer states:"
+            yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in placed.peaks.items())
+        fitting = [name for name, size in devices.items() if self.fits(size)]
+        verdict = f"fits {', '.join(fitting)}" if fitting else f"does not fit {', '.join(devices)}"
+        yield f"    {placed.peak / 1e9:.1f} GB {'at most' if self.phases else 'with all of it at once'}: {verdict}"

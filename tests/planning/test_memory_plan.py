@@ -1,0 +1,41 @@
+"""A plan on a GPU: what is held at once, chunks of logits that grow with its memory, and the verdict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from recipes_lib.losses.projection import build_projection, choose_chunk_bytes
+from recipes_lib.planning.memory_plan import CONTEXT, LOGITS, RESERVE, Layout, MemoryPlan
+
+COMPONENTS = {"weights": 5, "cache": 3, "gradients": 1, "activations": 1}
+
+
+def test_what_no_phase_names_is_held_in_each() -> None:
+    phases = {"sampling": ["cache", "absent"], "update": ["gradients", "activations"]}
+    plan = MemoryPlan(Layout("ddp"), "", COMPONENTS, phases)
+    assert plan.peaks == {"sampling": 8, "update": 7}
+    assert plan.peak == 8
+    assert MemoryPlan(Layout("ddp"), "", COMPONENTS, {}).peak == 10
+
+
+@pytest.mark.parametrize("size", [16e9, 24e9, 80e9, 192e9])
+def test_logits_are_those_of_the_chunk_that_training_makes_on_such_a_gpu(size, monkeypatch) -> None:
+    """An H100 computes 1 GiB of logits at once, eight times what a CPU does."""
+    vocabulary = 128_256
+    monkeypatch.setattr("recipes_lib.losses.projection.find_chunk_bytes", lambda _: choose_chunk_bytes(size))
+    chunk = build_projection(torch.ones(1, 2), torch.ones(vocabulary, 2)).chunk_size
+    plan = MemoryPlan(Layout("ddp"), "", {"weights": 5}, {}, 10**9, vocabulary)
+    assert plan.place(size).components[LOGITS] == 16 * vocabulary * chunk
+    assert (size >= 80e9) == (plan.place(size).components[LOGITS] > 4e9)
+    # Of fewer tokens than a chunk has, those.
+    assert MemoryPlan(Layout("ddp"), "", {}, {}, 7, vocabulary).place(size).components[LOGITS] == 16 * vocabulary * 7
+
+
+def test_what_cuda_takes_and_fragmentation_count_towards_the_verdict() -> None:
+    plan = MemoryPlan(Layout("ddp"), "", {"weights": 60_000_000_000, CONTEXT: 1_000_000_000}, {}).place(80e9)
+    assert plan.components[RESERVE] == 3_000_000_000
+    assert plan.peak == 64_000_000_000
+    assert plan.fits(64e9)
+    assert not plan.fits(63.9e9)
+    assert plan.place(24e9) == plan
