@@ -70,6 +70,7 @@ FENCES: Mapping[str, tuple[str, ...]] = {
     "peft": ("models/adapters/", "publish/"),
     "datasets": ("data/sources/", "data/packed/", "data/store.py", "training/"),
     "trl": ("config/generate.py", "training/", "distillation/", "rl/"),
+    "vllm": ("rl/engines/",),
     "evaluate": ("training/evaluation/",),
     "matplotlib": ("report/",),
     **dict.fromkeys(("datatrove", "fasttext", "ftfy", "loguru", "trafilatura", "warcio"), ("corpus/",)),

@@ -235,12 +235,14 @@ class PPOInspection(Inspection):
         self._look_at_engine(say)
 
     def _look_at_engine(self, say: Say) -> None:
-        if self.config.engine.use_vllm:
-            from recipes_lib.rl.engines.vllm_server import check_vllm
+        engine = self.config.engine
+        if engine.use_vllm:
+            from recipes_lib.rl.engines.link import check_vllm
 
             check_vllm()
-            say(f"answers are sampled by vLLM at {self.config.engine.vllm_server_base_url}, not from the seed")
-        elif self.config.engine.use_transformers_continuous_batching:
+            where = f"at {engine.vllm_server_base_url}" if engine.vllm_mode == "server" else "in each process"
+            say(f"answers are sampled by vLLM {where}, not from the seed")
+        elif engine.use_transformers_continuous_batching:
             say("answers are sampled by transformers' continuous batching, not from the seed")
 
     def _look_at_rewards(self, say: Say) -> None:
