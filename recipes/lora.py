@@ -37,7 +37,7 @@ def main(run: Run) -> None:
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
-    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
 
     # The model's own weights are loaded, quantised if asked for, and frozen; the adapter begins as nothing.
     model_config = load_verified_config(config, tokenizer, data.longest)
@@ -51,7 +51,7 @@ def main(run: Run) -> None:
         model=model,
         args=args,
         train_dataset=data.train,
-        eval_dataset=data.eval,
+        eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
         observer=observer,

@@ -31,7 +31,7 @@ def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(
     assert prove.main(asked) == EXIT_DONE
     rows = read_file(tmp_path / "my proof")
     assert {row["status"] for row in rows} == {PASSED, SKIPPED}
-    assert {row["reason"] for row in rows if row["status"] == SKIPPED} == {"there is no GPU"}
+    assert {row["reason"] for row in rows if row["status"] == SKIPPED} == {"there is no GPU", "needs 2 GPUs"}
     page = (tmp_path / "page.md").read_text()
     assert page == (tmp_path / "my proof" / prove.PAGE).read_text()
     assert f"- torch: {torch.__version__}" in page
@@ -105,3 +105,6 @@ def test_a_wrong_place_or_name_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match="choose of environment, numbers-pretrain"):
         prove.main(["--only", "speed"])
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="2 are asked for, and 0 are there"):
+            prove.main(["--gpus", "2", "--output", str(tmp_path / "x")])

@@ -15,7 +15,7 @@ from recipes_lib.training.evaluation.samples import Sample
 @pytest.fixture
 def log(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    return RunLog(args, None, None, num_prompts=8)
+    return RunLog(args, None, None, num_answers=8)
 
 
 def read(tmp_path):

@@ -181,14 +181,13 @@ def make_pair_trainer(
     progress = Narrator(recorder.lines)
     hooks = [
         EvaluatePairs(
-            rows=rows,
+            held_out=data.held_out,
             batch_size=args.per_device_eval_batch_size,
             collate=collate,
             score=objective.score_held_out,
             progress=progress,
         )
-        for rows in data.held_out.values()
-    ]
+    ] * bool(data.held_out)
     trainer = DPOTrainer(
         model=model,
         args=args,

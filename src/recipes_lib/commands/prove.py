@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="no check begins after them (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("proof"), help="folder of rows, logs and page")
     parser.add_argument("--page", type=Path, help="where the page goes besides, such as docs/results_gpu.md")
+    parser.add_argument("--gpus", type=int, help="prove several GPUs against one, so many (default: all there are)")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks by name, or by how their names begin")
     parser.add_argument("--small", action="store_true", help="small sizes and few steps, as on a machine without a GPU")
     options = parser.parse_args(list(arguments))
@@ -56,7 +57,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", f"choose of {known}"))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    bench = Bench(output, device, is_small=options.small or device.type == "cpu")
+    found = torch.cuda.device_count() if device.type == "cuda" else 0
+    num_gpus = found if options.gpus is None else options.gpus
+    if not min(found, 1) <= num_gpus <= found:
+        raise ConfigError(Problem("--gpus", f"{num_gpus} are asked for, and {found} are there", "leave it out"))
+    bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
     began, rows = time.monotonic(), read_rows(output, bench.describe())
     for check in checks:
         if (row := rows.get(check.name)) is None or row.status != PASSED:

@@ -83,7 +83,8 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         (
             {"minimum": 1},
             "batch_ramp_tokens dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout early_stopping_patience "
-            "gradient_accumulation_steps lora_r loraplus_lr_ratio max_tokens max_zero_std_rollouts "
+            "gradient_accumulation_steps lora_r loraplus_lr_ratio max_num_gen_batches max_tokens "
+            "max_zero_std_rollouts "
             "num_iterations num_mini_batches num_ppo_epochs per_device_eval_batch_size "
             "per_device_train_batch_size response_length sample_max_new_tokens save_keep_steps "
             "save_total_limit steps_per_generation teacher_top_k torch_empty_cache_steps verify_steps "
@@ -333,6 +334,7 @@ _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     **_each_field(_OF_PAIRS, PreferenceConfig),
     **each("packing loss_on assistant_only_loss completion_only_loss max_truncated_fraction", _NO_ANSWERS),
     **each("prepared_dir dataset_streaming dataset_mixture", _FEW_PROMPTS),
+    "eval_datasets": undecided("has no loss to measure here: answers are sampled and scored", "delete the line"),
     "metrics": dropped("has no effect: samples are scored by the rewards"),
     "sample_max_new_tokens": dropped("has no effect: samples are as long as any answer", "set `response_length`"),
     "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
@@ -410,6 +412,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     "ppo": {
         **_PROMPTS_ONLY,
         "loss_type": _LOSS,
+        "max_num_gen_batches": undecided("is a key of groups of answers", "use the `rloo` or the `grpo` recipe"),
     },
     "distill": {
         **_NO_PRETRAINING,

@@ -16,6 +16,7 @@ from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, 
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
+_EVAL_KEYS: Final = {"name", "config", "revision", "split", "format", "columns"}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """``module:name`` of what a user wrote: a reward or a metric."""
 
@@ -341,6 +342,25 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
 
+def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
+    """Named held-out sets can be told apart in the figures, and say where they are."""
+    for name, entry in (settings["eval_datasets"] or {}).items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
+            found = f"`eval_datasets` names a set {name!r}, which is part of the names of its figures"
+            yield settings.problem("eval_datasets", found, "name it by letters, digits, dots and hyphens")
+        unknown = set(entry) - _EVAL_KEYS if isinstance(entry, dict) else {"?"}
+        if unknown or not isinstance(entry.get("name"), str):
+            found = f"`eval_datasets: {name}` is no dataset" + (f": it has {sorted(unknown)[0]!r}" if unknown else "")
+            yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
+    if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
+        prefix, figure, name = old.groups(default="")
+        found = f"`metric_for_best_model: {old.group()}` has the name of the set last"
+        yield settings.problem("metric_for_best_model", found, f"write `{prefix}{name}_{figure}`")
+    if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
+        found = "the loss `sft` is a mean over the tokens of one held-out set, and there would be several"
+        yield settings.problem("eval_datasets", found, "name one by dataset_test_split")
+
+
 def check_rows(settings: Settings) -> Iterator[Problem]:
     """A stream has no length to take a share of."""
     size = settings["test_split_size"]
@@ -502,6 +522,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_shares,
     check_data,
     check_mixture,
+    check_eval_datasets,
     check_model,
     check_schedule,
     check_evaluation,

@@ -122,6 +122,9 @@ class DataConfig:
     """Held-out split, by name; or a path, which has a ``/`` or a suffix: ``./test``. Unset: see ``test_split_size``."""
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
+    eval_datasets: dict[str, Any] | None = None
+    """More held-out sets with figures of their own, ``eval_NAME_loss``: ``{web: path, chat: {name: x, split: test}}``,
+    with the keys of a mixture's entry but ``weight`` and ``repeat``."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
     """Several datasets for one: a list of ``{name, weight, repeat, config, revision, split, format, columns}``."""
     dataset_format: DatasetFormat = "auto"
@@ -341,6 +344,9 @@ class RewardsConfig:
     """Factor of each reward in their sum: the functions in their order, then the model. Unset: 1 each."""
     missing_eos_penalty: float | None = 1.0
     """Taken off the score of an answer that ran into ``response_length``; null takes off nothing."""
+    max_num_gen_batches: int = 1
+    """Batches of answers that an iteration samples at most: groups whose answers all earn the same are left out, and
+    other prompts asked in their place, as in DAPO; verl's spelling. 1: none is left out."""
     max_zero_std_rollouts: int | None = 20
     """End the run after so many rollouts in a row in which no answer to a prompt earns more than another, so that
     nothing can be learnt; null never ends it. See ``docs/guards.md``."""

@@ -239,8 +239,8 @@ def _read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]
             continue
         error = found.get(f"{metric}_stderr,{chosen}")
         label = metric if chosen == "none" else f"{metric}, {chosen}"
-        is_known = isinstance(error, float) and math.isfinite(error)  # Of one question it is NaN.
-        scores[label] = {"value": float(value), "stderr": float(error) if is_known else None}
+        stderr = float(error) if isinstance(error, float) and math.isfinite(error) else None  # Of one question: NaN.
+        scores[label] = {"value": float(value), "stderr": stderr}
     return scores
 
 

@@ -73,12 +73,14 @@ class Bench:
         device: What is proved; the CPU stands in for it where there is no GPU.
         is_small: Whether sizes and steps are those of a trial in seconds.
         launch: Starts a process.
+        num_gpus: GPUs that are proved, the first ones of the machine.
     """
 
     folder: Path
     device: torch.device
     is_small: bool
     launch: Launcher = field(default=launch)
+    num_gpus: int = 0
 
     @property
     def is_cuda(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -189,6 +191,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     return [
         *([*_plan_rl(run), loss] if is_rl else [loss]),
         Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
+        Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
         *(pairs if is_pairs else ()),
         Plan("nll", "Cost of the text", nll, "nats per target token"),
         *distillation,
@@ -220,6 +223,16 @@ def _plan_rl(run: RunFiles) -> list[Plan]:
         Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
         Plan("length", "Length", length, "tokens per answer", from_zero=True),
         Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
+    ]
+
+
+def _draw_sets(run: RunFiles) -> list[Line]:
+    """Return a line for each held-out set that has a loss of its own, by its name."""
+    names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
+    colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
+    return [
+        Line(name, read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
     ]
 
 

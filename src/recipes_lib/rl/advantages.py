@@ -1,4 +1,4 @@
-"""Advantages and returns of sampled answers as pure tensor functions: GAE, leave-one-out, group mean, REINFORCE++.
+"""Advantages and returns of sampled answers as pure tensor functions: GAE, leave-one-out, group mean.
 
 Everywhere ``B`` answers have up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True where a token of an answer stands.
 What stands where it is False never counts.
@@ -162,20 +162,6 @@ def _compute_deviation(values: Tensor) -> Tensor:
     count = (~values.isnan()).sum(dim=1, keepdim=True)
     squares = (values - values.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
     return (squares / (count - 1)).sqrt()
-
-
-def compute_reinforce_advantages(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Discounted rewards from each token on, whitened over all answers, ``(B, T)``: REINFORCE++.
-
-    Args:
-        rewards: Of each token, from ``compute_rewards``.
-        mask: As everywhere.
-        gamma: Discount of a later token.
-
-    Source: Hu et al. 2025, equation 8: generalised advantages with ``lam = 1`` over a critic of 0.
-    """
-    returns, _ = compute_advantages(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
-    return whiten(returns, mask)
 
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -45,6 +45,7 @@ WITHOUT_CHANGE = {
     "max_length": 64,
     "prepared_dir": "elsewhere",
     "allow_eval_overlap": True,
+    "eval_datasets": {"more": {"name": "elsewhere"}},
     "pad_token": "<|im_end|>",
     "seed": 7,
     "cross_document_attention": True,

@@ -289,7 +289,7 @@ _TOKENIZER_CLASS_FILES: Final = ("config.json", "*.py")
 """Files that may name its class, or be it."""
 
 _PACKAGES: Final = ("jinja2", "tokenizers", "transformers")
-_TOLD_BY_CONTENT: Final = {"dataset_name", "dataset_revision", "chat_template_path", "prepared_dir"}
+_TOLD_BY_CONTENT: Final = {"dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"}
 """Options that only say where something lies: what lies there is in the key instead, so moving it changes nothing."""
 
 

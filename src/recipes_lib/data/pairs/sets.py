@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -35,6 +35,7 @@ from recipes_lib.data.pairs.audit import (
     drop_pairs,
     judge_pairs,
 )
+from recipes_lib.data.sources.mixtures import derive_eval_configs
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import PreparedSet
@@ -225,6 +226,7 @@ class PairData:
         audit: Figures of the training pairs.
         findings: What the audit of all pairs makes of them.
         record: JSON values for ``run.json``: where the pairs came from, their counts, and what was left out.
+        eval_sets: The pairs of each of ``eval_datasets``.
     """
 
     train: PairRows
@@ -233,16 +235,18 @@ class PairData:
     audit: PairAudit
     findings: Sequence[Finding]
     record: dict[str, Any]
+    eval_sets: Mapping[str, PairRows] = field(default_factory=dict)
 
     @property
     def held_out(self) -> Mapping[str, PairRows]:
         """The held-out pairs by name; empty when nothing is held out."""
-        return {} if self.eval is None else {"held-out set": self.eval}
+        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with one answer, held-out pairs included."""
-        return max(int(self.record[side]["length_max"]) for side in ("train", "eval") if self.record.get(side))
+        audits = [self.record[side] for side in ("train", "eval") if self.record.get(side)]
+        return max(int(audit["length_max"]) for audit in (*audits, *self.record.get("eval_datasets", {}).values()))
 
     @property
     def warnings(self) -> list[str]:
@@ -284,13 +288,19 @@ def load_pair_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loc
             processes, that the first one gave up.
     """
     prepared = prepare_pairs(config, load_tokenizer, local_rank=local_rank)
+    sets = {
+        name: prepare_pairs(derived, load_tokenizer, local_rank=local_rank)
+        for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
+    }
+    told = {name: {"key": found.key, **found.manifest["train"]} for name, found in sets.items()}
     return PairData(
         train=prepared.train,
         eval=prepared.eval,
         max_length=prepared.manifest["max_length"],
         audit=PairAudit(**prepared.manifest["train"]),
         findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
-        record={"prepared_set": str(prepared.path), **prepared.manifest},
+        record={"prepared_set": str(prepared.path), **prepared.manifest, **({"eval_datasets": told} if told else {})},
+        eval_sets={name: found.train for name, found in sets.items()},
     )
 
 

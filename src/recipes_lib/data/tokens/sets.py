@@ -170,6 +170,23 @@ def load_held_out(config: RecipeConfig) -> Corpus | None:
     return Corpus(name=name, source=source, format=config.data.dataset_format, tokens=config.tokens)
 
 
+def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
+    """Open the sources that ``eval_datasets`` names.
+
+    Raises:
+        DataError: One cannot be opened.
+    """
+    return [
+        Corpus(
+            name=name,
+            source=_load_entry(config, entry),
+            format=entry.get("format", config.data.dataset_format),
+            tokens=config.tokens,
+        )
+        for name, entry in (config.data.eval_datasets or {}).items()
+    ]
+
+
 def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """The entries' names, with configuration and split where the name alone is not unique."""
     counts = Counter(entry["name"] for entry in entries)

@@ -93,14 +93,17 @@ def build_observer(
     for warning in data.warnings if is_main else ():
         logger.warning(warning)
     hooks: list[EvaluationHook] = []
-    given: dict[str, Any] = {"batch_size": args.per_device_eval_batch_size, "progress": progress}
-    if score_pairs is not None:
-        given |= {"collate": collate, "score": score_pairs}
-        hooks += [EvaluatePairs(rows=rows, **given) for rows in data.held_out.values()]
+    given: dict[str, Any] = {
+        "batch_size": args.per_device_eval_batch_size,
+        "progress": progress,
+        "held_out": data.held_out,
+        "named": tuple(config.data.eval_datasets or ()),
+    }
+    if score_pairs is not None and data.held_out:
+        hooks.append(EvaluatePairs(collate=collate, score=score_pairs, **given))
     elif data.held_out:
         hooks.append(
             EvaluateLoss(
-                held_out=data.held_out,
                 collate=collate if context is None else _cut_after(collate, context),
                 byte_lengths=count_text_bytes(tokenizer),
                 # Of a row that is shared each process has a part of the sums; of one that all compute, all of them.

@@ -89,7 +89,8 @@ class ReferenceLogps:
 
     def attach(self, data: PairData) -> PairData:
         """Return the same data, each pair with the numbers that it will have."""
-        return replace(data, train=self.rows["train"], eval=self.rows.get("eval"))
+        sets = {name: self.rows[f"eval-{name}"] for name in data.eval_sets}
+        return replace(data, train=self.rows["train"], eval=self.rows.get("eval"), eval_sets=sets)
 
     def settle(
         self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype, progress: TrainingProgress
