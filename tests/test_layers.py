@@ -53,7 +53,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "pipelines": {"config", "errors", "files"},
     "evaluation": {"config", "environment", "errors", "files", "models"},
     "report": {"config", "errors", "models", "files"},
-    "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
+    "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
     "demo": {"errors", "models", "pipelines"},
     "proving": {"data", "environment", "files", "losses", "models", "training"},
     # Commands join the rooms.
