@@ -55,6 +55,9 @@ COMMANDS = {
         "recipes_lib.commands.tokenizer:main", "train a tokenizer on any data, and measure its compression"
     ),
     "plan": Command("recipes_lib.commands.planning.plan:main", "estimate parameters, memory, time and cost of a run"),
+    "scale": Command(
+        "recipes_lib.commands.planning.scale:main", "fit scaling laws to runs, and plan or predict larger ones"
+    ),
     "sample-pairs": Command(
         "recipes_lib.commands.sample_pairs:main", "make preference pairs of a policy's own answers, by its rewards"
     ),
