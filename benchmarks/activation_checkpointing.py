@@ -30,8 +30,8 @@ def measure(mode: str) -> dict[str, float]:
     """Return the extra peak memory of a step in GB, the seconds of the fastest, and the loss."""
     from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
-    from recipes_lib.models.heads.loss_head import add_loss_head
     from recipes_lib.models.activation_checkpointing import read_selective
+    from recipes_lib.models.heads.loss_head import add_loss_head
 
     set_seed(0)
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Memory and network traffic of parallel layouts, from closed forms: the tables of ``docs/beyond_one_box.md``.
+"""Memory and network traffic of parallel layouts, from closed forms: the tables of ``docs/multi_node.md``.
 
 python benchmarks/layout_costs.py
 """
@@ -76,7 +76,7 @@ def compute_bubble(num_stages: int, num_micro_batches: int, num_interleaved: int
 
 
 def format_tables() -> str:
-    """Return the tables of ``docs/beyond_one_box.md``."""
+    """Return the tables of ``docs/multi_node.md``."""
     return "\n".join(_format_rows())
 
 

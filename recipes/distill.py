@@ -38,10 +38,10 @@ def main(run: Run) -> None:
     vocabulary = map_teacher_vocabulary(config, tokenizer)
     data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
-    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
 
     model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
     model = load_causal_lm(config.model, attention.implementation)
     set_stop_tokens(model, tokenizer, data.audit.terminators)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
@@ -51,11 +51,11 @@ def main(run: Run) -> None:
         distillation=config.distillation,
         is_own_teacher=is_own_teacher(config),
         args=args,
-        eval_dataset=data.eval,
+        eval_dataset=data.held_out or None,
         processing_class=tokenizer,
         observer=build_observer(config, data, args, model, tokenizer, collate),
     )
-    if config.tokens.packing:
+    if config.tokens.packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())

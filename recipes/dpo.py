@@ -15,7 +15,7 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.data.pairs.pair_data import load_pair_data
+from recipes_lib.data.pairs.sets import load_pair_data
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
@@ -34,7 +34,7 @@ def main(run: Run) -> None:
     # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
-    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
     objective = build_objective(args, config.preference, data.record.get("eval"))
     # A prompt is computed once for both answers, where model and kernel keep the answers apart.
     model_config = load_verified_config(config, tokenizer, data.longest)
@@ -55,7 +55,7 @@ def main(run: Run) -> None:
         is_own_reference=config.preference.ref_model_name_or_path is None,
         adapter=config.adapter,
         train_dataset=data.train,
-        eval_dataset=data.eval,
+        eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
         observer=build_observer(config, data, args, model, tokenizer, collate, objective.score_held_out),

@@ -2,7 +2,7 @@
 
 accelerate launch recipes/eval.py --config recipes/configs/gpt2-124m/eval.yaml
 
-The same command goes on where one was killed. Each process asks its share of the questions.
+The same command resumes one that was killed. Each process asks its share of the questions.
 """
 
 import sys

@@ -37,11 +37,11 @@ def main(run: Run) -> None:
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
-    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
 
-    # The model's own weights are loaded, in few bits if asked for, and frozen; the adapter begins as nothing.
+    # The model's own weights are loaded, quantised if asked for, and frozen; the adapter begins as nothing.
     model_config = load_verified_config(config, tokenizer, data.longest)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
     model = load_policy(config, attention.implementation, args, run.launch)
     run.record(adapter=describe_adapter(model))
     set_stop_tokens(model, tokenizer, data.audit.terminators)
@@ -51,13 +51,13 @@ def main(run: Run) -> None:
         model=model,
         args=args,
         train_dataset=data.train,
-        eval_dataset=data.eval,
+        eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
         observer=observer,
         adapter=config.adapter,
     )
-    if config.tokens.packing:
+    if config.tokens.packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())

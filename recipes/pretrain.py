@@ -23,7 +23,7 @@ from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.layouts.context_rows import join_context
-from recipes_lib.training.layouts.pipeline_trainer import choose_trainer
+from recipes_lib.training.layouts.pipeline import choose_trainer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.pretraining_rows import build_rows
@@ -46,7 +46,7 @@ def main(run: Run) -> None:
     isolated = not config.pretraining.cross_document_attention
     model_config = load_verified_config(config, tokenizer, rows.plan.max_length)
     context = join_context(run.launch, args)
-    attention = choose_attention(config.model, model_config, args, packing=isolated, context=context)
+    attention = choose_attention(config.model, model_config, args, packing=isolated, flattens=True, context=context)
     model = load_language_model(config, model_config, attention.implementation, args, run.launch)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
     trainer = choose_trainer(run.launch)(
@@ -60,7 +60,7 @@ def main(run: Run) -> None:
         processing_class=tokenizer,
         observer=build_observer(config, rows, args, model, tokenizer, collate, context=context),
     )
-    if isolated:
+    if isolated or attention.layout == "flat":
         prove_isolation(trainer.model_wrapped, attention.layout)
     verify_loss_head(trainer.model_wrapped)
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())

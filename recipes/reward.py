@@ -15,7 +15,7 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("reward", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.data.pairs.pair_data import UnfinishedAnswers, load_pair_data
+from recipes_lib.data.pairs.sets import UnfinishedAnswers, load_pair_data
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
@@ -35,7 +35,7 @@ def main(run: Run) -> None:
     # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_pair_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
-    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
     # A prompt is computed once for both answers, where model and kernel keep the answers apart.
     model_config = load_verified_config(config, tokenizer, data.longest)
     attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
@@ -52,7 +52,7 @@ def main(run: Run) -> None:
         objective=objective,
         adapter=config.adapter,
         train_dataset=UnfinishedAnswers(data.train, tokenizer, config.preference.unfinished_share, args.seed),
-        eval_dataset=data.eval,
+        eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
         observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),

@@ -37,12 +37,14 @@ def main(run: Run) -> None:
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_training_data(config, lambda _: tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
-    args = build_training_arguments(config, run.launch, has_eval=data.eval is not None)
+    args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
 
     # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
     model_config = load_verified_config(config, tokenizer, data.longest)
     context = join_context(run.launch, args)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, context=context)
+    attention = choose_attention(
+        config.model, model_config, args, packing=config.tokens.packing, flattens=True, context=context
+    )
     model = load_language_model(config, model_config, attention.implementation, args, run.launch)
     set_stop_tokens(model, tokenizer, data.audit.terminators)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
@@ -51,12 +53,12 @@ def main(run: Run) -> None:
         model=model,
         args=args,
         train_dataset=data.train,
-        eval_dataset=data.eval,
+        eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
         observer=observer,
     )
-    if config.tokens.packing:
+    if config.tokens.packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)
 

@@ -68,6 +68,29 @@ def test_an_unknown_command_names_the_nearest(typed: str, told: str, capsys: pyt
     assert told in error
 
 
+SLOW_HELP = {"plan"}
+"""Commands whose help still waits for torch."""
+
+
+def test_no_command_imports_torch_to_answer_its_help() -> None:
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from recipes_lib import cli\n"
+        "slow = []\n"
+        "for name in json.loads(sys.argv[1]):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):\n"
+        "        cli.main([name, '--help'])\n"
+        "    assert 'usage' in told.getvalue(), name\n"
+        "    if {'torch', 'transformers'} & sys.modules.keys():\n"
+        "        slow.append(name)\n"
+        "        break\n"
+        "print(json.dumps(slow))\n"
+    )
+    names = sorted(cli.COMMANDS.keys() - SLOW_HELP)
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(names)], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
 def test_arguments_and_exit_code_pass_through(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "--config", "a b.yaml"]) == 0
     assert capsys.readouterr().out == "['--config', 'a b.yaml']\n"

@@ -20,13 +20,13 @@ from recipes_lib.files import hash_file, is_inside, read_lines, read_record, rep
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (b"", "is no JSON"),
-        (b'{"a": 1', "is no JSON"),
-        (b"\xff\xfe{}", "is no JSON"),
+        (b"", "is not JSON"),
+        (b'{"a": 1', "is not JSON"),
+        (b"\xff\xfe{}", "is not JSON"),
         (b"[1, 2]", "holds a list and not an object"),
         (b"null", "holds null and not an object"),
         (b'{"a": ' + b"[" * 100_000, "is nested too deeply"),
-        (b'{"a": ' + b"1" * 100_000 + b"}", "is no JSON"),
+        (b'{"a": ' + b"1" * 100_000 + b"}", "is not JSON"),
         (b'{"b": 1}', "`a` is missing"),
         (b'{"a": "1"}', "`a` is a string"),
         (b'{"a": true}', "`a` is a boolean"),

@@ -12,8 +12,8 @@ from huggingface_hub.utils import _http
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.sources.hub_datasets import load_hub
+from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import UserError
-from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.loading import load_model_config, load_tokenizer
 
 MODEL = ModelConfig(model_name_or_path="nobody/nothing")
@@ -56,7 +56,7 @@ def test_a_path_asks_nobody_and_a_hub_that_answers_stays_on_line(unreachable, tm
     assert not constants.HF_HUB_OFFLINE
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr("recipes_lib.hub.SECONDS_TO_ANSWER", 60.0)
+        monkeypatch.setattr("recipes_lib.environment.SECONDS_TO_ANSWER", 60.0)
         answering = threading.Thread(target=answer_once, args=(server,))
         answering.start()
         go_offline_unless_reachable("owner/name")

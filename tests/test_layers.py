@@ -14,7 +14,7 @@ from tests.forked import ROOT
 
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"environment", "errors", "files", "hardware", "hub", "processes", "stopping"}
+FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "sandbox", "stopping"}
 ROOMS = {
     "config",
     "corpus",
@@ -38,20 +38,20 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "environment": set(),
     "hardware": set(),
     "processes": set(),
-    "hub": set(),
+    "sandbox": set(),
     "stopping": {"errors", "processes"},
     "losses": set(),
     "config": {"errors"},
     # Rooms. Data and models never meet.
-    "data": {"config", "errors", "files", "hub"},
-    "models": {"config", "errors", "files", "hub", "losses"},
+    "data": {"config", "environment", "errors", "files"},
+    "models": {"config", "environment", "errors", "files", "losses"},
     "planning": {"config", "errors", "losses", "models"},
     "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "report"},
     "pipelines": {"config", "errors", "files"},
-    "evaluation": {"config", "environment", "errors", "files", "models"},
+    "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
     "demo": {"errors", "models", "pipelines"},

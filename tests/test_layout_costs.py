@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from benchmarks.layout_costs import compute_bubble, compute_footprint, format_tables
 
-PAGE = Path(__file__).parents[1] / "docs" / "beyond_one_box.md"
+PAGE = Path(__file__).parents[1] / "docs" / "multi_node.md"
 
 
 @pytest.mark.parametrize(("layout", "published"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("fsdp2", 1.9)])

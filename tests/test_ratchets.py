@@ -107,7 +107,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         # A trainer is built by upstream's arguments alone.
         (
             "src/recipes_lib/training/layouts/launch_environment.py",
-            "src/recipes_lib/training/layouts/pipeline_trainer.py",
+            "src/recipes_lib/training/layouts/pipeline.py",
             "src/recipes_lib/training/trainers/recipe_trainer.py",
             "src/recipes_lib/training/checkpoints/saver.py",
             "src/recipes_lib/publish/final_model.py",

@@ -1,10 +1,11 @@
-"""Environment of a run: package versions and the Git commit of the working directory. Standard library only."""
+"""Environment of a run: package versions, the Git commit, and whether the Hub answers. Imports nothing at first."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import subprocess
+from pathlib import Path
 from typing import Final
 
 _PACKAGES: Final = ("torch", "transformers", "trl", "accelerate", "datasets", "tokenizers", "peft", "recipes-lib")
@@ -29,3 +30,31 @@ def read_git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return answer.stdout.strip() or None
+
+
+SECONDS_TO_ANSWER: Final = 3.0
+
+
+def go_offline_unless_reachable(name: str) -> None:
+    """Take this process offline if the Hub does not answer, so that it reads the cache and waits for nothing.
+
+    huggingface_hub makes each request six times over 22 seconds, and a model takes several. What fails once the Hub has
+    answered is still made again.
+
+    Args:
+        name: Hub id, or a path, for which nothing is asked.
+    """
+    if Path(name).exists():
+        return
+    # Here, because paths need none of it.
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    # Of the HTTP library under huggingface_hub, which is another one in another version.
+    no_answer: type[Exception] = HfHubHTTPError.__bases__[0]
+    try:
+        get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
+    except (no_answer, OSError):
+        constants.HF_HUB_OFFLINE = True

@@ -41,7 +41,7 @@ def read_json(path: Path, *, remedy: str = "") -> Any:
     except RecursionError:
         raise _refuse(path, "is nested too deeply", remedy) from None
     except ValueError as error:  # No JSON, no UTF-8, or a number of thousands of digits.
-        raise _refuse(path, f"is no JSON: {error}", remedy) from error
+        raise _refuse(path, f"is not JSON: {error}", remedy) from error
 
 
 def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_the_launch_file_that_accelerate_reads_by_default_is_told(
 
     default = Path(config_args.default_yaml_config_file)
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
-    assert doctor._probe_launch_default()[0].remedy == ""
+    assert next(doctor._probe_launch_default()).remedy == ""
 
     ours = tmp_path / default.relative_to(default.parents[1])
     ours.parent.mkdir()

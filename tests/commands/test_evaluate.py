@@ -13,6 +13,7 @@ from tests.evaluation.conftest import write_tasks
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.evaluate import describe
+from recipes_lib.pipelines.runner import read_figure
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,40 @@ def test_scores_go_where_readers_look(evaluated: Path) -> None:
     assert run_recipes(["report", str(evaluated / "one")]) == 0
     assert "local_choice, acc" in (evaluated / "one" / "report.html").read_text()
     assert "local_choice" in (evaluated / "one" / "eval" / "report.html").read_text()
+
+
+def test_a_group_stands_for_its_tasks_and_a_score_of_few_questions_says_so(evaluated: Path) -> None:
+    folder = evaluated / "three"
+    tiny.save_model(folder, tiny.build_tokenizer(), seed=3)
+    record = {"stage": "sft", "status": "done", "config": {"output_dir": str(folder), "dataset_name": "d"}}
+    (folder / "run.json").write_text(json.dumps(record))
+    flags = ["--tasks", "local_group", "--include_path", str(evaluated / "tasks"), "--use_cpu"]
+
+    def read_card() -> tuple[str, dict[str, float]]:
+        card = (folder / "README.md").read_text().replace("\\", "")
+        (model,) = yaml.safe_load(card.split("---")[1]).get("model-index") or [{"results": []}]
+        found = {one["dataset"]["name"]: one["metrics"][0] for one in model["results"]}
+        return card, found
+
+    assert run_recipes(["eval", str(folder), *flags, "--limit", "5"]) == 0
+    card, listed = read_card()
+    assert "| local_group | acc |" in card
+    assert "first 5 of each task" in card
+    assert "local_group" not in listed
+    assert run_recipes(["eval", str(folder), *flags]) == 0
+    card, listed = read_card()
+    assert "| local_group | acc |" in card
+    assert "local_other" not in card
+    record = json.loads((folder / "eval" / "eval.json").read_text())
+    score = record["groups"]["local_group"]["scores"]["acc"]
+    assert record["groups"]["local_group"]["num_questions"] == 72
+    assert score["value"] == record["tasks"]["local_choice"]["scores"]["acc"]["value"]
+    assert listed["local_group"]["value"] == score["value"]
+    assert listed["local_group"]["args"] == {"stderr": score["stderr"]}
+    assert read_figure(folder, "local_group.acc") == score["value"]
+    assert run_recipes(["report", str(folder)]) == 0
+    assert "local_group, acc" in (folder / "report.html").read_text()
+    assert "local_group" in (folder / "eval" / "report.html").read_text()
 
 
 def test_models_are_compared_on_their_folders(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +119,9 @@ def test_help_needs_no_package(
 
 def test_what_was_cut_or_empty_is_a_warning() -> None:
     task = {"scores": {"acc": {"value": 0.5, "stderr": 0.1}}, "num_questions": 4, "num_cut": 3, "num_empty": 0}
-    group = {"acc": {"value": 0.25, "stderr": None}}
+    group = {"scores": {"acc": {"value": 0.25, "stderr": None}}, "num_questions": 9}
     assert describe({"groups": {"g": group}, "tasks": {"t": task}}) == [
-        "g: acc 0.2500",
+        "g: acc 0.2500, 9 questions",
         "t: acc 0.5000 ± 0.1960, 4 questions",
         "warning: t: 3 of 4 questions did not fit and lost their beginning",
     ]

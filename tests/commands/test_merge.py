@@ -112,7 +112,7 @@ def test_a_merge_that_loses_the_adapter_is_refused(adapter, tmp_path, capsys, mo
     ("mean_kl", "max_kl", "bare", "compared_on", "remedy"),
     [
         (0.02, 0.01, 1.0, "full precision", "write --dtype float32"),
-        (0.3, 0.2, 1.0, "4 bits", "serve the adapter on the base in few bits"),
+        (0.3, 0.2, 1.0, "4 bits", "serve the adapter on the quantised base"),
         (float("nan"), 0.2, 1.0, "4 bits", "--max_kl"),
         (0.005, 0.01, 0.004, "full precision", "write --dtype float32"),
     ],

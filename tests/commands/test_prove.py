@@ -13,9 +13,14 @@ from tests.proving.benches import FAST, ROOT
 
 from recipes_lib.commands import prove
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError
+from recipes_lib.proving import checks
 from recipes_lib.proving.bench import Bench
 from recipes_lib.proving.checks import Check
 from recipes_lib.proving.results import PASSED, ROWS_FILE, SKIPPED
+
+
+def read_file(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / ROWS_FILE).read_text().splitlines() if line]
 
 
 def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(
@@ -24,9 +29,9 @@ def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(
     monkeypatch.chdir(ROOT)
     asked = ["--output", str(tmp_path / "my proof"), "--page", str(tmp_path / "page.md"), "--only", *FAST]
     assert prove.main(asked) == EXIT_DONE
-    rows = [json.loads(line) for line in (tmp_path / "my proof" / ROWS_FILE).read_text().splitlines()]
+    rows = read_file(tmp_path / "my proof")
     assert {row["status"] for row in rows} == {PASSED, SKIPPED}
-    assert {row["reason"] for row in rows if row["status"] == SKIPPED} == {"there is no GPU"}
+    assert {row["reason"] for row in rows if row["status"] == SKIPPED} == {"there is no GPU", "needs 2 GPUs"}
     page = (tmp_path / "page.md").read_text()
     assert page == (tmp_path / "my proof" / prove.PAGE).read_text()
     assert f"- torch: {torch.__version__}" in page
@@ -34,7 +39,7 @@ def test_a_run_leaves_rows_and_a_page_and_is_not_made_twice(
     capsys.readouterr()
     assert prove.main(asked) == EXIT_DONE
     assert "passed  environment" in capsys.readouterr().out
-    again = (tmp_path / "my proof" / ROWS_FILE).read_text().splitlines()
+    again = read_file(tmp_path / "my proof")
     assert len(again) == len(rows) + sum(row["status"] == SKIPPED for row in rows), "what had passed was made again"
 
 
@@ -45,9 +50,52 @@ def test_whatever_a_check_raises_is_a_row_and_the_command_says_so(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(prove, "list_checks", lambda: [Check("one", "fails", fail)])
+    monkeypatch.setattr(checks, "list_checks", lambda: [Check("one", "fails", fail)])
     assert prove.main(["--output", str(tmp_path)]) == EXIT_USER
     assert "| one | fails | failed |" in (tmp_path / prove.PAGE).read_text()
+
+
+def test_rows_of_another_machine_and_lines_that_were_cut_off_are_no_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def count(bench: Bench) -> Mapping[str, Any]:
+        calls.append(bench.describe())
+        return {"calls": len(calls)}
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(checks, "list_checks", lambda: [Check("one", "counts", count)])
+    asked = ["--output", str(tmp_path)]
+    assert prove.main(asked) == prove.main(asked) == EXIT_DONE
+    assert len(calls) == 1
+    rows = tmp_path / ROWS_FILE
+    rows.write_text(rows.read_text().replace(calls[0], "a laptop, small sizes"))
+    assert prove.main(asked) == EXIT_DONE
+    assert len(calls) == 2, "another machine's rows passed for this one's"
+    rows.write_text(rows.read_text()[:-20])
+    assert prove.main(asked) == EXIT_DONE
+    assert len(calls) == 3
+    assert prove.main(asked) == EXIT_DONE
+    assert len(calls) == 3, "the row behind the one that was cut off was lost"
+    assert "calls 3" in (tmp_path / prove.PAGE).read_text()
+
+
+def test_the_page_is_there_before_the_last_check_and_keeps_what_was_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(bench: Bench) -> Mapping[str, Any]:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(ROOT)
+    listed = [Check("one", "is quick", lambda _: {}), Check("two", "is interrupted", interrupt)]
+    monkeypatch.setattr(checks, "list_checks", lambda: listed)
+    with pytest.raises(KeyboardInterrupt):
+        prove.main(["--output", str(tmp_path)])
+    assert "| one | is quick | passed |" in (tmp_path / prove.PAGE).read_text()
+    listed.append(Check("three", "is asked for", lambda _: {}))
+    assert prove.main(["--output", str(tmp_path), "--only", "three"]) == EXIT_DONE
+    assert "| one | is quick | passed |" in (tmp_path / prove.PAGE).read_text()
 
 
 def test_a_wrong_place_or_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +105,6 @@ def test_a_wrong_place_or_name_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError, match="choose of environment, numbers-pretrain"):
         prove.main(["--only", "speed"])
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="2 are asked for, and 0 are there"):
+            prove.main(["--gpus", "2", "--output", str(tmp_path / "x")])

@@ -61,6 +61,10 @@ def test_ppo_needs_a_reward(problems_of) -> None:
         ("rloo", "critic_learning_rate: 1e-5", 5, "there is no critic"),
         ("rloo", "use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("rloo", "loss_type: dapo", 5, "another loss"),
+        ("grpo", "vllm_importance_sampling_cap: 3", 5, "vllm_importance_sampling_clip_max"),
+        ("grpo", "vllm_importance_sampling_clip_min: 2", 5, "write less than 2"),
+        ("grpo", "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask", 6, "effect"),
+        ("grpo", "loss_type: vespo\nvllm_importance_sampling_mode: sequence_mask", 6, "weighs whole answers"),
         ("ppo", "num_generations: 4", 5, "not a key of this stage"),
         ("dpo", "beta: 0", 5, "makes every pair equal"),
     ],
@@ -76,5 +80,8 @@ def test_what_does_not_belong_to_a_stage_is_refused_at_its_line(
 
 def test_sound_recipes_of_groups_have_no_problem(problems_of) -> None:
     assert not problems_of("beta: 0\nloss_type: dr_grpo\ndelta: 2\nscale_rewards: none\n", stage="grpo")
+    assert not problems_of("scale_rewards: true\n", stage="grpo") + problems_of("scale_rewards: false\n", stage="grpo")
+    (problem,) = problems_of("scale_rewards: groups\n", stage="grpo")
+    assert problem.remedy == "write one of group, batch, none or true or false"
     assert not problems_of("sapo_temperature_pos: 1.1\nloss_type: sapo\nnum_generations: 4\n", stage="grpo")
     assert not problems_of("beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true\n", stage="rloo")

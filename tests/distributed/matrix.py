@@ -32,8 +32,7 @@ from tests.forked import ROOT, find_free_port
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import EXIT_DONE, ConfigError
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import Launch, read_launch
-from recipes_lib.training.layouts.launch_files import name_variables, read_launch_file
+from recipes_lib.training.layouts.launch_environment import Launch, name_variables, read_launch, read_launch_file
 
 
 class Layout(NamedTuple):

@@ -128,11 +128,10 @@ def break_something(fault: str | None) -> Iterator[None]:
     from torch.nn.parallel import DistributedDataParallel
 
     from recipes_lib.models.generation import GenerateBackend
-    from recipes_lib.training.layouts.pipeline import Pipeline
-    from recipes_lib.training.layouts.pipeline_trainer import PipelineTrainer
+    from recipes_lib.training.layouts.pipeline import Pipeline, PipelineTrainer
     from recipes_lib.training.trainers import recipe_trainer
     from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
-    from recipes_lib.training.trainers.run_sampler import RunSampler
+    from recipes_lib.training.trainers.recipe_trainer import RunSampler
 
     compute, run, order = SFTTrainer.compute_loss, DistributedDataParallel.forward, RunSampler.__iter__
     run_step = PipelineTrainer._run_step

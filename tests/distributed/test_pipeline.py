@@ -117,8 +117,8 @@ def test_a_gradient_that_is_none_in_one_stage_stops_all_before_the_update(two: t
 @pytest.mark.multiprocess
 def test_the_user_is_told_what_stands_still_and_what_is_left_out(two: tuple[Path, Any]) -> None:
     _, ended = two
-    assert "pipeline: 2 stages by 1f1b, 4 micro-batches a step; standing still adds 25% to the work" in ended["told"]
-    assert "2 stages of 2 chunks each by interleaved, 4 micro-batches a step; standing still adds 12%" in ended["told"]
+    assert "pipeline: 2 stages by 1f1b, 4 micro-batches a step; the bubble adds 25% of compute time" in ended["told"]
+    assert "2 stages of 2 chunks each by interleaved, 4 micro-batches a step; the bubble adds 12%" in ended["told"]
     assert "process 1 of 2: " in ended["told"]
     assert "stage 1 of 2" in ended["told"]
 

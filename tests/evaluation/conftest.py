@@ -47,6 +47,11 @@ doc_to_target: "{{{{q}}}}"
 metric_list: [{{metric: bits_per_byte}}]
 metadata: {{version: 1.0}}
 """
+GROUP = """
+group: local_group
+task: [local_choice, local_other]
+aggregate_metric_list: [{metric: acc, weight_by_size: true}]
+"""
 CODE = """
 task: local_code
 dataset_path: json
@@ -57,7 +62,7 @@ generation_kwargs: {{until: ["\\ndef"], max_gen_toks: 8}}
 
 
 def write_tasks(folder: Path) -> Path:
-    """Write four local tasks, and one whose template does not fit its data; return their folder."""
+    """Write five local tasks, a group of two, and one whose template does not fit its data; return their folder."""
     from recipes_lib.evaluation.suites import OWN_TASKS
 
     drawn = random.Random(0)
@@ -72,6 +77,8 @@ def write_tasks(folder: Path) -> Path:
     (folder / "tasks").mkdir()
     for name, text in {
         "choice": CHOICE.format(name="local_choice", folder=folder, column="q"),
+        "other": CHOICE.format(name="local_other", folder=folder, column="q"),
+        "group": GROUP,
         "broken": CHOICE.format(name="local_broken", folder=folder, column="q.missing.column"),
         "written": WRITTEN.format(folder=folder),
         "rolling": ROLLING.format(folder=folder),

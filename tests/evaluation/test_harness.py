@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation import harness
+from recipes_lib.evaluation.engines import CheckedModel, Remembering
 from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
 
 LOCAL = ("local_choice", "local_written", "local_rolling")
@@ -88,7 +89,7 @@ class Table(TemplateLM):  # type: ignore[misc]
 
 
 def answer(table: Table, config: EvalConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(harness, "_build_model", lambda *_: table)
+    monkeypatch.setattr(harness, "build_engine", lambda *_: table)
     record = evaluate_model(config)
     assert record is not None
     return record["tasks"]
@@ -139,12 +140,15 @@ def test_logits_that_are_no_numbers_end_it(model: Path, tasks: Path) -> None:
     torch.nn.init.constant_(network.model.layers[0].mlp.up_proj.weight, math.nan)
     network.save_pretrained(model)
     for task in LOCAL:
-        with pytest.raises(DataError, match="its logits are not finite"):
-            evaluate_model(build(model, tasks, task))
+        for _ in range(2):  # What was answered before the error is not remembered.
+            with pytest.raises(DataError, match="its logits are not finite"):
+                evaluate_model(build(model, tasks, task))
     assert not (model / "eval" / RECORD).exists()
 
 
-def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(model: Path, tasks: Path) -> None:
+def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(
+    model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16}))
     record = evaluate_model(build(model, tasks, "local_choice", "local_written"))
@@ -155,6 +159,15 @@ def test_questions_that_are_cut_are_counted_and_answers_without_room_refused(mod
     assert cut["local_written"] == sum(len(tokenizer(prompt)["input_ids"]) > 16 - 8 for prompt in prompts)
     assert cut["local_choice"] == record["tasks"]["local_choice"]["num_questions"]
     assert all(row["is_cut"] for row in read_samples(model / "eval") if row["task"] == "local_choice")
+    # Killed after the last answer, it has all of them in its cache, and none is asked again.
+    with monkeypatch.context() as patched:
+        patched.setattr(Remembering, "close", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate_model(build(model, tasks, "local_choice"))
+    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", None)
+    again = evaluate_model(build(model, tasks, "local_choice"))
+    assert again is not None
+    assert again["tasks"]["local_choice"]["num_cut"] == cut["local_choice"]
     with pytest.raises(ConfigError, match="an answer of 16 tokens does not fit its 16 positions"):
         evaluate_model(build(model, tasks, "local_written", gen_kwargs={"max_gen_toks": 16}))
 
@@ -213,7 +226,7 @@ def test_the_fingerprint_is_of_what_decides_answers(model: Path, tasks: Path) ->
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "whose output is no text"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "which does not generate text"),
         ({"model_type": "no such"}, "model_name_or_path"),
     ],
 )

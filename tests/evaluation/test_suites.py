@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 
 from recipes_lib.config.evaluation import EvalConfig
@@ -50,6 +52,53 @@ def test_data_that_cannot_be_had_are_an_error_with_a_way_out(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"gone: cannot be loaded: .*gone\.jsonl") as caught:
         load_tasks(build(tmp_path, "gone"))
     assert "reads local data" in caught.value.problems[0].remedy
+
+
+PUBLISHED = Path(lm_eval.__file__).parent / "tasks"
+QUESTION = {"problem": "What is 1+1?", "solution": "It is $\\boxed{2}$.", "level": "1", "type": "Algebra"}
+INSTRUCTION = {"key": 1, "prompt": "p", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+
+
+def include(folder: Path, task: str, row: dict[str, Any]) -> Path:
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    (folder / "own.yaml").write_text(
+        f"include: {PUBLISHED}/{task}.yaml\ntask: own\ndataset_path: json\ndataset_name: null\n"
+        f"dataset_kwargs: {{data_files: {{train: {folder}/rows.jsonl, test: {folder}/rows.jsonl}}}}\n"
+    )
+    return folder
+
+
+def test_mathematics_and_chats_are_scored_by_what_the_extra_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (task,) = load_tasks(build(include(tmp_path, "minerva_math/minerva_math_algebra", QUESTION), "own"))[
+        "tasks"
+    ].values()
+    said = "The final answer is $\\frac{4}{2}$. I hope it is correct."
+    assert task.process_results(task.eval_docs[0], [f"Final Answer: {said}"])["math_verify"] == 1
+    # NLTK looks for data of its own, and without a network asks for them in vain.
+    monkeypatch.setattr("nltk.data.find", lambda _: "here")
+    (task,) = load_tasks(build(include(tmp_path, "ifeval/ifeval", INSTRUCTION), "own"))["tasks"].values()
+    assert task.process_results(task.eval_docs[0], ["no comma"])["prompt_level_strict_acc"] is True
+
+    def find(_: str) -> None:
+        raise LookupError
+
+    monkeypatch.setattr("nltk.data.find", find)
+    with pytest.raises(ConfigError, match="NLTK's punkt_tab, which is not here") as caught:
+        load_tasks(build(tmp_path, "own"))
+    assert "python -m nltk.downloader punkt_tab" in caught.value.problems[0].remedy
+
+
+def test_a_missing_package_is_no_missing_network(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import no_such_package\n")
+    (tmp_path / "own.yaml").write_text(
+        "task: own\ndataset_path: json\noutput_type: generate_until\ntest_split: test\n"
+        "doc_to_text: q\ndoc_to_target: a\nprocess_results: !function own.score\n"
+    )
+    with pytest.raises(ConfigError, match=r"needs a package that is not installed: .*no_such_package") as caught:
+        load_tasks(build(tmp_path, "own"))
+    assert "pip install 'recipes-lib[eval]'" in caught.value.problems[0].remedy
 
 
 def test_an_unknown_task_is_told_with_the_nearest(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from tests.corpus.texts import make_text, write_rows
 
 from recipes_lib.commands.clean import main as clean
 from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.corpus_audit import say_corpus
+from recipes_lib.inspection.sections import say_corpus
 
 
 def build_config(folder, name, stage="pretrain"):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.stages import DistillationInspection
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
 def look(folder: Path, student: Path, teacher: Path, **keys: Any) -> tuple[list[Any], str]:

@@ -10,7 +10,7 @@ from tests.rows import write_rows
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
 @pytest.fixture

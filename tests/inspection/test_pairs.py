@@ -12,7 +12,7 @@ from trl import DPOConfig
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 ROWS = [
     {"prompt": f"What is {n} plus {n}? " * 3, "chosen": f"It is {2 * n}.", "rejected": f"Maybe {n}, who knows."}

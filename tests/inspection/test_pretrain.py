@@ -11,7 +11,7 @@ from tests.training.pretraining import build_config, run_recipe, write_documents
 
 from recipes_lib.cli import main
 from recipes_lib.commands.check import check
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
 def run_check(config, num_processes=1, pipeline=None):

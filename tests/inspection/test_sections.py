@@ -9,7 +9,7 @@ from tests.training.pretraining import build_config
 
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.inspection.stages import PretrainInspection
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
 def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_tokenizer_dir) -> None:

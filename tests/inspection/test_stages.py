@@ -16,7 +16,7 @@ from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.stages import SFTInspection
 from recipes_lib.planning.memory import plan_memory
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_environment import find_launch_file, plan_launch
 
 
 @pytest.mark.parametrize(("template", "caution"), [("", False), ("{{ strftime_now('%Y') }}", True)])
@@ -202,7 +202,7 @@ def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_
 def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
     problems, told = look()
-    assert "GB at most; `recipes plan` tells its terms" in told
+    assert "GB at most; `recipes plan` lists it" in told
     assert "warning" not in told
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
     problems, told = look()

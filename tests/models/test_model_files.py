@@ -45,7 +45,7 @@ def test_only_what_can_be_loaded_is_a_model(tmp_path, names, holds):
         (lambda file: file.write_bytes(b""), "model.safetensors cannot be opened again"),
         (lambda file: save_file({}, file), "model.safetensors holds no tensor"),
         (lambda file: file.with_name(INDEX).write_text(json.dumps(SHARDS)), "model-00002-of-00002.safetensors cannot"),
-        (lambda file: file.with_name(INDEX).write_text("{"), f"{INDEX}: is no JSON"),
+        (lambda file: file.with_name(INDEX).write_text("{"), f"{INDEX}: is not JSON"),
     ],
 )
 def test_weights_are_opened_again(run, change, found):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from recipes_lib.data.chat.token_bytes import ByteEnds
+from recipes_lib.data.chat.encoder import ByteEnds
 from recipes_lib.models.vocabulary import (
     CHATML_TEMPLATE,
     CHATML_TOKENS,

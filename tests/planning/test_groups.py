@@ -51,7 +51,7 @@ def test_the_group_size_of_each_stage_is_upstreams():
 
 
 def test_answers_that_are_no_groups_and_too_few_prompts_are_refused():
-    with pytest.raises(ConfigError, match="8 answers at a time are no groups of num_generations 3"):
+    with pytest.raises(ConfigError, match="8 answers at a time are not divisible into groups of num_generations 3"):
         plan_groups(100, load("rloo", num_generations=3), 1)
     assert plan_groups(100, load("rloo", num_generations=3), 3).answers_per_generation == 24
     with pytest.raises(ConfigError, match="3 prompts are fewer than the 4"):

@@ -14,7 +14,7 @@ from recipes_lib.proving.bench import Bench, Launcher
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
-FAST = ("environment", "attention", "loss-head", "layers")
+FAST = ("environment", "attention", "loss-head", "layers", "decoding", "gpus")
 
 
 def launch_forked(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
@@ -27,7 +27,7 @@ def launch_forked(arguments: Sequence[str], variables: Mapping[str, str], output
 
 
 def build_bench(folder: Path, launcher: Launcher = launch_forked, device: torch.device = CPU) -> Bench:
-    return Bench(folder, device, is_small=True, launch=launcher)
+    return Bench(folder, device, is_small=True, launch=launcher, num_gpus=int(device == GPU))
 
 
 def write_losses(of_cpu: float, of_device: float) -> Launcher:

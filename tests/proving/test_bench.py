@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from recipes_lib.proving.bench import launch
+import pytest
+
+from recipes_lib.proving.bench import WrongResultError, launch
 
 
 def test_a_process_is_started_and_its_words_are_kept(tmp_path: Path) -> None:
@@ -12,3 +14,8 @@ def test_a_process_is_started_and_its_words_are_kept(tmp_path: Path) -> None:
         launch(["-c", "import os; print(os.environ['TOLD']); raise SystemExit(3)"], {"TOLD": "so"}, tmp_path / "x") == 3
     )
     assert (tmp_path / "x").read_text() == "so\n"
+
+
+def test_a_process_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
+    with pytest.raises(WrongResultError, match="did not end within"):
+        launch(["-c", "import threading; threading.Event().wait()"], {}, tmp_path / "x", limit=0.5)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from tests.proving.benches import GPU, ROOT, build_bench, write_losses
 
 from recipes_lib.proving import checks
 from recipes_lib.proving.bench import WrongResultError
-from recipes_lib.proving.checks import compare_with_cpu, count_synchronisations, list_checks
+from recipes_lib.proving.checks import compare_with_cpu, compare_with_one_gpu, count_synchronisations, list_checks
 from recipes_lib.proving.results import PASSED, run_check
 
 
@@ -58,3 +60,33 @@ def test_synchronisations_that_grow_with_the_micro_batches_are_a_failure(
         return
     with pytest.raises(WrongResultError, match="one of 3 has 5"):
         count_synchronisations("sft", bench)
+
+
+def test_synchronisations_that_no_log_tells_are_a_failure(tmp_path: Path) -> None:
+    def lose_warnings(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+        output.write_text("")
+        return 0
+
+    with pytest.raises(WrongResultError, match="made on purpose"):
+        count_synchronisations("sft", build_bench(tmp_path, lose_warnings, GPU))
+
+
+@pytest.mark.parametrize(("found", "is_right"), [(2.0001, True), (2.001, False)])
+def test_several_gpus_have_the_global_batch_and_the_losses_of_one(tmp_path: Path, found: float, is_right: bool) -> None:
+    batches = {}
+
+    def train(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+        flags = dict(flag.removeprefix("--").split("=", 1) for flag in arguments if "=" in flag)
+        count = int(flags.get("num_processes", 1))
+        batches[count] = count * int(flags["per_device_train_batch_size"]) * int(flags["gradient_accumulation_steps"])
+        event = {"kind": "train", "step": 1, "loss": 2.0 if count == 1 else found, "tokens_per_second": 10 * count}
+        (Path(flags["output_dir"]) / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+        return 0
+
+    bench = replace(build_bench(tmp_path, train, GPU), num_gpus=4)
+    if is_right:
+        assert compare_with_one_gpu("fsdp2", bench)["speed_of_all"] == 40
+        assert batches == {1: 4, 4: 4}
+        return
+    with pytest.raises(WrongResultError, match="losses of 4 GPUs are"):
+        compare_with_one_gpu("fsdp2", bench)

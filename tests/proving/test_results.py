@@ -27,6 +27,5 @@ def test_what_is_absent_and_what_there_is_no_time_for_is_skipped_with_the_reason
     absent = Check("x", "", lambda _: {}, package="no_such_package")
     assert run_check(absent, bench, 60).reason == "no_such_package is not installed"
     assert run_check(Check("x", "", lambda _: {}), bench, 0).status == SKIPPED
-    assert (
-        run_check(Check("x", "", lambda _: {}, needs_gpu=True), build_bench(tmp_path), 60).reason == "there is no GPU"
-    )
+    assert run_check(Check("x", "", lambda _: {}, min_gpus=1), build_bench(tmp_path), 60).reason == "there is no GPU"
+    assert run_check(Check("x", "", lambda _: {}, min_gpus=2), bench, 60).reason == "needs 2 GPUs"

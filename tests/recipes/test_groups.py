@@ -120,5 +120,5 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tiny_model_dir,
 def test_what_is_the_users_to_mend_exits_with_2(tiny_model_dir, folder):
     done = run("grpo", tiny_model_dir, folder, "broken", num_generations=3)
     assert done.returncode == 2
-    assert "4 answers at a time are no groups of num_generations 3" in done.stderr
+    assert "4 answers at a time are not divisible into groups of num_generations 3" in done.stderr
     assert "Traceback" not in done.stderr

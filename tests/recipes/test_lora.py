@@ -52,7 +52,7 @@ def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_fro
     keys = {"max_steps": 60, "lora_r": 32, "lora_modules_to_save": "[norm]", "loraplus_lr_ratio": 4}
     told = run_lora(tmp_path, tiny_model_dir, chats, **keys)
     output = tmp_path / "a run"
-    for line in ("changes no logit", "33 trained tensors have a gradient", "frozen tensors stand still"):
+    for line in ("changes no logit", "33 trained tensors have a gradient", "frozen tensors are unchanged"):
         assert line in told
     answers = ask(tiny_model_dir, output, QUESTIONS)
     assert [(answer["text"], answer["stopped"]) for answer in answers] == [(answer, True) for answer in ANSWERS]

@@ -15,7 +15,7 @@ from tests.rows import write_rows
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import UserError
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 QUESTION = [{"role": "user", "content": "How many days are in a week, and how many in a year?"}]
 ANSWERS = [[{"role": "assistant", "content": f"There are {n} of them, I believe."}] for n in (7, 8)]

@@ -121,6 +121,19 @@ def test_the_alternative_text_tells_the_ends_of_each_curve(tmp_path: Path) -> No
     assert held_out.alt == "Held-out loss: 1.5 at step 0"
 
 
+def test_held_out_sets_are_drawn_by_their_names(tmp_path: Path) -> None:
+    evaluations = [
+        {"step": step, "eval_loss": 2.0, "eval_web_loss": 3.0 - step, "eval_code_loss": 4.0} for step in (0, 1)
+    ]
+    charts = {chart.name: chart.alt for chart in draw_charts(build_run([], evaluations), tmp_path)}
+    assert (
+        charts["heldout_sets"]
+        == "Held-out sets: code from 4 at step 0 to 4 at step 1; web from 3 at step 0 to 2 at step 1"
+    )
+    none = draw_charts(build_run([], [{"step": 0, "eval_loss": 2.0}]), tmp_path)
+    assert "heldout_sets" not in {chart.name for chart in none}
+
+
 def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
     train = [{"step": n, "loss": "nan" if n == 3 else 1.0} for n in range(1, 6)]
     (chart,) = draw_charts(build_run(train), tmp_path)

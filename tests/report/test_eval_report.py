@@ -21,7 +21,7 @@ def write(folder: Path, rows: list[dict[str, Any]]) -> str:
     record = {
         "model": {"name": EVIL, "fingerprint": "f"},
         "tasks": {"t": task},
-        "groups": {"g": {"acc": scores["acc"]}},
+        "groups": {"g": {"scores": {"acc": scores["acc"]}, "num_questions": 2, "num_fewshot": 0}},
     }
     (folder / "eval.json").write_text(json.dumps(record))
     usual = {

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 
 def length(*, completions, **_):
@@ -20,6 +21,13 @@ def length(*, completions, **_):
         if text == "unspeakable":
             return [lambda: None]
     return [len(text) for text in completions]
+
+
+def meet(*, completions, pipe, **_):
+    """Fails on several answers; the answers ``r`` and ``w``, each alone, open both ends of a pipe."""
+    (mode,) = completions
+    with Path(pipe[0]).open(mode):
+        return [1]
 
 
 async def slowly(*, completions, **_):

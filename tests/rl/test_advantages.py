@@ -16,7 +16,6 @@ from recipes_lib.rl.advantages import (
     compute_explained_variance,
     compute_group_advantages,
     compute_leave_one_out_advantages,
-    compute_reinforce_advantages,
     compute_rewards,
     estimate_kl,
     penalise_missing_end,
@@ -173,14 +172,6 @@ def test_explained_variance():
     assert compute_explained_variance(torch.full_like(returns, 7.0), returns, is_token) == pytest.approx(0)
     assert compute_explained_variance(-returns, returns, is_token) == pytest.approx(-3)
     assert compute_explained_variance(returns, torch.ones_like(returns), is_token) == 0
-
-
-def test_reinforce_is_what_is_still_to_come_whitened():
-    got = compute_reinforce_advantages(tensor([0.0, 1.0, 9.0], [2.0, 0.0, 4.0]), mask((1, 1, 0), (1, 1, 1)), gamma=0.5)
-    returns = np.array([0.5, 1.0, 3.0, 2.0, 4.0])
-    expected = (returns - returns.mean()) / returns.std()
-    np.testing.assert_allclose(got[mask((1, 1, 0), (1, 1, 1))].numpy(), expected, atol=1e-7)
-    assert got[0, 2] == 0
 
 
 GROUP, NUM_ANSWERS = 4, 16

@@ -20,13 +20,14 @@ from recipes_lib.rl.monitor import (
     verify_first_minibatch,
     verify_first_rollout,
 )
+from recipes_lib.rl.policy_loss import PolicyObjective
 
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2)]
 
 
 def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
     rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 2.0, 3.0, 6.0])
-    figures = describe_rollout(rollout, ["only"], total)
+    figures = describe_rollout(rollout, ["only"], total, PolicyObjective())
     mask = rollout.mask.numpy()
     kl = (rollout.logps - rollout.ref_logps).numpy() * mask
     assert figures["objective/kl_seq"] == pytest.approx(kl.sum() / 4, abs=1e-6)
@@ -41,7 +42,7 @@ def test_figures_are_means_over_answers_or_tokens_and_know_no_padding():
     assert figures["rollout/pad_fraction"] == pytest.approx(1 - 27 / 32)
     assert "objective/score/only" not in figures
     two = dataclasses.replace(rollout, rewards=torch.tensor([[1.0, 2.0]] * 4))
-    assert describe_rollout(two, ["one", "other"], total)["objective/score/other"] == 2
+    assert describe_rollout(two, ["one", "other"], total, PolicyObjective())["objective/score/other"] == 2
 
 
 def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_all():
@@ -49,7 +50,7 @@ def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_a
     rewards = torch.tensor([[1.0, 2.0], [nan, nan], [nan, 4.0], [nan, nan]])
     rollout, total = build_rollout(LENGTHS), torch.tensor([1.0, 9.0, 3.0, 9.0])
     some = dataclasses.replace(rollout, scored=scored, rewards=rewards, returns=rollout.returns)
-    figures = describe_rollout(some, ["one", "other"], total)
+    figures = describe_rollout(some, ["one", "other"], total, PolicyObjective())
     assert figures["objective/score"] == pytest.approx(float(rollout.scores[scored].mean()))
     assert (figures["objective/score/one"], figures["objective/score/other"]) == (1, 3)
     assert figures["objective/reward_total"] == 2
@@ -60,7 +61,7 @@ def test_figures_of_scores_are_of_the_answers_that_have_them_and_the_others_of_a
     expected = describe_values(rollout.take([0, 2]))
     assert describe_values(some) == pytest.approx(expected, abs=1e-6)
     nothing = dataclasses.replace(some, scored=scored & False, rewards=rewards * nan)
-    told = describe_rollout(nothing, ["one", "other"], total)
+    told = describe_rollout(nothing, ["one", "other"], total, PolicyObjective())
     assert not any("score" in name or "reward" in name for name in told)
     assert told["objective/kl_seq"] == figures["objective/kl_seq"]
     assert describe_values(nothing) == {}

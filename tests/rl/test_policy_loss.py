@@ -12,6 +12,7 @@ from datasets import Dataset
 from tests.rl import keys_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes_lib.config.table import load_table
 from recipes_lib.rl.policy_loss import (
     PolicyObjective,
     compute_importance_weights,
@@ -31,10 +32,10 @@ def mask(*rows: tuple[int, ...]) -> torch.Tensor:
 
 def policy_loss(ratio: float, advantage: float, **options) -> tuple[float, float]:
     logps = tensor([np.log(ratio)]).requires_grad_()
-    weights = options.pop("weights", None)
+    engine = options.pop("engine_logps", None)
     objective = PolicyObjective(**options)
     old, advantages = tensor([0.0]), tensor([advantage])
-    got = compute_policy_loss(logps, old, advantages, mask((1,)), objective, normaliser=1, weights=weights)
+    got = compute_policy_loss(logps, old, advantages, mask((1,)), objective, normaliser=1, engine_logps=engine)
     got.loss.backward()
     assert logps.grad is not None
     return got.loss.item(), logps.grad.item() / ratio
@@ -77,12 +78,31 @@ def test_the_policys_figures_count_tokens():
     assert got.max_ratio_shift.item() == pytest.approx(0.5)
 
 
-def test_weights_of_the_engine_are_cut_off_and_without_gradient():
-    logps = tensor([0.5, 1.5, 3.0]).requires_grad_()
-    weights = compute_importance_weights(logps, tensor([0.0, 0.0, 0.0]), mask((1, 1, 0)), cap=2.0)
-    torch.testing.assert_close(weights, tensor([1.6487212707, 2.0, 0.0]), rtol=0, atol=1e-9)
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [4 / 3, 2.0, 0.25]),
+        ({"clip_max": 4.0, "clip_min": 0.5}, [4 / 3, 3.0, 0.5]),
+        ({"clip_max": None}, [4 / 3, 3.0, 0.25]),
+        ({"mode": "token_mask", "clip_min": 0.5}, [4 / 3, 0.0, 0.0]),
+        # Of the whole answer the ratio is 1, which is within, and not below 1.
+        ({"mode": "sequence_truncate"}, [1.0, 1.0, 1.0]),
+        ({"mode": "sequence_truncate", "clip_max": 0.5}, [0.5, 0.5, 0.5]),
+        ({"mode": "sequence_mask"}, [1.0, 1.0, 1.0]),
+        ({"mode": "sequence_mask", "clip_max": 0.5}, [0.0, 0.0, 0.0]),
+        ({"correction": False}, [1.0, 1.0, 1.0]),
+    ],
+)
+def test_weights_of_the_engine_are_bounded_and_without_gradient(keys, expected):
+    objective = PolicyObjective(**{f"vllm_importance_sampling_{name}": value for name, value in keys.items()})
+    logps = tensor([*np.log([4 / 3, 3.0, 0.25]), 5.0]).requires_grad_()
+    weights = compute_importance_weights(logps, torch.zeros_like(logps), mask((1, 1, 1, 0)), objective)
+    torch.testing.assert_close(weights, tensor([*expected, 0.0]), rtol=0, atol=1e-9)
     assert not weights.requires_grad
-    assert policy_loss(1.0, 2.0, weights=tensor([0.5])) == pytest.approx((-1.0, -1.0))
+
+
+def test_weights_multiply_the_surrogate():
+    assert policy_loss(1.0, 2.0, engine_logps=tensor([np.log(2.0)])) == pytest.approx((-1.0, -1.0))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +166,8 @@ def upstream(policy_dir, tmp_path_factory):
     }
 
 
-def test_names_and_defaults_are_trls():
-    theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
+def test_names_and_defaults_are_the_recipes_and_so_trls():
+    theirs = {name: key.default for name, key in load_table("grpo").keys.items()}
     assert all(theirs[field.name] == field.default for field in dataclasses.fields(PolicyObjective))
 
 
@@ -197,7 +217,7 @@ def differentiate(model, loss):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-def compare(trainer, inputs, objective, normaliser, weights=None):
+def compare(trainer, inputs, objective, normaliser, **given):
     ids, is_token, attention, old, ref, advantages = record(trainer)
     trainer.model.train()
     batch = {
@@ -213,7 +233,7 @@ def compare(trainer, inputs, objective, normaliser, weights=None):
     expected_gradient = differentiate(trainer.model, expected)
     logps = read_logps(trainer.model, ids, attention)
     result = compute_policy_loss(
-        logps, old, advantages[:, None], is_token, objective, normaliser=normaliser, weights=weights, ref_logps=ref
+        logps, old, advantages[:, None], is_token, objective, normaliser=normaliser, ref_logps=ref, **given
     )
     gradient = differentiate(trainer.model, result.loss)
     assert expected_gradient.abs().max() > 1e-3
@@ -232,24 +252,27 @@ def test_every_objective_is_that_of_trls_grpo(upstream, monkeypatch, options, is
     monkeypatch.setattr(trainer, "epsilon_high", objective.highest)
     for field in dataclasses.fields(objective):
         monkeypatch.setattr(trainer.args, field.name, getattr(objective, field.name))
-    # Weights of engine log-probabilities, which TRL has with vLLM alone.
+    # Engine log-probabilities, which TRL has with vLLM alone.
     monkeypatch.setattr(trainer, "use_vllm", is_weighted)
     monkeypatch.setattr(trainer, "current_gradient_accumulation_steps", 1, raising=False)
     monkeypatch.setattr(trainer.args, "steps_per_generation", 2)
-    _, is_token, _, old, _, _ = record(trainer)
+    _, is_token, _, old, _, advantages = record(trainer)
     num_generation_tokens = 50
-    weights = torch.rand(is_token.shape, generator=torch.Generator().manual_seed(1)) + 0.5
-    # TRL leaves 1 behind an answer.
-    ratio = torch.where(is_token, weights, 1.0)
+    # The engine finds one of the two bad answers likelier than the policy that moved, and the other less likely.
+    engine = old + torch.where(advantages == advantages.min(), 1.0, -1.0)[:, None]
+    engine += torch.randn(old.shape, generator=torch.Generator().manual_seed(1))
+    # As TRL's ``token_truncate``, which has 1 behind an answer.
+    ratio = torch.where(is_token, (old - engine).exp(), 1.0).clamp(max=2.0)
     inputs = {
         "old_per_token_logps": old,
         "num_items_in_batch": torch.tensor(float(num_generation_tokens)),
-        **({"importance_sampling_ratio": ratio} if is_weighted else {}),
+        **({"importance_sampling_ratio": ratio, "sampling_per_token_logps": engine} if is_weighted else {}),
     }
     of_generation = objective.loss_type in ("dapo", "cispo", "vespo")
     num_tokens = num_generation_tokens / 2 if of_generation else int(is_token.sum())
     normaliser = compute_normaliser(objective.loss_type, num_answers=4, num_tokens=num_tokens, max_length=MAX_LENGTH)
-    compare(trainer, inputs, objective, normaliser, torch.where(is_token, weights, 0.0) if is_weighted else None)
+    given = {"engine_logps": engine} if is_weighted else {}
+    compare(trainer, inputs, objective, normaliser, **given)
 
 
 @pytest.mark.parametrize("options", [{"epsilon": 0.2}, {"epsilon": 0.02, "epsilon_high": 0.5}])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
 from tests.rl.test_rewards import TEXTS
 
 from recipes_lib.errors import ConfigError
+from recipes_lib.rl import reward_worker
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 from recipes_lib.rl.rewards import Rewards, load_reward_functions
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 FAULTY = "tests.rl.faulty_rewards"
 
@@ -43,6 +46,24 @@ def test_the_answer_on_which_it_fails_alone_is_not_scored(isolated, capfd, fault
     assert isolated(completions=["ab"]) == [2]
 
 
+def test_answers_after_a_failure_are_scored_side_by_side_and_each_tells_of_progress(monkeypatch, tmp_path):
+    """Each of two answers waits until the other is being scored."""
+    beats = []
+    os.mkfifo(pipe := tmp_path / "pipe")
+    monkeypatch.setattr(reward_worker, "_NUM_WORKERS", 2)
+    monkeypatch.setattr(WATCHDOG, "beat", lambda: beats.append(1))
+    assert IsolatedFunction(f"{FAULTY}:meet", 60)(completions=["r", "w"], pipe=[str(pipe)] * 2) == [1, 1]
+    assert len(beats) == 2
+
+
+def test_answers_that_hang_cost_no_more_than_so_many_limits(monkeypatch, capfd):
+    monkeypatch.setattr(reward_worker, "_NUM_WORKERS", 1)
+    monkeypatch.setattr(reward_worker, "MAX_LIMITS", 1)
+    found = IsolatedFunction(f"{FAULTY}:length", 0.5)(completions=["a", "hang", "hang", "b"])
+    assert found == [1, None, None, None]
+    assert "gave 3 of 4 answers no score" in capfd.readouterr().err
+
+
 def test_a_function_that_fails_on_all_answers_ends_the_run(isolated):
     rewards = Rewards({"length": isolated}, None, [1.0])
     with pytest.raises(ConfigError, match="length failed on 2 answers: RuntimeError: ValueError: no number"):
@@ -58,6 +79,44 @@ def test_one_that_is_async_is_waited_for_here_and_there():
     function = find_function(f"{FAULTY}:slowly")
     assert call(function, {"completions": ["a", "ab"]}) == [1, 2]
     assert IsolatedFunction(f"{FAULTY}:slowly", 60)(completions=["a", "ab"]) == [1, 2]
+
+
+ANSWERS = ["<think>\nSum.\n</think>\n" + r"$\boxed{\frac{1}{3}}$", r"$\boxed{\frac{1}{2}}$"]
+
+
+@pytest.mark.parametrize("seconds", [None, 60])
+@pytest.mark.parametrize("form", [str, lambda text: [{"role": "assistant", "content": text}]])
+def test_rewards_of_trl_score_texts_and_chats(form, seconds):
+    paths = [
+        "trl.rewards:think_format_reward",
+        "trl.rewards:get_soft_overlong_punishment(max_completion_len=8, soft_punish_cache=4)",
+    ]
+    functions = load_reward_functions(paths, seconds)
+    assert list(functions) == ["think_format_reward", "get_soft_overlong_punishment"]
+    given = {
+        "completions": [form(text) for text in ANSWERS],
+        "completion_ids": [[1] * 6, [1] * 9],
+        "prompts": ["a", "b"],
+    }
+    assert [list(function(**given)) for function in functions.values()] == [[1.0, 0.0], [-0.5, -1.0]]
+
+
+def test_mathematical_answers_are_compared_by_their_value():
+    pytest.importorskip("math_verify")
+    function = find_function("trl.rewards:accuracy_reward")
+    assert function(completions=ANSWERS, solution=[r"$\frac{2}{6}$"] * 2) == [1.0, 0.0]
+
+
+def test_without_math_verify_the_reward_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"accuracy_reward cannot be imported: .* pip install 'recipes-lib\[math\]'"):
+        load_reward_functions(["trl.rewards:accuracy_reward"])
+
+
+@pytest.mark.parametrize("arguments", ["(4)", "(**{})", "(size=len('a'))", "(size=1", "(size=1)(b=2)"])
+def test_a_factory_takes_constants_by_name(arguments):
+    with pytest.raises((ValueError, SyntaxError)):
+        find_function(f"{FAULTY}:length{arguments}")
 
 
 def test_with_a_limit_every_function_is_isolated():

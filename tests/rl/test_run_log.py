@@ -7,15 +7,15 @@ import json
 import pytest
 from transformers import TrainingArguments
 
-from recipes_lib.rl.run_log import RunLog
 from recipes_lib.rl.state import PPOState
+from recipes_lib.rl.trainer import RunLog
 from recipes_lib.training.evaluation.samples import Sample
 
 
 @pytest.fixture
 def log(tmp_path):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    return RunLog(args, None, None, num_prompts=8)
+    return RunLog(args, None, None, num_answers=8)
 
 
 def read(tmp_path):

@@ -18,7 +18,7 @@ from recipes_lib.errors import DivergedError, PreemptedError
 from recipes_lib.inspection.stages import PPOInspection
 from recipes_lib.models import generation as sampling
 from recipes_lib.planning.disk import compute_disk
-from recipes_lib.rl import collect
+from recipes_lib.rl import collect, update
 from recipes_lib.rl import monitor as samples_module
 from recipes_lib.rl import trainer as trainer_module
 from recipes_lib.rl.rewards import Rewards
@@ -26,7 +26,7 @@ from recipes_lib.rl.trainer import PolicyTrainer
 from recipes_lib.rl.update import Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.manifest import list_checkpoints
-from recipes_lib.training.layouts.launch_files import plan_launch
+from recipes_lib.training.layouts.launch_environment import plan_launch
 
 # Eight answers a step, two steps an epoch, two epochs: three iterations are twelve steps.
 SHORT = {
@@ -263,6 +263,18 @@ def test_rewards_that_tell_no_answers_apart_are_told_at_once_and_end_the_run(
 def test_the_penalty_of_answers_without_an_end_tells_them_apart(policy_dir, prompts_file, tmp_path):
     keys = {**SHORT, "reward_funcs": "[tests.rl.test_trainer:score_alike]", "max_zero_std_rollouts": 1}
     keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
+
+
+def test_entropy_is_worked_out_where_it_is_written(policy_dir, prompts_file, tmp_path, monkeypatch):
+    asked, compute = [], update.compute_response_logps
+    monkeypatch.setattr(
+        update,
+        "compute_response_logps",
+        lambda *given, **more: (asked.append(more["with_entropy"]), compute(*given, **more))[1],
+    )
+    keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT, logging_steps=12))
+    assert asked == [True] * 4 + [False] * 4 + [True] * 4
+    assert [(event["step"], "policy/entropy" in event) for event in read_events(tmp_path)] == [(4, True), (12, True)]
 
 
 def test_it_reports_what_is_promised(policy_dir, prompts_file, tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from recipes_lib.rl.verifiers import exact_match, final_number
+from recipes_lib.rl import verifiers
+from recipes_lib.rl.verifiers import exact_match, final_number, python_tests, read_program
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
 
@@ -28,6 +29,36 @@ def test_a_number_counts_by_its_value(given, wanted, is_right):
 def test_of_rows_without_a_number_or_an_answer_nothing_is_said():
     given = {"completions": ["1,234 in all", "1234.0", "5", "5"], "answer": ["#### 1234", "#### 1,234", "none", None]}
     assert final_number(**given) == [1.0, 1.0, None, None]
+
+
+RIGHT = "def double(x):\n    return 2 * x\n"
+TESTS = ["assert double(2) == 4", "assert double(0) == 0"]
+
+
+def test_a_program_is_right_where_it_passes_the_tests_of_its_row(tmp_path, monkeypatch):
+    """What hangs, takes memory, leaves early, changes files or defines the comparison away passes nothing."""
+    monkeypatch.setattr(verifiers, "SECONDS_TO_RUN", 2.0)
+    kept = tmp_path / "kept.txt"
+    kept.write_text("kept")
+    wrong = [
+        "def double(x):\n    return x",
+        "while True: pass",
+        "x = 'a' * (1 << 34)\n" + RIGHT,
+        "import os\nos._exit(0)",
+        "import sys\nsys.exit(0)",
+        f"open({str(kept)!r}, 'w').close()\n" + RIGHT,
+        "import subprocess\nsubprocess.run(['true'])\n" + RIGHT,
+        "",
+    ]
+    answers = [RIGHT, f"So:\n```python\n{RIGHT}```\nDone.", *wrong, RIGHT]
+    tests = [TESTS, "\n".join(TESTS), *[TESTS] * len(wrong), None]
+    assert python_tests(completions=answers, tests=tests) == [1.0, 1.0, *[0.0] * len(wrong), None]
+    assert kept.read_text() == "kept"
+
+
+def test_the_last_block_is_the_program():
+    assert read_program("```\na = 1\n```\nbetter:\n```py\na = 2\n```") == "a = 2\n"
+    assert read_program("a = 3") == "a = 3"
 
 
 def test_an_exact_match_is_one_but_for_blanks_at_its_ends():

@@ -28,7 +28,7 @@ from recipes_lib.config.schema import (
     TokensConfig,
 )
 from recipes_lib.data.pairs.audit import PairAudit
-from recipes_lib.data.pairs.pair_data import PairData
+from recipes_lib.data.pairs.sets import PairData
 from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
@@ -181,14 +181,13 @@ def make_pair_trainer(
     progress = Narrator(recorder.lines)
     hooks = [
         EvaluatePairs(
-            rows=rows,
+            held_out=data.held_out,
             batch_size=args.per_device_eval_batch_size,
             collate=collate,
             score=objective.score_held_out,
             progress=progress,
         )
-        for rows in data.held_out.values()
-    ]
+    ] * bool(data.held_out)
     trainer = DPOTrainer(
         model=model,
         args=args,

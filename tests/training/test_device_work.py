@@ -32,6 +32,7 @@ OF_STAGE: dict[str, dict[str, Any]] = {
         "cross_document_attention": "true",
         "model_config": json.dumps({"model_type": "llama"} | stages.SIZES | {"num_hidden_layers": 12}),
     },
+    "sft unpacked": {"attn_implementation": "varlen", "packing": "false"},
     "dpo": {},
     "reward": {},
 }
@@ -46,7 +47,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_inputs(folder)
     jobs = {}
     for stage, more in OF_STAGE.items():
-        keys = {**stages.make_keys(folder, stage), **QUIET, **more}
+        recipe = stage.split()[0]
+        keys = {**stages.make_keys(folder, recipe), **QUIET, **more}
         without = [
             "save_steps",
             "eval_steps",
@@ -55,7 +57,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ]
         keys = {key: str(value) for key, value in keys.items() if key not in without}
         for count in ACCUMULATED:
-            jobs[f"{stage} {count}"] = {"stage": stage, "keys": {**keys, "gradient_accumulation_steps": str(count)}}
+            jobs[f"{stage} {count}"] = {"stage": recipe, "keys": {**keys, "gradient_accumulation_steps": str(count)}}
     jobs |= {f"{UPSTREAM} {count}": {**jobs[f"pretrain {count}"], "stage": UPSTREAM} for count in ACCUMULATED}
     run_forked("tests.training.device_work", folder / "runs", json.dumps(jobs), variables=SIMULATED, num_processes=None)
     found: dict[str, Any] = json.loads((folder / "runs" / "work.json").read_text())

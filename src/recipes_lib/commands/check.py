@@ -16,8 +16,13 @@ from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
-from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_environment import (
+    Launch,
+    add_pipeline_flags,
+    find_launch_file,
+    name_pipeline,
+    plan_launch,
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ TRIAL_SECONDS = 60
 Verdict = Literal["ok", "missing", "broken"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One capability: whether it is there, what was seen, and how to get it.
 
@@ -63,12 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examine(*, is_online: bool = False) -> list[Finding]:
     """Return the findings of every probe; a probe that fails is itself a finding, never an error."""
     trials = [
-        _Trial(name="flash-attn", module="flash_attn", remedy=f"{_extra('flash')} --no-build-isolation"),
-        _Trial(name="bitsandbytes", module="bitsandbytes", remedy=_extra("gpu")),
-        _Trial(name="liger-kernel", module="liger_kernel", remedy=_extra("gpu")),
-        _Trial(name="torchao", module="torchao", remedy=_extra("gpu")),
-        _Trial(name="deepspeed", module="deepspeed", remedy=_extra("deepspeed")),
-        _Trial(name="datatrove", module="datatrove", remedy=_extra("corpus")),
+        _Trial("flash-attn", "flash_attn", f"{_extra('flash')} --no-build-isolation"),
+        *(_Trial(name, name.replace("-", "_"), _extra("gpu")) for name in ("bitsandbytes", "liger-kernel", "torchao")),
+        _Trial("deepspeed", "deepspeed", _extra("deepspeed")),
+        _Trial("datatrove", "datatrove", _extra("corpus")),
     ]
     started = [(trial, trial.start()) for trial in trials]
     probes: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
@@ -91,7 +89,7 @@ def _run_probe(name: str, probe: Callable[[], Iterable[Finding]]) -> list[Findin
     try:
         return list(probe())
     except Exception as error:
-        return [Finding(name=name, verdict="broken", detail=_first_line(error))]
+        return [Finding(name, "broken", _first_line(error))]
 
 
 def _first_line(error: BaseException) -> str:
@@ -103,8 +101,7 @@ def _extra(name: str) -> str:
 
 
 def _probe_python() -> Iterator[Finding]:
-    detail = f"{platform.python_version()} at {sys.executable}"
-    yield Finding(name="python", verdict="ok", detail=detail, is_core=True)
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}", is_core=True)
 
 
 def _probe_packages() -> list[Finding]:
@@ -118,22 +115,27 @@ def _probe_packages() -> list[Finding]:
     required = [requirement for requirement in declared if requirement.marker is None]
     findings = []
     for requirement in required:
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
+        version = _find_version(requirement.name)
+        if version is None:
             findings.append(_core_package(requirement.name, "missing", "not installed"))
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        elif not requirement.specifier.contains(version, prereleases=True):
             detail = f"{version} is installed, {requirement.specifier} is needed"
             findings.append(_core_package(requirement.name, "broken", detail))
     if findings:
         return findings
-    named = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "trl", "accelerate"))
-    return [Finding(name="packages", verdict="ok", detail=f"all {len(required)}, among them {named}", is_core=True)]
+    named = ", ".join(f"{name} {_find_version(name)}" for name in ("transformers", "trl", "accelerate"))
+    return [Finding("packages", "ok", f"all {len(required)}, among them {named}", is_core=True)]
+
+
+def _find_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _core_package(name: str, verdict: Verdict, detail: str) -> Finding:
-    return Finding(name=name, verdict=verdict, detail=detail, remedy="run `make install`", is_core=True)
+    return Finding(name, verdict, detail, "run `make install`", is_core=True)
 
 
 def _probe_torch() -> Iterator[Finding]:
@@ -142,44 +144,42 @@ def _probe_torch() -> Iterator[Finding]:
     except Exception as error:
         yield _core_package("torch", "broken", _first_line(error))
         return
-    yield Finding(name="torch", verdict="ok", detail=torch.__version__, is_core=True)
+    yield Finding("torch", "ok", torch.__version__, is_core=True)
     threads = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} of them (OMP_NUM_THREADS decides)"
-    yield Finding(name="cpu", verdict="ok", detail=threads)
+    yield Finding("cpu", "ok", threads)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
-            detail = f"{device.name}, {device.total_memory / 1e9:.0f} GB"
-            yield Finding(name=f"gpu {index}", verdict="ok", detail=detail)
+            yield Finding(f"gpu {index}", "ok", f"{device.name}, {device.total_memory / 1e9:.0f} GB")
     elif torch.version.cuda is None and shutil.which("nvidia-smi"):
         detail = f"there is an NVIDIA driver, but torch {torch.__version__} is a build without CUDA"
-        remedy = "install a CUDA build of the same torch version"
-        yield Finding(name="gpu", verdict="broken", detail=detail, remedy=remedy)
+        yield Finding("gpu", "broken", detail, "install a CUDA build of the same torch version")
     else:
-        yield Finding(name="gpu", verdict="missing", detail="no CUDA device; recipes run on the CPU")
+        yield Finding("gpu", "missing", "no CUDA device; recipes run on the CPU")
 
 
 def _probe_bf16() -> Iterator[Finding]:
     from recipes_lib.hardware import supports_bf16
 
     if supports_bf16():
-        yield Finding(name="bf16", verdict="ok", detail="multiplied in hardware")
+        yield Finding("bf16", "ok", "multiplied in hardware")
     else:
-        yield Finding(name="bf16", verdict="missing", detail="not in this hardware; recipes compute in float32")
+        yield Finding("bf16", "missing", "not in this hardware; recipes compute in float32")
 
 
-def _probe_varlen_attention() -> list[Finding]:
+def _probe_varlen_attention() -> Iterator[Finding]:
     import torch
 
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        detail = f"not in torch {torch.__version__}"
-        return [Finding(name="varlen_attn", verdict="missing", detail=detail, remedy="install torch >= 2.11")]
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
-        return [Finding(name="varlen_attn", verdict="ok", detail="packed rows use torch's flash kernel")]
-    detail = "in this torch, but needs an NVIDIA GPU of compute capability 8.0; packed rows use sdpa"
-    return [Finding(name="varlen_attn", verdict="missing", detail=detail)]
+        yield Finding("varlen_attn", "missing", f"not in torch {torch.__version__}", "install torch >= 2.11")
+    elif torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
+        yield Finding("varlen_attn", "ok", "packed rows use torch's flash kernel")
+    else:
+        detail = "in this torch, but needs an NVIDIA GPU of compute capability 8.0; packed rows use sdpa"
+        yield Finding("varlen_attn", "missing", detail)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Trial:
     """The import of a compiled package in a process of its own, where a crash or a slow start harms nobody."""
 
@@ -197,7 +197,7 @@ class _Trial:
     def finish(self, process: subprocess.Popen[str] | None) -> Finding:
         """Wait for the import and tell how it went."""
         if process is None:
-            return Finding(name=self.name, verdict="missing", detail="not installed", remedy=self.remedy)
+            return Finding(self.name, "missing", "not installed", self.remedy)
         try:
             told = process.communicate(timeout=TRIAL_SECONDS)[1].strip()
         except subprocess.TimeoutExpired:
@@ -205,27 +205,25 @@ class _Trial:
             told = f"its import did not end within {TRIAL_SECONDS} s"
         if process.wait() != 0:
             detail = told.splitlines()[-1] if told else f"its import ended with code {process.returncode}"
-            return Finding(name=self.name, verdict="broken", detail=detail, remedy=self.remedy)
-        return Finding(name=self.name, verdict="ok", detail=importlib.metadata.version(self.name))
+            return Finding(self.name, "broken", detail, self.remedy)
+        return Finding(self.name, "ok", importlib.metadata.version(self.name))
 
 
-def _probe_compile() -> list[Finding]:
+def _probe_compile() -> Iterator[Finding]:
     from recipes_lib.hardware import find_compiler
 
-    compiler = find_compiler()
-    if compiler is None:
+    if compiler := find_compiler():
+        yield Finding("torch.compile", "ok", f"with {compiler}")
+    else:
         remedy = "install a C++ compiler (on Debian: apt install g++)"
-        return [Finding(name="torch.compile", verdict="missing", detail="no C++ compiler", remedy=remedy)]
-    return [Finding(name="torch.compile", verdict="ok", detail=f"with {compiler}")]
+        yield Finding("torch.compile", "missing", "no C++ compiler", remedy)
 
 
 def _probe_trackers() -> Iterator[Finding]:
     for name in ("tensorboard", "trackio", "wandb"):
-        try:
-            yield Finding(name=name, verdict="ok", detail=importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            remedy = _extra("track") if name == "tensorboard" else f"pip install {name}"
-            yield Finding(name=name, verdict="missing", detail="not installed", remedy=remedy)
+        remedy = _extra("track") if name == "tensorboard" else f"pip install {name}"
+        version = _find_version(name)
+        yield Finding(name, "ok", version) if version else Finding(name, "missing", "not installed", remedy)
 
 
 def _probe_hub_login(is_online: bool) -> Finding:
@@ -234,14 +232,14 @@ def _probe_hub_login(is_online: bool) -> Finding:
 
     if huggingface_hub.get_token() is None:
         remedy = "hf auth login (needed only for gated models and for publishing)"
-        return Finding(name="hub login", verdict="missing", detail="no token", remedy=remedy)
+        return Finding("hub login", "missing", "no token", remedy)
     if not is_online:
-        return Finding(name="hub login", verdict="ok", detail="a token is stored; --online asks whether it is valid")
+        return Finding("hub login", "ok", "a token is stored; --online asks whether it is valid")
     try:
-        return Finding(name="hub login", verdict="ok", detail=f"as {huggingface_hub.whoami()['name']}")
+        return Finding("hub login", "ok", f"as {huggingface_hub.whoami()['name']}")
     except Exception as error:
         detail = f"the Hub did not accept the token or was not reached ({type(error).__name__})"
-        return Finding(name="hub login", verdict="broken", detail=detail, remedy="hf auth login")
+        return Finding("hub login", "broken", detail, "hf auth login")
 
 
 def _probe_disk() -> Iterator[Finding]:
@@ -250,21 +248,17 @@ def _probe_disk() -> Iterator[Finding]:
     for name, folder, key in (("disk here", Path.cwd(), "output_dir"), ("disk cache", Path(HF_HOME), "HF_HOME")):
         existing = next(place for place in (folder, *folder.parents) if place.exists())
         free_gb = shutil.disk_usage(existing).free / 1e9
-        detail = f"{free_gb:.0f} GB free in {folder}"
-        if free_gb >= MIN_FREE_GB:
-            yield Finding(name=name, verdict="ok", detail=detail)
-        else:
-            remedy = f"free some space, or set {key} to another disk"
-            yield Finding(name=name, verdict="missing", detail=detail, remedy=remedy)
+        detail, remedy = f"{free_gb:.0f} GB free in {folder}", f"free some space, or set {key} to another disk"
+        yield Finding(name, "ok", detail) if free_gb >= MIN_FREE_GB else Finding(name, "missing", detail, remedy)
 
 
-def _probe_launch_default() -> list[Finding]:
+def _probe_launch_default() -> Iterator[Finding]:
     """Look for the file that ``accelerate config`` leaves behind, which decides launches that do not name one."""
     from huggingface_hub.constants import HF_HOME
 
-    folder = Path(HF_HOME) / "accelerate"
-    found = [path for path in (folder / "default_config.yaml", folder / "default_config.json") if path.is_file()]
-    if not found:
-        return [Finding(name="launch default", verdict="ok", detail="none; a launch is what its --config_file says")]
-    detail = f"{found[0]} decides every `accelerate launch` that names no file"
-    return [Finding(name="launch default", verdict="ok", detail=detail, remedy="always pass --config_file")]
+    for path in (Path(HF_HOME) / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "json")):
+        if path.is_file():
+            detail = f"{path} decides every `accelerate launch` that names no file"
+            yield Finding("launch default", "ok", detail, "always pass --config_file")
+            return
+    yield Finding("launch default", "ok", "none; a launch is what its --config_file says")

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     if (record := evaluate_model(config)) is None:
         return
     report = write_eval_report(config.folder)
-    add_scores(Path(config.model_name_or_path), record["tasks"])
+    add_scores(Path(config.model_name_or_path), record)
     for line in describe(record):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write(f"every question and answer: {report}\n")
@@ -76,12 +76,13 @@ def compare(argv: Sequence[str]) -> None:
     options = parser.parse_args(list(argv))
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
+    _verify_installed()
     from recipes_lib.evaluation.compare import compare_folders, format_rows
 
     rows = compare_folders([_find_evaluation(folder) for folder in options.folders])
     sys.stdout.write("".join(f"{line}\n" for line in format_rows(rows)))
     if options.output:
-        options.output.write_text(json.dumps([row._asdict() for row in rows], indent=1), encoding="utf-8")
+        options.output.write_text(json.dumps([row.describe() for row in rows], indent=1), encoding="utf-8")
 
 
 def _find_evaluation(folder: Path) -> Path:
@@ -107,20 +108,22 @@ def _parse(argv: Sequence[str]) -> EvalConfig | None:
         is_help = {"-h", "--help"} & set(argv)
         sys.stdout.write(f"{_USAGE if is_help else ''}{config}\n")
         return None
+    _verify_installed()
+    return config
+
+
+def _verify_installed() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(Problem("recipes eval", "lm_eval not installed", "pip install 'recipes-lib[eval]'"))
-    return config
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:
     """Return a line for each score of groups and tasks, and warnings where answers were cut or empty."""
     lines = []
     for name, found in [*record["groups"].items(), *record["tasks"].items()]:
-        scores = found.get("scores", found)
-        for metric, score in scores.items():
+        for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
-            count = f", {found['num_questions']:,} questions" if "num_questions" in found else ""
-            lines.append(f"{name}: {metric} {score['value']:.4f}{error}{count}")
+            lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
         for key, told in (
             ("num_cut", "did not fit and lost their beginning"),
             ("num_empty", "were answered by nothing"),

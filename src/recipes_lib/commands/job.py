@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from recipes_lib.commands.launch import PORT
 from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
-from recipes_lib.training.layouts.launch_files import find_launch_file, read_launch_file
+from recipes_lib.training.layouts.launch_environment import find_launch_file, read_launch_file
 
 DATA: Final = "/data"
 """Where the volume is mounted; the image's own working directory."""

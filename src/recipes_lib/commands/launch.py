@@ -16,12 +16,15 @@ from recipes_lib.config.loader import parse_command, split_stage
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
+    ENGINES,
     add_pipeline_flags,
     expect_launch,
+    find_launch_file,
     name_pipeline,
+    plan_launch,
     read_environment,
+    read_launch_file,
 )
-from recipes_lib.training.layouts.launch_files import ENGINES, find_launch_file, plan_launch, read_launch_file
 
 PORT: Final = 29500
 """At which the machines meet, unless something else is said; torchrun's own."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_KL: Final = 0.01
 """Nats a token by which a merged model may differ from its adapter's; rounding to bfloat16 costs a tenth of it."""
 MAX_KL_FROM_FEW_BITS: Final = 0.2
-"""The same where the adapter has learnt on a base in few bits, and made up for what they lack."""
+"""The same where the adapter was trained on a quantised base, and compensates its quantisation error."""
 MAX_TOKENS: Final = 64
 """Tokens of a text that models are compared on; what they say of each is held in memory."""
 
@@ -108,7 +108,7 @@ def refuse_another_model(record: Mapping[str, Any]) -> None:
     in_full = "write --dtype float32, which rounds nothing away"
     if not mean_kl <= limit:
         found = f"the merged model differs from its adapter's by {mean_kl:.2e} nats a token"
-        remedy = in_full if record["compared_on"] == "full precision" else "serve the adapter on the base in few bits"
+        remedy = in_full if record["compared_on"] == "full precision" else "serve the adapter on the quantised base"
         raise ConfigError(Problem("--max_kl", found, f"{remedy}, or accept it: --max_kl {2 * mean_kl:.2g}"))
     if not mean_kl < bare:
         found = (

@@ -65,8 +65,8 @@ def _prepare(stage: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) 
         places = [f"{source['name']}: {source['path']}" for source in tokens.record["sources"]]
         return token_data.render_summary(tokens), tokens.is_new, places
     if stage in ("reward", "dpo"):
-        from recipes_lib.data.pairs.pair_data import render_summary
         from recipes_lib.data.pairs.sets import prepare_pairs as prepare_rows
+        from recipes_lib.data.pairs.sets import render_summary
     else:
         from recipes_lib.data.packed.prepared_set import prepare as prepare_rows
         from recipes_lib.data.packed.prepared_set import render_summary

@@ -8,12 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
-from recipes_lib.proving.bench import Bench
-from recipes_lib.proving.checks import list_checks
-from recipes_lib.proving.results import FAILED, add_row, format_row, read_passed, run_check, write_page
 
 PAGE = "results.md"
 
@@ -30,14 +25,29 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="recipes prove",
         description="Hold results, speed and memory of this machine against what is known, without a network. "
-        "Run again, it goes on where it stopped.",
+        "Run again, it resumes where it stopped.",
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="no check begins after them (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("proof"), help="folder of rows, logs and page")
     parser.add_argument("--page", type=Path, help="where the page goes besides, such as docs/results_gpu.md")
+    parser.add_argument("--gpus", type=int, help="prove several GPUs against one, so many (default: all there are)")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks by name, or by how their names begin")
     parser.add_argument("--small", action="store_true", help="small sizes and few steps, as on a machine without a GPU")
     options = parser.parse_args(list(arguments))
+    import torch  # The help and a wrong flag are answered without it.
+
+    from recipes_lib.proving.bench import Bench
+    from recipes_lib.proving.checks import list_checks
+    from recipes_lib.proving.results import (
+        FAILED,
+        PASSED,
+        add_row,
+        format_row,
+        read_rows,
+        run_check,
+        write_page,
+    )
+
     if not Path("recipes", "sft.py").exists():
         remedy = "start it in a clone of the repository"
         raise ConfigError(Problem("recipes prove", "there is no recipes/sft.py in this folder", remedy))
@@ -47,20 +57,25 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(Problem("--only", f"there is no check {' or '.join(options.only)}", f"choose of {known}"))
     device, output = torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    bench = Bench(output, device, is_small=options.small or device.type == "cpu")
-    began, passed, rows = time.monotonic(), read_passed(output), []
+    found = torch.cuda.device_count() if device.type == "cuda" else 0
+    num_gpus = found if options.gpus is None else options.gpus
+    if not min(found, 1) <= num_gpus <= found:
+        raise ConfigError(Problem("--gpus", f"{num_gpus} are asked for, and {found} are there", "leave it out"))
+    bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
+    began, rows = time.monotonic(), read_rows(output, bench.describe())
     for check in checks:
-        if (row := passed.get(check.name)) is None:
+        if (row := rows.get(check.name)) is None or row.status != PASSED:
             row = run_check(check, bench, 60 * options.minutes - (time.monotonic() - began))
             add_row(output, row)
-        rows.append(row)
+        rows[check.name] = row
+        # After each: a rented machine may be gone before the last one.
+        for page in (output / PAGE, options.page):
+            if page is not None:
+                write_page(page, rows.values())
         sys.stdout.write(format_row(row) + "\n")
         sys.stdout.flush()
-    for page in (output / PAGE, options.page):
-        if page is not None:
-            write_page(page, rows)
     sys.stdout.write(f"page, rows and logs: {output}\n")
-    return EXIT_USER if any(row.status == FAILED for row in rows) else EXIT_DONE
+    return EXIT_USER if any(rows[check.name].status == FAILED for check in checks) else EXIT_DONE
 
 
 def _is_asked_for(name: str, only: Sequence[str] | None) -> bool:

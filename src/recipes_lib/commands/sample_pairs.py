@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.rl.collect import Collector
 
 if TYPE_CHECKING:
+    from recipes_lib.data.prompts import PromptRow
     from recipes_lib.rl.collect import Collector
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,7 +22,7 @@ class EvaluatedModelKeys:
     model_revision: str | None = None
     """Commit, tag or branch of a model of the Hub."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer of another place than the model's. Of an endpoint it must be named."""
+    """Tokenizer of another place than the model's. It must be named of an endpoint that is not one of chats."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights; ``auto`` takes the one they are saved in."""
     attn_implementation: str | None = None
@@ -92,6 +92,11 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys):
         """Where results go."""
         return Path(self.output_dir or Path(self.model_name_or_path) / "eval")
 
+    @property
+    def is_chat_endpoint(self) -> bool:
+        """Whether messages are asked, to which the endpoint's own template and tokenizer are applied."""
+        return self.base_url is not None and self.base_url.rstrip("/").endswith("chat/completions")
+
 
 EVAL_SECTIONS: Final[Mapping[str, type]] = {
     "model": EvaluatedModelKeys,
@@ -127,11 +132,20 @@ def _find_contradictions(config: EvalConfig, given: Given) -> Iterator[Problem]:
     for folder in config.include_path or ():
         if not Path(folder).is_dir():
             yield Problem(where("include_path"), f"there is no folder {folder[:120]!r}", "correct the path")
-    if config.base_url is not None:
+    yield from _find_problems_of_place(config, where)
+    if config.output_dir is None and (config.base_url is not None or not is_local(name)):
+        yield Problem(where("output_dir"), "the model has no folder here for the results", "write output_dir: ...")
+
+
+def _find_problems_of_place(config: EvalConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+    name = config.model_name_or_path
+    if config.is_chat_endpoint:
+        if not config.apply_chat_template:
+            remedy = "write apply_chat_template: true, or name the endpoint's .../v1/completions"
+            yield Problem(where("base_url"), "an endpoint of chats is asked by messages", remedy)
+    elif config.base_url is not None:
         if config.tokenizer_name_or_path is None:
             remedy = "name the tokenizer of the model that the endpoint serves"
             yield Problem(where("base_url"), "an endpoint has no tokenizer to count tokens with", remedy)
     elif name and looks_local(name) and not is_local(name):
         yield Problem(where("model_name_or_path"), f"there is no {name[:120]!r}", "correct the path")
-    if config.output_dir is None and (config.base_url is not None or not is_local(name)):
-        yield Problem(where("output_dir"), "the model has no folder here for the results", "write output_dir: ...")

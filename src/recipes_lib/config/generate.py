@@ -167,6 +167,8 @@ def _read_default(field: dataclasses.Field[Any]) -> Any:
 def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict[str, Any]:
     schema = _describe_type(hint)
     if choices:
+        # Upstream declares a text where it takes a boolean too.
+        schema["type"] += ["boolean"] * any(isinstance(choice, bool) for choice in choices)
         target = schema if "array" not in schema["type"] else schema["items"]
         target["enum"] = list(choices)
         if "string" in schema["type"]:

@@ -126,7 +126,7 @@ def split_stage(argv: Sequence[str], stages: Sequence[str] = STAGES) -> tuple[st
     named = config.stem.split("_")[0] if config else ""
     stage = options.stage or (named if named in stages else "sft")
     if stage not in stages:
-        raise ConfigError(Problem("--stage", f"there is no stage {stage!r}", f"write one of {', '.join(stages)}"))
+        raise ConfigError(Problem("--stage", f"there is no recipe {stage!r}", f"write one of {', '.join(stages)}"))
     return stage, rest
 
 
@@ -300,6 +300,12 @@ def _read_value(entry: Entry, table: KeyTable, problems: list[Problem]) -> Any:
         return None
     if entry.key in PATH_KEYS and isinstance(value, str):
         return expand_home(value)
+    if entry.key == "eval_datasets" and isinstance(value, dict):
+        # Of a wrong one the rules tell.
+        return {
+            name: one | {"name": expand_home(one["name"])} if isinstance(one, dict) and "name" in one else one
+            for name, one in ((name, {"name": one} if isinstance(one, str) else one) for name, one in value.items())
+        }
     if entry.key == "dataset_mixture" and isinstance(value, list):
         return [item | {"name": expand_home(item["name"])} for item in value]
     return value

@@ -49,10 +49,11 @@ NOTES: Final[Mapping[str, str]] = {
     "hub_revision": "A branch.",
     "hub_strategy": "While training, each checkpoint is one commit with the tag `step-N`: see `docs/publishing.md`.",
     "output_dir": "The same command resumes from the newest complete checkpoint in it.",
-    "push_to_hub": "By a thread beside training, which it neither slows nor fails.",
+    "push_to_hub": "In a background thread, which neither slows nor fails the training.",
     "torch_compile": "Layer by layer. Unset: on for pretraining on a GPU, and under fp8.",
     "use_liger_kernel": "Unset: on with a GPU where liger-kernel is installed; its cross-entropies stay off.",
     "use_cpu": "Unset: where there is no accelerator.",
+    "vllm_importance_sampling_correction": "Here of every engine, `generate` included.",
 }
 """What an upstream help text does not say about the key here."""
 
@@ -68,7 +69,8 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
             "adam_epsilon cliprange cliprange_value decay_steps delta device_hour_price discopop_tau "
             "distillation_temperature epsilon epsilon_high eval_steps kl_horizon kl_target_per_sequence "
             "logging_steps lora_alpha neftune_noise_alpha num_train_epochs repeat reward_timeout sampling_temperature "
-            "save_steps target_kl temperature test_split_size weight",
+            "save_steps target_kl temperature test_split_size vllm_importance_sampling_clip_max "
+            "vllm_importance_sampling_clip_min weight",
         ),
         ({"minimum": 0, "maximum": 2**32 - 1}, "data_seed seed"),
         (
@@ -81,7 +83,8 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         (
             {"minimum": 1},
             "batch_ramp_tokens dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout early_stopping_patience "
-            "gradient_accumulation_steps lora_r loraplus_lr_ratio max_tokens max_zero_std_rollouts "
+            "gradient_accumulation_steps lora_r loraplus_lr_ratio max_num_gen_batches max_tokens "
+            "max_zero_std_rollouts "
             "num_iterations num_mini_batches num_ppo_epochs per_device_eval_batch_size "
             "per_device_train_batch_size response_length sample_max_new_tokens save_keep_steps "
             "save_total_limit steps_per_generation teacher_top_k torch_empty_cache_steps verify_steps "
@@ -108,7 +111,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
 """Range of each number, as JSON schema spells it; ``weight`` and ``repeat`` are those of a ``dataset_mixture`` entry,
 ``start_tokens`` that of a ``dataset_curriculum`` phase."""
 
-CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+CHOICES: Final[Mapping[str, tuple[str | bool, ...]]] = {
     "debug": ("", "underflow_overflow"),
     # Length-aware sampling reads a length column and reorders rows; packed rows are all of one length.
     "train_sampling_strategy": ("random", "sequential"),
@@ -243,7 +246,14 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
         "learning_rate": (1e-5, "as fine-tuning; a student that is young or was cut out of its teacher takes 1e-4"),
     },
     "rloo": _GROUPS,
-    "grpo": _GROUPS,
+    "grpo": {
+        **_GROUPS,
+        "vllm_importance_sampling_clip_max": (2.0, "of a token, as Yao et al. 2025 and verl; TRL's 3 is of an answer"),
+        "vllm_importance_sampling_mode": (
+            "token_truncate",
+            "the ratio of a whole answer spreads with its length: what rounds differently would mask long answers",
+        ),
+    },
     "pretrain": {
         "adam_beta2": (0.95, "what GPT-3, Llama, Mistral and Chinchilla trained with"),
         "learning_rate": (
@@ -287,10 +297,6 @@ _VLLM: Final = (
     "vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization "
     "vllm_max_model_length vllm_tensor_parallel_size"
 )
-_VLLM_WEIGHTS: Final = (
-    "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap "
-    "vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min"
-)
 
 
 def _each_field(retired: Retired, *sections: type) -> dict[str, Retired]:
@@ -328,6 +334,7 @@ _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     **_each_field(_OF_PAIRS, PreferenceConfig),
     **each("packing loss_on assistant_only_loss completion_only_loss max_truncated_fraction", _NO_ANSWERS),
     **each("prepared_dir dataset_streaming dataset_mixture", _FEW_PROMPTS),
+    "eval_datasets": undecided("has no loss to measure here: answers are sampled and scored", "delete the line"),
     "metrics": dropped("has no effect: samples are scored by the rewards"),
     "sample_max_new_tokens": dropped("has no effect: samples are as long as any answer", "set `response_length`"),
     "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
@@ -405,6 +412,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     "ppo": {
         **_PROMPTS_ONLY,
         "loss_type": _LOSS,
+        "max_num_gen_batches": undecided("is a key of groups of answers", "use the `rloo` or the `grpo` recipe"),
     },
     "distill": {
         **_NO_PRETRAINING,
@@ -427,7 +435,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     },
     "grpo": {
         **_SAMPLED_IN_GROUPS,
-        **each(_VLLM_WEIGHTS, dropped("is not needed: tokens are weighted by the ratio, up to 2")),
+        "vllm_importance_sampling_cap": renamed("vllm_importance_sampling_clip_max", "TRL 1.6"),
         "cast_lm_head_to_fp32": dropped("is not needed: the loss is computed in float32"),
         **each("entropy_coef entropy_coef_delta entropy_coef_max entropy_coef_min entropy_target", _NO_ENTROPY),
         **each("top_entropy_quantile use_adaptive_entropy", _NO_ENTROPY),
@@ -454,13 +462,14 @@ _LOOP_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "save_strategy": ("no", "steps"),
 }
 """Of PPO, RLOO and GRPO, whose loop builds optimizer and schedule itself."""
-_STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+_STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str | bool, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
     "dpo": {"loss_type": PREFERENCE_LOSSES},
     "grpo": {
         "importance_sampling_level": ("token", "sequence"),
         "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
-        "scale_rewards": ("group", "batch", "none"),
+        "scale_rewards": ("group", "batch", "none", True, False),
+        "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
         **_LOOP_CHOICES,
     },
     "ppo": _LOOP_CHOICES,
@@ -483,6 +492,6 @@ def read_refused(stage: str) -> Mapping[str, Retired]:
     return {**REFUSED, **_LEFT_OUT[stage]}
 
 
-def read_choices(stage: str) -> Mapping[str, tuple[str, ...]]:
+def read_choices(stage: str) -> Mapping[str, tuple[str | bool, ...]]:
     """Return the values honoured where upstream allows more."""
     return {**CHOICES, **_STAGE_CHOICES.get(stage, {})}

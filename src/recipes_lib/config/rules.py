@@ -16,6 +16,7 @@ from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, 
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.errors import Problem
 
+_EVAL_KEYS: Final = {"name", "config", "revision", "split", "format", "columns"}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """``module:name`` of what a user wrote: a reward or a metric."""
 
@@ -138,6 +139,10 @@ _DEPENDENCIES: Final = (
     Dependency("kl_horizon", "kl_target_per_sequence"),
     Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "use_vllm"),
     Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
+    Dependency(
+        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_correction",
+    ),
     Dependency("delta", "loss_type", ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")),
     Dependency("sapo_temperature_pos sapo_temperature_neg", "loss_type", ("sapo",)),
     Dependency("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", "loss_type", ("vespo",)),
@@ -176,7 +181,7 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
         found = "nothing scores the answers: neither `reward_funcs` nor `reward_model_name_or_path` is set"
         yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
     for function in functions:
-        if not _FUNCTION.fullmatch(function):
+        if not _FUNCTION.fullmatch(function.partition("(")[0]):
             found = f"a reward function is not an import path: {function[:60]!r}"
             yield settings.problem("reward_funcs", found, "write package.module:function")
     weights = settings["reward_weights"]
@@ -213,6 +218,18 @@ def check_own_reference(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key):
             found = f"`{key}` is not done in this stage"
             yield settings.problem(key, found, "delete the line; `recipes merge` merges an adapter first")
+
+
+def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
+    """Weights of tokens have room between their bounds, and VESPO, whose own are of answers, takes those of tokens."""
+    lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
+    if lowest is not None and highest is not None and lowest >= highest:
+        found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"
+        yield settings.problem("vllm_importance_sampling_clip_min", found, f"write less than {highest}")
+    mode = settings["vllm_importance_sampling_mode"]
+    if settings["loss_type"] == "vespo" and mode.startswith("sequence"):
+        found = f"`loss_type: vespo` weighs whole answers, and so does `vllm_importance_sampling_mode: {mode}`"
+        yield settings.problem("vllm_importance_sampling_mode", found, "write token_truncate, or token_mask")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
@@ -323,6 +340,25 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
     """
     total = sum(entry.get("weight", math.nan) for entry in entries)
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
+
+
+def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
+    """Named held-out sets can be told apart in the figures, and say where they are."""
+    for name, entry in (settings["eval_datasets"] or {}).items():
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
+            found = f"`eval_datasets` names a set {name!r}, which is part of the names of its figures"
+            yield settings.problem("eval_datasets", found, "name it by letters, digits, dots and hyphens")
+        unknown = set(entry) - _EVAL_KEYS if isinstance(entry, dict) else {"?"}
+        if unknown or not isinstance(entry.get("name"), str):
+            found = f"`eval_datasets: {name}` is no dataset" + (f": it has {sorted(unknown)[0]!r}" if unknown else "")
+            yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
+    if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
+        prefix, figure, name = old.groups(default="")
+        found = f"`metric_for_best_model: {old.group()}` has the name of the set last"
+        yield settings.problem("metric_for_best_model", found, f"write `{prefix}{name}_{figure}`")
+    if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
+        found = "the loss `sft` is a mean over the tokens of one held-out set, and there would be several"
+        yield settings.problem("eval_datasets", found, "name one by dataset_test_split")
 
 
 def check_rows(settings: Settings) -> Iterator[Problem]:
@@ -486,6 +522,7 @@ _RULES: Final[tuple[Rule, ...]] = (
     check_shares,
     check_data,
     check_mixture,
+    check_eval_datasets,
     check_model,
     check_schedule,
     check_evaluation,
@@ -504,7 +541,7 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "dpo": (*_COMPARING, check_preference),
     "ppo": _SAMPLING,
     "rloo": _SAMPLING,
-    "grpo": _SAMPLING,
+    "grpo": (*_SAMPLING, check_importance_sampling),
     "distill": (*_FINE_TUNING, check_layers),
 }
 """The rules of each stage."""

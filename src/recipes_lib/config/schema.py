@@ -122,6 +122,9 @@ class DataConfig:
     """Held-out split, by name; or a path, which has a ``/`` or a suffix: ``./test``. Unset: see ``test_split_size``."""
     test_split_size: float | int | None = None
     """Hold out this share (below 1) or number (1 and above) of rows when no test split is named."""
+    eval_datasets: dict[str, Any] | None = None
+    """More held-out sets with figures of their own, ``eval_NAME_loss``: ``{web: path, chat: {name: x, split: test}}``,
+    with the keys of a mixture's entry but ``weight`` and ``repeat``."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
     """Several datasets for one: a list of ``{name, weight, repeat, config, revision, split, format, columns}``."""
     dataset_format: DatasetFormat = "auto"
@@ -202,7 +205,7 @@ class EvaluationConfig:
     early_stopping_threshold: float = 0.0
     """What a gain must exceed."""
     device_hour_price: float | None = None
-    """Price of one GPU for an hour, in any currency, by which plan and card tell the cost. Unset: they tell none."""
+    """Price of one GPU for an hour, in any currency, for the cost in plan and card. Unset: no cost is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +331,8 @@ class RewardsConfig:
     temperature: float = 1.0
     """Of sampling, and of every log-probability that is compared."""
     reward_funcs: list[str] | None = None
-    """Functions that score answers: import paths ``package.module:function``, called as TRL's GRPO calls them."""
+    """Functions that score answers: import paths ``package.module:function``, called as TRL's GRPO calls them, or
+    ``"package.module:factory(name=value)"``, which returns such a function."""
     reward_model_name_or_path: str | None = None
     """Reward model that scores answers, with its own tokenizer and template; its scores are cut off at ±10."""
     reward_model_revision: str | None = None
@@ -340,6 +344,9 @@ class RewardsConfig:
     """Factor of each reward in their sum: the functions in their order, then the model. Unset: 1 each."""
     missing_eos_penalty: float | None = 1.0
     """Taken off the score of an answer that ran into ``response_length``; null takes off nothing."""
+    max_num_gen_batches: int = 1
+    """Batches of answers that an iteration samples at most: groups whose answers all earn the same are left out, and
+    other prompts asked in their place, as in DAPO; verl's spelling. 1: none is left out."""
     max_zero_std_rollouts: int | None = 20
     """End the run after so many rollouts in a row in which no answer to a prompt earns more than another, so that
     nothing can be learnt; null never ends it. See ``docs/guards.md``."""

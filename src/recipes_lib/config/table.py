@@ -95,7 +95,9 @@ def describe(schema: Schema) -> str:
     kinds = [kind for kind in schema["type"] if kind != "null"]
     words = [_WORDS[kind] for kind in kinds]
     if "enum" in schema:
-        words[kinds.index("string")] = "one of " + ", ".join(value for value in schema["enum"] if value is not None)
+        words[kinds.index("string")] = "one of " + ", ".join(
+            value for value in schema["enum"] if isinstance(value, str)
+        )
     if "array" in kinds:
         kind = next((kind for kind in _ITEMS if kind in schema["items"]["type"]), "string")
         words[kinds.index("array")] = f"a list of {_ITEMS[kind]}"

@@ -236,7 +236,9 @@ class Reader:
         successor = RETIRED_VALUES.get((name, node.value))
         if successor:
             return self._refuse(node, f"`{name}: {node.value}` was removed upstream", f"write {successor}")
-        near = difflib.get_close_matches(node.value, [choice for choice in choices if choice], n=1)
+        near = difflib.get_close_matches(
+            node.value, [choice for choice in choices if choice and isinstance(choice, str)], n=1
+        )
         remedy = f"did you mean {near[0]}?" if near and len(choices) > 8 else f"write {describe(schema)}"
         return self._refuse(node, f"`{name}` is {_show(node.value)}", remedy)
 

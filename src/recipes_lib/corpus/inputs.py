@@ -17,10 +17,9 @@ from datatrove.pipeline.base import PipelineStep
 from recipes_lib.config.corpus import CorpusConfig, label_entry
 from recipes_lib.corpus.documents import PART_END, Ledger, StepTally, count_bytes
 from recipes_lib.data.sources.canonical import load_source
-from recipes_lib.data.sources.file_digests import compute_digest
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
-from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, open_file
+from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, compute_digest, open_file
 from recipes_lib.data.sources.readers import BrokenFileError
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem

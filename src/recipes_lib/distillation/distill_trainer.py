@@ -36,7 +36,7 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 @dataclass(frozen=True, slots=True)
 class TeacherSource:
-    """Where a student hears its teacher.
+    """The teacher's outputs of a batch.
 
     Attributes:
         teacher: The model, or ``None`` where ``rows`` hold what it says.

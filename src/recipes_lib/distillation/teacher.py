@@ -62,7 +62,7 @@ def load_teacher(
     try:
         model_config, _ = load_model_config(chosen)
         requested = replace(chosen, attn_implementation=attention.implementation)
-        choose_attention(requested, model_config, args, packing=config.tokens.packing)
+        choose_attention(requested, model_config, args, packing=config.tokens.packing, flattens=True)
         # Its rows are put into the student's order, which nobody could who has a share of them.
         with zero3_init_disabled():
             teacher = load_causal_lm(chosen, attention.implementation)
@@ -71,7 +71,7 @@ def load_teacher(
         adopt_vocabulary(teacher, vocabulary, where)
         add_loss_head(teacher)
         verify_loss_head(teacher)
-        if config.tokens.packing:
+        if config.tokens.packing or attention.layout == "flat":
             prove_isolation(teacher, attention.layout)
     except ConfigError as error:
         raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error

@@ -14,7 +14,7 @@ import torch
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.collators import find_targets
-from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.sources.local_files import compute_digest
 from recipes_lib.data.store import (
     PreparedSet,
     compute_key,

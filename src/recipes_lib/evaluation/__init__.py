@@ -1,1 +1,1 @@
-"""Benchmarks by lm-eval, comparison of models on the same questions, and the sandbox for code that models write."""
+"""Benchmarks by lm-eval, and comparison of models on the same questions."""

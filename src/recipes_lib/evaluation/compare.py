@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from recipes_lib.evaluation.harness import RECORD, read_samples
 from recipes_lib.files import read_record
@@ -14,13 +16,15 @@ from recipes_lib.files import read_record
 Verdict = Literal["better", "worse", "same", "not comparable"]
 NUM_RESAMPLES: Final = 2000
 _SEED: Final = 0
+_FEWEST: Final = 6
+"""Questions of which 2 / 2^n is below 5 %."""
 
 
 class Difference(NamedTuple):
     """A score of two models on the questions that both were asked.
 
     Attributes:
-        task: Its name.
+        task: Its name, or that of a group of tasks.
         metric: With the filter that chose the answer, if one did.
         model: Folder of the evaluation that is compared.
         num_questions: Those that both were asked, by the same prompts.
@@ -42,26 +46,47 @@ class Difference(NamedTuple):
     high: float
     verdict: Verdict
 
+    def describe(self) -> dict[str, Any]:
+        """Return it as JSON has it: an end of the interval that is nowhere is ``None``."""
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self._asdict().items()
+        }
+
 
 _Scores = dict[tuple[str, str], dict[str, tuple[str, float]]]
 """Task and metric -> question -> hash of the prompt, and score."""
 
 
 def compare_folders(folders: Sequence[Path]) -> list[Difference]:
-    """Compare each evaluation with the first one, on tasks and metrics that both have.
+    """Compare each evaluation with the first one, on groups, tasks and metrics that both have.
 
     Raises:
         DataError: A folder holds no evaluation, or one that cannot be read.
     """
     base, *others = map(_read_scores, folders)
+    records = [read_record(folder / RECORD, {"tasks": dict, "groups": dict}) for folder in folders]
     rows = []
-    for folder, other in zip(folders[1:], others, strict=True):
-        directions = read_record(folder / RECORD, {"tasks": dict})["tasks"]
-        for (task, metric), scores in base.items():
-            if (task, metric) in other:
-                falls = directions.get(task, {}).get("higher_is_better", {}).get(metric.partition(",")[0]) is False
-                rows.append(_compare(task, metric, str(folder), scores, other[task, metric], falls=falls))
+    for folder, other, record in zip(folders[1:], others, records[1:], strict=True):
+        for name, found in _list_compared(*records[:1], record):
+            members = found.get("tasks", [name])
+            for metric in dict.fromkeys(metric for task, metric in base if task in members):
+                pairs = [(base.get((task, metric)), other.get((task, metric))) for task in members]
+                if all(one and two for one, two in pairs):
+                    rises = record["tasks"].get(members[0], {}).get("higher_is_better", {})
+                    falls = rises.get(metric.partition(",")[0]) is False
+                    is_mean = not found.get("is_weighted_by_size", True)
+                    rows.append(_compare(name, metric, str(folder), pairs, falls=falls, is_mean_of_tasks=is_mean))
     return rows
+
+
+def _list_compared(*records: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Groups that have the same members in both, and then tasks."""
+    first, second = records
+    for name, found in first["groups"].items():
+        if name in second["groups"] and found.get("tasks") == second["groups"][name].get("tasks"):
+            yield name, found
+    yield from ((name, {}) for name in first["tasks"])
 
 
 def _read_scores(folder: Path) -> _Scores:
@@ -76,43 +101,75 @@ def _read_scores(folder: Path) -> _Scores:
 
 
 def _compare(
-    task: str,
-    metric: str,
-    model: str,
-    base: Mapping[str, tuple[str, float]],
-    other: Mapping[str, tuple[str, float]],
-    *,
-    falls: bool,
+    name: str, metric: str, model: str, pairs: Sequence[Any], *, falls: bool, is_mean_of_tasks: bool
 ) -> Difference:
-    shared = [question for question in base if question in other and base[question][0] == other[question][0]]
-    if not shared:
+    values = [
+        np.array(
+            [
+                (one[question][1], two[question][1])
+                for question in one
+                if question in two and _is_same(one, two, question)
+            ]
+        )
+        for one, two in pairs
+    ]
+    if not all(map(len, values)):
         nothing = float("nan")
-        return Difference(task, metric, model, 0, nothing, nothing, nothing, nothing, "not comparable")
-    pairs = np.array([(base[question][1], other[question][1]) for question in shared])
-    low, high = compute_interval(pairs[:, 1] - pairs[:, 0])
+        return Difference(name, metric, model, 0, nothing, nothing, nothing, nothing, "not comparable")
+    number = sum(map(len, values))
+    # The mean of tasks, where a group's score is that and not the mean of all questions.
+    scales = [number / len(values) / len(task) if is_mean_of_tasks else 1.0 for task in values]
+    scaled = np.concatenate([task * scale for task, scale in zip(values, scales, strict=True)])
+    low, high = compute_interval(scaled[:, 1] - scaled[:, 0])
     verdict: Verdict = "same"
     if low > 0 or high < 0:
         verdict = "better" if (low > 0) != falls else "worse"
-    means = pairs.mean(axis=0)
-    return Difference(task, metric, model, len(shared), float(means[0]), float(means[1]), low, high, verdict)
+    means = scaled.mean(axis=0)
+    return Difference(name, metric, model, number, float(means[0]), float(means[1]), low, high, verdict)
+
+
+def _is_same(one: Mapping[str, tuple[str, float]], other: Mapping[str, tuple[str, float]], question: str) -> bool:
+    return one[question][0] == other[question][0]
 
 
 def compute_interval(differences: Any) -> tuple[float, float]:
-    """Return the 95 % interval of a mean by the percentile bootstrap over questions; of one question all numbers.
+    """Return a 95 % interval of the mean of paired differences that does not leave out 0 by too few questions.
+
+    Of answers that are right or wrong: the hull of Bonett and Price's interval and of the exact one that belongs to
+    McNemar's test, which leaves out 0 only where that test does. Of other scores: the hull of Student's and of the
+    percentile bootstrap over questions, and all numbers below six, where no sign test reaches 5 %.
 
     Args:
         differences: ``(N,)``, a difference for each question.
 
-    Source: Efron 1979; its coverage in ``tests/evaluation/test_compare.py``.
+    Source: Bonett and Price 2012; McNemar 1947 (``scipy.stats.binomtest``); Efron 1979. Coverage and the tests they
+    stand for in ``tests/evaluation/test_compare.py``.
     """
     number = len(differences)
     if number < 2:
         return -np.inf, np.inf
+    if np.isin(differences, (-1, 0, 1)).all():
+        return _bound_proportions(int((differences > 0).sum()), int((differences < 0).sum()), number)
+    if number < _FEWEST:
+        return -np.inf, np.inf
     draw = np.random.default_rng(_SEED)
     # A resample at a time: of 14,000 questions all of them at once would take gigabytes.
     means = [differences[draw.integers(0, number, number)].mean() for _ in range(NUM_RESAMPLES)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
+    ends = np.quantile(means, [0.025, 0.975])
+    reach = stats.t.ppf(0.975, number - 1) * differences.std(ddof=1) / number**0.5
+    mean = differences.mean()
+    return float(min(ends[0], mean - reach)), float(max(ends[1], mean + reach))
+
+
+def _bound_proportions(gained: int, lost: int, number: int) -> tuple[float, float]:
+    more, less = (gained + 1) / (number + 2), (lost + 1) / (number + 2)
+    reach = stats.norm.ppf(0.975) * ((more + less - (more - less) ** 2) / (number + 2)) ** 0.5
+    low, high = more - less - reach, more - less + reach
+    if changed := gained + lost:
+        exact = stats.binomtest(gained, changed).proportion_ci(0.95, "exact")
+        low = min(low, (2 * exact.low - 1) * changed / number)
+        high = max(high, (2 * exact.high - 1) * changed / number)
+    return max(float(low), -1.0), min(float(high), 1.0)
 
 
 def format_rows(rows: Sequence[Difference]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
 Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
 """
 _NETWORK: Final = "make its data available: run once with a network, or name a task file of yours that reads local data"
-
+_PACKAGES: Final = "pip install 'recipes-lib[eval]', or the package that it names"
 _COLUMNS: Final = "compare the names in the task file with the columns of the data"
 
 
@@ -50,10 +51,7 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
         try:
             loaded = manager.load([name])
         except Exception as error:  # Of datasets, of the Hub, of a task file: whatever it is, the task cannot be asked.
-            is_template = isinstance(error, TemplateError)
-            told = "its templates do not fit its first row" if is_template else "cannot be loaded"
-            reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-            problems.append(Problem(f"tasks: {name}", f"{told}: {reason}", _COLUMNS if is_template else _NETWORK))
+            problems.append(_describe_failure(name, error))
             continue
         for kind, entries in loaded.items():
             found.setdefault(kind, {}).update(entries)
@@ -62,6 +60,18 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     if problems:
         raise ConfigError(*problems)
     return found
+
+
+def _describe_failure(name: str, error: BaseException) -> Problem:
+    reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    where, cause = f"tasks: {name}", error
+    while cause.__cause__ is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__
+    if isinstance(cause, ModuleNotFoundError):
+        return Problem(where, f"needs a package that is not installed: {cause}".splitlines()[0][:300], _PACKAGES)
+    if isinstance(error, TemplateError):
+        return Problem(where, f"its templates do not fit its first row: {reason}", _COLUMNS)
+    return Problem(where, f"cannot be loaded: {reason}", _NETWORK)
 
 
 def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
@@ -94,6 +104,9 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     task.set_fewshot_seed(seed=config.seed)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
+    if _lacks_sentences(task):
+        remedy = "python -m nltk.downloader punkt_tab, where there is a network"
+        return [Problem(where, "counts sentences by NLTK's punkt_tab, which is not here", remedy)]
     try:
         docs: Sequence[Any] = task.eval_docs
         if not len(docs):
@@ -104,3 +117,14 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
         found = f"its templates do not fit its first row: {type(error).__name__}: {error}"
         return [Problem(where, found[:300], _COLUMNS)]
     return []
+
+
+def _lacks_sentences(task: Any) -> bool:
+    """Whether IFEval lacks the data by which it counts sentences: it asks for them only after the last answer."""
+    if ".ifeval." not in str(getattr(task.config.process_results, "__module__", "")):
+        return False
+    try:
+        sys.modules["nltk"].data.find("tokenizers/punkt_tab")
+    except LookupError:
+        return True
+    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +15,11 @@ from typing import Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.config.schema import DatasetFormat, RecipeConfig
+from recipes_lib.data.sources.canonical import load_source, read_entries
+from recipes_lib.data.sources.mixtures import list_entries
+from recipes_lib.data.sources.rows import Row, Source
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.training.layouts.launch_environment import Launch
 
 SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -26,6 +31,8 @@ class Inspection(ABC):
 
     corpus_kind: str | None = None
     """What `recipes clean` is told of the data, ``text`` or ``chat``; ``None``: it has nothing to say of them."""
+    flattens = False
+    """Whether batches of one document a row are laid out as packed ones, where the kernel takes those."""
     num_learners = 1
     """Models, or adapters, in a checkpoint, each with its optimizer states."""
 
@@ -130,8 +137,6 @@ class Inspection(ABC):
 
     def look_at_corpus(self, say: Say) -> None:
         """Duplicates, personal data, languages and boilerplate of a sample, in stages that train on texts."""
-        from recipes_lib.inspection.corpus_audit import say_corpus
-
         if self.corpus_kind is not None:
             say_corpus(self.config, self.corpus_kind, say)
 
@@ -167,6 +172,7 @@ class Inspection(ABC):
             device=device,
             compute_dtype=compute_dtype,
             packing=self.keeps_documents_apart,
+            flattens=self.flattens,
         )
         say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
@@ -295,3 +301,52 @@ def _build_on_meta(model_config: Any) -> Any:
         model = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
     freeze_outside_text(model)
     return model
+
+
+_HUB_KEYS: Final = ("config", "revision", "split", "columns")
+
+
+def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> None:
+    """Say what cleaning would find in each source of a run; nothing of sources that cannot be read.
+
+    Args:
+        config: The run.
+        kind: Kind of source that ``recipes clean`` is to be told: ``text`` or ``chat``.
+        say: Gets a line.
+    """
+    if importlib.util.find_spec("datatrove") is None:
+        say("not looked at: pip install 'recipes-lib[corpus]'")
+        return
+    from recipes_lib.corpus.audit import audit_texts
+
+    for entry in list_entries(config.data):
+        # A stream is read to the end of the sample, and no further.
+        keys = {name: entry[name] for name in _HUB_KEYS if entry.get(name)}
+        try:
+            source = load_source(
+                entry["name"],
+                **keys,
+                streaming=config.data.dataset_streaming,
+                text_documents=config.pretraining.text_documents,
+            )
+            audit = audit_texts(_iterate_texts(source, entry.get("format") or config.data.dataset_format))
+        except DataError:
+            continue  # The section above has said so.
+        for fact in audit.facts:
+            say(f"{entry['name']}: {fact}")
+        for warning in audit.warnings:
+            say(f"warning: {entry['name']}: {warning}")
+        if audit.warnings:
+            told = {"name": entry["name"], "kind": kind, **keys}
+            say(f"    recipes clean --sources '{json.dumps([told])}' --output_dir {entry['name'].rstrip('/')}-clean")
+
+
+def _iterate_texts(source: Source, declared: DatasetFormat) -> Iterator[str]:
+    for row in read_entries(source, declared):
+        if not isinstance(row, Row):
+            continue
+        if row.messages is not None:
+            texts = [message.get("content") for message in row.messages]
+        else:
+            texts = [row.text, row.prompt, row.completion]
+        yield "\n".join(text for text in texts if isinstance(text, str))

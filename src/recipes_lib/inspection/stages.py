@@ -13,6 +13,7 @@ class SFTInspection(Inspection):
     """Rows, their mask and their packs, and the schedule that upstream builds."""
 
     corpus_kind = "chat"
+    flattens = True
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -56,6 +57,7 @@ class PretrainInspection(Inspection):
     """Documents and their mixture, the schedule in tokens, and the size of the model against that of the data."""
 
     corpus_kind = "text"
+    flattens = True
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -154,7 +156,7 @@ class PairInspection(Inspection):
 
     def look_at_data(self, say: Say) -> None:
         """How many pairs there are, how long they are, and the audit."""
-        from recipes_lib.data.pairs.pair_data import load_pair_data
+        from recipes_lib.data.pairs.sets import load_pair_data
 
         if self.tokenizer is None:
             return
@@ -280,7 +282,7 @@ class PPOInspection(Inspection):
             plan_memory(self.config, self.model_config, layout, is_half=is_half) for layout in (launched, *others)
         )
         size = read_device_memory()
-        say(f"{asked.about or 'one model trained'}: {asked.peak / 1e9:.1f} GB at most; `recipes plan` tells its terms")
+        say(f"{asked.about or 'one model trained'}: {asked.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
         if size is not None and not asked.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once"
             for plan in rest:

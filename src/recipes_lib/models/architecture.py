@@ -25,7 +25,8 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm, load_model_config
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart, build_pipeline_stage_class
+from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_class
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import distribute, verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.structure import freeze_outside_text

@@ -34,9 +34,9 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.utils.hub import cached_file
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, list_first
 from recipes_lib.files import read_record
-from recipes_lib.hub import go_offline_unless_reachable
 from recipes_lib.models.model_files import find_damage
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.models.parallel.zero3 import register_gather_hooks

@@ -18,7 +18,7 @@ from recipes_lib.errors import ConfigError, Problem
 def build_quantization_config(
     config: QuantizationConfig, compute_dtype: torch.dtype, engine: str
 ) -> BitsAndBytesConfig | None:
-    """What ``load_causal_lm`` takes to load a model in few bits; ``None`` when none are asked for.
+    """What ``load_causal_lm`` takes to load a quantised model (4 or 8 bits); ``None`` when that is not asked for.
 
     What shards weights takes floating-point numbers, and casts them to the compute precision on the way, which would
     destroy packed 4-bit codes. So they are stored as numbers of that very precision there: the cast does nothing, and
@@ -59,7 +59,7 @@ def build_quantization_config(
 
 
 def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
-    """Count the bytes of a model once its linear layers but the output projection are in few bits; ``None``: they stay.
+    """Count the bytes of a model once its linear layers but the output projection are quantised; ``None``: they stay.
 
     Four bits have a scale for each block of 64 weights, in ``float32``, or in a byte and one ``float32`` for 256 of
     those; eight bits have one for each row.

@@ -129,7 +129,7 @@ class _Reader:
         for name, entry in entries.items():
             where = f"{self.path}: {name}"
             if not isinstance(entry, Mapping):
-                self.problems.append(Problem(where, "is no stage", "write {recipe: ..., config: ...}"))
+                self.problems.append(Problem(where, "is not a stage", "write {recipe: ..., config: ...}"))
             elif "rounds" in entry:
                 stages += self._read_rounds(where, entry, folder)
             else:
@@ -141,7 +141,7 @@ class _Reader:
         count, inner = entry["rounds"], entry.get("stages")
         if not (isinstance(count, int) and count > 0 and isinstance(inner, Mapping)):
             remedy = "write rounds: 3, start: {policy: MODEL} and stages: {...}"
-            self.problems.append(Problem(where, "is no number of rounds with stages", remedy))
+            self.problems.append(Problem(where, "is not a number of rounds with stages", remedy))
             return
         for name, start in (entry.get("start") or {}).items():
             needs: list[str] = []

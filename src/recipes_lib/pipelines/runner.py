@@ -172,7 +172,8 @@ def read_figure(output: Path, name: str) -> float | None:
 
     Args:
         output: Folder of a run, or of ``recipes eval``.
-        name: ``eval_loss``, ``loss`` or, of a benchmark, ``gsm8k.exact_match``; keys within ``run.json`` by dots.
+        name: ``eval_loss``, ``loss`` or, of a benchmark or a group of them,
+            ``gsm8k.exact_match``; keys within ``run.json`` by dots.
     """
     for event in reversed(list(read_lines(output / "metrics.jsonl"))):
         if event and isinstance(event.get(name), int | float):
@@ -183,7 +184,8 @@ def read_figure(output: Path, name: str) -> float | None:
         except DataError:
             continue
         task, _, metric = name.partition(".")
-        scores = (record.get("tasks") or {}).get(task, {}).get("scores", {}) if file.endswith("eval.json") else {}
+        found = {**(record.get("tasks") or {}), **(record.get("groups") or {})} if file.endswith("eval.json") else {}
+        scores = found.get(task, {}).get("scores", {})
         if metric in scores:
             return float(scores[metric]["value"])
         for part in name.split("."):

@@ -74,9 +74,15 @@ def find_device(name: str) -> Device | None:
                 memory = float(told[1])
             if name.upper() != pattern:
                 taken = ""
-            rates = (row[key] * 1e9 for key in ("bandwidth", "link"))
             return Device(
-                name, row["flops"] * 1e12, memory * 1e9, *rates, row.get("watts"), row.get("bf16", True), taken
+                name,
+                flops=row["flops"] * 1e12,
+                memory=memory * 1e9,
+                bandwidth=row["bandwidth"] * 1e9,
+                link=row["link"] * 1e9,
+                watts=row.get("watts"),
+                has_bf16=row.get("bf16", True),
+                taken=taken,
             )
     return Device(name, 0, float(told[1]) * 1e9) if told else None
 

@@ -16,7 +16,7 @@ class Failures:
 
     Attributes:
         mean_seconds: Mean time between failures of the whole job, which any GPU of it may end.
-        save_seconds: Time that training waits for a checkpoint; of one written beside training, only that pause.
+        save_seconds: Time that training waits for a checkpoint; of one written asynchronously, only that pause.
         restart_seconds: From a failure to the first step after it, the lost work apart.
     """
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from transformers import PreTrainedConfig
 
 from recipes_lib.losses.projection import choose_chunk_bytes, count_chunk_tokens
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 
 SAMPLING_BYTES: Final = 44

@@ -99,7 +99,7 @@ def plan_groups(num_prompts: int, config: RecipeConfig, world_size: int) -> Grou
     answers, group = batch_size * steps_per_generation, read("num_generations")
     prompts = answers // group
     if answers % group:
-        found = f"{answers} answers at a time are no groups of num_generations {group}"
+        found = f"{answers} answers at a time are not divisible into groups of num_generations {group}"
         remedy = "make per_device_train_batch_size times the steps and processes a multiple of it"
         raise ConfigError(Problem("num_generations", found, remedy))
     if num_prompts < prompts:

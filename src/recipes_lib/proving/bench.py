@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
+from recipes_lib.environment import read_versions
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
 
@@ -42,12 +44,24 @@ class WrongResultError(Exception):
     """What was computed is not what it should be."""
 
 
-def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
-    """Run Python in a process of its own, which an error of the device ends without ending this one."""
+_LIMIT_SECONDS: Final = 600
+"""None takes longer that works: one that hangs must not use up the time that a machine is rented for."""
+
+
+def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path, limit: float = _LIMIT_SECONDS) -> int:
+    """Run Python in a process of its own, which an error of the device ends without ending this one.
+
+    Raises:
+        WrongResultError: It did not end within ``limit`` seconds; it has been killed.
+    """
     with output.open("w", encoding="utf-8") as stream:
         environment = {**read_environment(), **variables}
         command = [sys.executable, *arguments]
-        return subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+        try:
+            ended = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise WrongResultError(f"it did not end within {limit:g} s: {output}") from None
+        return ended.returncode
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +71,26 @@ class Bench:
     Attributes:
         folder: Of inputs, runs and logs.
         device: What is proved; the CPU stands in for it where there is no GPU.
-        is_small: Whether sizes and steps are those of a rehearsal in seconds.
+        is_small: Whether sizes and steps are those of a trial in seconds.
         launch: Starts a process.
+        num_gpus: GPUs that are proved, the first ones of the machine.
     """
 
     folder: Path
     device: torch.device
     is_small: bool
     launch: Launcher = field(default=launch)
+    num_gpus: int = 0
 
     @property
     def is_cuda(self) -> bool:
         """Whether there is a GPU."""
         return self.device.type == "cuda"
+
+    def describe(self) -> str:
+        """Return what results stand for: the device, versions of packages, and the sizes of the checks."""
+        versions = ", ".join(f"{name} {version}" for name, version in read_versions().items())
+        return f"{name_device()}, {'small' if self.is_small else 'full'} sizes, {versions}"
 
     def run(
         self,
@@ -87,7 +108,7 @@ class Bench:
             stage: The recipe.
             name: Of the run, and its folder.
             on_device: Whether it runs on the device, or on the CPU as the reference.
-            resumes: Whether it goes on with what is in its folder.
+            resumes: Whether it resumes from what is in its folder.
             by: Arguments of Python's before the recipe, such as a module that runs it.
             **keys: Of its configuration, besides data and model.
 
@@ -122,6 +143,11 @@ class Bench:
             return {**named, "tokenizer_name_or_path": inputs / "model"}
         teacher = {"teacher_model_name_or_path": inputs / "teacher"} if stage == "distill" else {}
         return {**named, "model_name_or_path": inputs / "model", **teacher}
+
+
+def name_device() -> str:
+    """Return the name of the GPU, or of the processor where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def write_inputs(folder: Path) -> Path:

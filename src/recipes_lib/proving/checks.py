@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import platform
 import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.liger import apply_liger_kernel
@@ -26,7 +27,7 @@ from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError
+from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
 from recipes_lib.training.optim.compilation import compile_layers
 
 Figures = Mapping[str, Any]
@@ -41,19 +42,19 @@ class Check:
         what: What it shows, for a reader.
         run: Computes the figures; raises ``WrongResultError`` where they are wrong.
         package: That it needs besides those of the project, whose kernels run on GPUs alone.
-        needs_gpu: Whether it means nothing on a CPU.
+        min_gpus: Without which it means nothing.
     """
 
     name: str
     what: str
     run: Callable[[Bench], Figures]
     package: str = ""
-    needs_gpu: bool = False
+    min_gpus: int = 0
 
     def find_obstacle(self, bench: Bench) -> str:
         """Return what is absent that the check needs; nothing where all is there."""
-        if (self.needs_gpu or self.package) and not bench.is_cuda:
-            return "there is no GPU"
+        if bench.num_gpus < (least := max(self.min_gpus, int(bool(self.package)))):
+            return f"needs {least} GPUs" if least > 1 else "there is no GPU"
         return f"{self.package} is not installed" if self.package and not find_spec(self.package) else ""
 
 
@@ -64,10 +65,17 @@ def look_at_environment(bench: Bench) -> Figures:
     seconds = measure_seconds(lambda: matrix @ matrix, bench)
     copied = torch.empty((2**22 if bench.is_small else 2**30) // 4, device=bench.device)
     copy_seconds = measure_seconds(lambda: copied.clone(), bench)
-    name = torch.cuda.get_device_name() if bench.is_cuda else platform.processor() or platform.machine()
-    driver = {"cuda": torch.version.cuda} if bench.is_cuda else {}
+    driver = {"driver": _read_driver(), "cuda": torch.version.cuda} if bench.is_cuda else {}
     peak = {"matmul_tflops": 2e-12 * size**3 / seconds, "copy_gb_per_second": 2e-9 * 4 * copied.numel() / copy_seconds}
-    return {"device": name, **driver, **read_versions(), **peak}
+    return {"device": name_device(), **driver, **read_versions(), **peak}
+
+
+def _read_driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def measure_seconds(compute: Callable[[], Any], bench: Bench, repeats: int = 10) -> float:
@@ -147,13 +155,16 @@ def resume_exactly(bench: Bench) -> Figures:
 _ALLOWED: Final = 2
 """Host synchronisations of a step: for the number of terms, and for what the guard judges."""
 _LENGTHS: Final = ((5, 9, 3), (8, 8), (17,))
+_SCALE: Final = 60
+"""On a GPU documents are longer by it, so that kernels run over several tiles."""
 
 
 def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
     """Return a small Llama with a loss head on the device, the same weights each time, in training mode."""
     torch.manual_seed(0)
+    width = 128 if bench.is_small else 512  # Heads of 32 or, as in models that are trained, of 128.
     config = LlamaConfig(
-        **{"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, **shape},
+        **{"vocab_size": 256, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, **shape},
         num_attention_heads=4,
         num_key_value_heads=2,
     )
@@ -173,7 +184,8 @@ def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     losses = []
     model.zero_grad()
-    for lengths in _LENGTHS:
+    scale = 1 if bench.is_small else _SCALE
+    for lengths in ([scale * length for length in row] for row in _LENGTHS):
         ids = torch.arange(sum(lengths), device=bench.device)[None] * 7 % 256
         positions = torch.cat([torch.arange(length) for length in lengths])[None].to(bench.device)
         inputs: dict[str, Any] = {
@@ -232,7 +244,7 @@ def _use_liger(model: Any) -> None:
 
 
 def compare_loss_head(bench: Bench) -> Figures:
-    """The chunked loss against one of whole logits: values, gradients, time and memory for three vocabularies."""
+    """The chunked loss against whole logits, torch's and Liger's: values, gradients and time for three vocabularies."""
     figures: dict[str, Any] = {}
     num_tokens, width = (64, 32) if bench.is_small else (8192, 4096)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
@@ -251,6 +263,7 @@ def compare_loss_head(bench: Bench) -> Figures:
             "dense": lambda h=hidden, w=weight, t=targets: functional.cross_entropy(  # type: ignore[misc]
                 (h @ w.t()).float(), t, reduction="sum"
             ),
+            **_list_other_heads(hidden, weight, targets, bench),
         }
         found: dict[str, list[Tensor]] = {}
         for name, compute in ways.items():
@@ -261,10 +274,54 @@ def compare_loss_head(bench: Bench) -> Figures:
                 figures[f"{name}_{vocabulary}"] = "out of memory"
                 continue
             figures[f"{name}_{vocabulary}_ms"] = 1e3 * seconds
-        if len(found) == len(ways):
+        if {"chunked", "dense"} <= found.keys():
             expected, ours = ([tensor.float().cpu() for tensor in found[name]] for name in ("dense", "chunked"))
             figures[f"gap_{vocabulary}"] = _compare(expected, ours, bench, f"vocabulary {vocabulary}")["gap"]
     return figures
+
+
+def _list_other_heads(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bench: Bench
+) -> Mapping[str, Callable[[], Tensor]]:
+    """Torch's own chunked loss, which came with torch 2.13, and Liger's, whose kernels run on GPUs alone."""
+    ways: dict[str, Callable[[], Tensor]] = {}
+    if hasattr(functional, "linear_cross_entropy"):
+        compute: Any = functional.linear_cross_entropy
+        options = nn.LinearCrossEntropyOptions()
+        ways["torch"] = lambda: compute(hidden, weight, targets, reduction="sum", options=options)
+    if bench.is_cuda and find_spec("liger_kernel"):
+        liger: Any = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss
+        ways["liger"] = lambda: liger(reduction="sum")(weight, hidden, targets)
+    return ways
+
+
+def measure_decoding(bench: Bench) -> Figures:
+    """Tokens a second of ``generate`` by batch size, greedy, with a cache, in the shape of 124M."""
+    width, mlp, layers, _, vocabulary = (*SHAPE.values(), 320) if bench.is_small else _SHAPES["124M"][0]
+    shape = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
+    model = build_model(bench, "sdpa", **shape).to(dtype).eval()
+    length, figures = (8, {}) if bench.is_small else (128, dict[str, Any]())
+    for num_rows in (1, 2) if bench.is_small else (1, 32, 256):
+        prompt = torch.full((num_rows, 16), 5, device=bench.device)
+        options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
+        seconds = measure_seconds(lambda p=prompt, o=options: model.generate(p, **o), bench, 2)  # type: ignore[misc]
+        figures[f"rows_{num_rows}_tokens_per_second"] = num_rows * length / seconds
+    return figures
+
+
+def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
+    """Losses of SFT on all GPUs by a launch file in ``float32``, against one GPU with the same global batch."""
+    count = bench.num_gpus
+    keys = {**_set_up(bench, "sft", bf16="false"), "per_device_train_batch_size": 1}
+    alone = bench.train("sft", f"{launch_file}-alone", **{**keys, "gradient_accumulation_steps": count})
+    launcher = ("-m", "accelerate.commands.launch", f"--config_file=accelerate_configs/{launch_file}.yaml")
+    by = (*launcher, f"--num_processes={count}", "--mixed_precision=no")
+    together = bench.train("sft", f"{launch_file}-together", by=by, **{**keys, "gradient_accumulation_steps": 1})
+    if not (gap := measure_gap(alone, together)) <= 1e-4:
+        raise WrongResultError(f"losses of {count} GPUs are {gap:.1e} off those of one; 1e-04 is allowed")
+    speeds = [statistics.median(event["tokens_per_second"] for event in events) for events in (alone, together)]
+    return {"gpus": count, "gap": gap, "speed_of_one": speeds[0], "speed_of_all": speeds[1]}
 
 
 def count_synchronisations(stage: str, bench: Bench) -> Figures:
@@ -288,6 +345,9 @@ def _count_in_a_step(bench: Bench, stage: str, num_micro_batches: int) -> float:
         output = bench.run(stage, name, by=watched, **{**keys, "max_steps": num_steps})
         told = output.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
         counts.append(told.count("called a synchronizing CUDA operation"))
+        # The process makes one on purpose: none in the log means that warnings were lost, not that none were made.
+        if not counts[-1]:
+            raise WrongResultError(f"the synchronisation made on purpose is not in {output.with_suffix('.log')}")
     return (counts[1] - counts[0]) / 4
 
 
@@ -361,6 +421,11 @@ def list_checks() -> Iterable[Check]:
     yield Check("resume", "a resumed run = an uninterrupted one", resume_exactly)
     for shape in _SHAPES:
         yield Check(f"throughput-{shape}", f"{shape}: tokens a second", partial(measure_throughput, shape))
-    for stage in ("sft", "pretrain", "dpo"):
+    yield Check("decoding", "tokens a second of generate", measure_decoding)
+    for launch_file in ("ddp", "fsdp2"):
+        compare_gpus = partial(compare_with_one_gpu, launch_file)
+        told = f"losses of all GPUs by {launch_file} = those of one"
+        yield Check(f"gpus-{launch_file}", told, compare_gpus, min_gpus=2)
+    for stage in ("sft", "pretrain", "dpo", "reward"):
         count = partial(count_synchronisations, stage)
-        yield Check(f"synchronisations-{stage}", f"host synchronisations of {stage}", count, needs_gpu=True)
+        yield Check(f"synchronisations-{stage}", f"host synchronisations of {stage}", count, min_gpus=1)

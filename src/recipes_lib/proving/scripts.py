@@ -71,6 +71,7 @@ def main(arguments: list[str]) -> None:
         return
     sys.argv = arguments
     torch.cuda.set_sync_debug_mode("warn")
+    torch.ones((), device="cuda").item()  # One that must be in the log, or warnings are lost.
     runpy.run_path(arguments[0], run_name="__main__")
 
 

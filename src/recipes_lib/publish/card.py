@@ -35,24 +35,34 @@ def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
     (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
 
 
-def add_scores(folder: Path, tasks: Record) -> None:
+def add_scores(folder: Path, evaluation: Record) -> None:
     """Add benchmark scores to the record and the card of a model that a recipe made; of any other do nothing.
 
     Args:
         folder: Of the model.
-        tasks: Of ``eval.json``.
+        evaluation: What ``eval.json`` holds.
     """
     if not (folder / "run.json").is_file():
         return
-    names = ("scores", "num_questions", "num_fewshot", "version", "dataset")
-    scores = {task: {name: found.get(name) for name in names} for task, found in tasks.items()}
     run = read_run(folder)
-    record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **scores}}
+    record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **_list_scored(evaluation)}}
     replace_record(folder / "run.json", record)
     last = run.evaluations[-1] if run.evaluations else {}
     replace_text(
         folder / "README.md", build_card(folder, record, {k: v for k, v in last.items() if k.startswith("eval_")})
     )
+
+
+def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
+    """Groups and tasks, and of each that belongs to a larger group its name."""
+    groups = {name: set(found["tasks"]) for name, found in evaluation["groups"].items()}
+    entries = {}
+    for name, found in {**evaluation["groups"], **evaluation["tasks"]}.items():
+        entry = {key: found.get(key) for key in ("scores", "num_questions", "num_fewshot", "version", "dataset")}
+        larger = [group for group, members in groups.items() if members > groups.get(name, {name}) or name in members]
+        group = max(larger, key=lambda name: len(groups[name]), default=None)
+        entries[name] = entry | {"limit": evaluation["settings"]["limit"], "group": group}
+    return entries
 
 
 def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
@@ -133,17 +143,23 @@ def _render(*, base: str | None, dataset: str | None = None, **values: Any) -> s
 
 
 def format_model_index(name: str, record: Record) -> str:
-    """Return the YAML by which the Hub shows benchmark scores beside a model; nothing where there are none."""
+    """Return the YAML by which the Hub shows benchmark scores beside a model; nothing where there are none.
+
+    Scores of the first questions alone are left out: the Hub would show them as those of the benchmark.
+    """
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=score.dataset,
             dataset_name=score.task,
+            dataset_config=score.task,  # Tasks of one dataset would be one result under the first one's name.
             metric_type=score.metric.partition(",")[0],
             metric_name=score.metric,
             metric_value=score.value,
+            metric_args=None if score.stderr is None else {"stderr": score.stderr},
         )
         for score in list_scores(record)
+        if score.is_whole
     ]
     if not results:
         return ""

@@ -167,7 +167,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
         untrained = [name for name in learning if not tensors.get_tensor(name).any()]
     if untrained:
         raise DivergedError(
-            f"{len(untrained)} of {len(learning)} parts of the adapter are what they were before training, "
+            f"{len(untrained)} of {len(learning)} parts of the adapter are unchanged by training, "
             f"{untrained[0]} first: no step had anything to teach them. A policy learns nothing from answers that all "
             "earn the same: look at the rewards in metrics.jsonl"
         )

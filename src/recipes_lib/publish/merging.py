@@ -109,7 +109,7 @@ def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype
     """
     config, _ = load_model_config(base)
     if getattr(config, "quantization_config", None):
-        found = f"{base.model_name_or_path} holds weights in few bits, into which nothing can be merged"
+        found = f"{base.model_name_or_path} holds quantised weights, into which nothing can be merged"
         raise ConfigError(Problem("--base", found, "name the model that it was made from"))
     kernel = choose_kernel(config, None, device=torch.device("cpu"), compute_dtype=torch.float32, packing=False)
     precision: Any = getattr(torch, dtype) if dtype else config.dtype or torch.float32
@@ -120,7 +120,7 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
     """Write the merged model into ``folder``, load it again, and return what is known of it.
 
     The sum of base and adapter is made in ``float32`` and rounded once. The result is compared with the adapter on the
-    base that it was trained on: in few bits if it was so, and bitsandbytes is installed.
+    base that it was trained on: quantised if it was so, and bitsandbytes is installed.
 
     Args:
         plan: From ``plan_merge``.

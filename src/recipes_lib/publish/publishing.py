@@ -57,7 +57,7 @@ _WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
 
 
 class DamagedError(Exception):
-    """A file is not what was sealed: it must not be published."""
+    """A file does not have the hash of the manifest: it must not be published."""
 
 
 class StoppedError(Exception):

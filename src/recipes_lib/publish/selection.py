@@ -52,7 +52,7 @@ class Contents:
     tag: str | None = None
 
     def find_seal(self, path: str) -> str | None:
-        """Return the SHA-256 that a file must have, by its path in the repository; ``None`` for what is not sealed."""
+        """Return the SHA-256 that a file must have, by its path in the repository; ``None`` if unlisted."""
         # Cards and records are written anew; PEFT leaves a card of its own in checkpoints.
         return None if path in RECORDS else self.sealed.get(path.removeprefix(f"{self.state}/"))
 
@@ -101,7 +101,7 @@ def collect_files(contents: Contents, folder: Path) -> Files:
         evaluations = [event for event in read_run(folder).evaluations if event["step"] <= last]
         figures = {key: value for key, value in (evaluations or [{}])[-1].items() if key.startswith("eval_")}
         files["README.md"] = build_card(source, record, figures).encode()
-    # What was sealed was opened again before, and is compared with its seal when it is sent.
+    # What a manifest lists was opened again before, and its hash is compared when it is sent.
     damage = None if contents.sealed else find_damage(source)
     if damage is not None:
         raise DataError(Problem(str(source), f"the model is not whole: {damage}", "train or merge it anew"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
+from recipes_lib.report.run_files import Record, RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
 Kind = Literal["noisy", "exact", "points"]
@@ -167,12 +169,19 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
         for name, title, part_unit in _DISTILLATION_PARTS
     ]
     loss = [train("loss", "training"), held_out("loss")]
+    sets = [
+        Line(name, read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        for name, colour in zip(
+            _list_sets(run.evaluations), itertools.cycle(("second", "first", "muted", "ink")), strict=False
+        )
+    ]
     by_text = held_out("bits_per_byte" if in_bytes else "loss", "")
     rate = rate if has_targets else train("tokens_per_second")
     rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
         _Plan("loss", "Loss", loss, unit, loss_alarms, is_wide=True),
         _Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
+        _Plan("heldout_sets", "Held-out sets", sets, unit),
         *(pairs if is_pairs else ()),
         *(ppo if is_ppo else ()),
         _Plan("nll", "Cost of the text", nll, "nats per target token"),
@@ -181,6 +190,12 @@ def _plan_charts(run: RunFiles) -> list[_Plan]:
         _Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
         _Plan("throughput", "Throughput", [rate], rate_unit, from_zero=True),
     ]
+
+
+def _list_sets(evaluations: Sequence[Record]) -> list[str]:
+    """Names of held-out sets that have a loss of their own."""
+    names = (re.fullmatch(r"eval_(.+)_loss", name) for record in evaluations for name in record)
+    return sorted({found.group(1) for found in names if found})
 
 
 def _draw(plan: _Plan, folder: Path) -> Chart:

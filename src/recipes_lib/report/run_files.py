@@ -59,7 +59,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 class Score(NamedTuple):
-    """A benchmark score: its standard error, the dataset, and in words how it was asked."""
+    """A benchmark score: its standard error, the dataset, in words how it was asked, and whether of all questions."""
 
     task: str
     metric: str
@@ -67,17 +67,24 @@ class Score(NamedTuple):
     stderr: float | None
     dataset: str
     about: str
+    is_whole: bool
 
 
 def list_scores(facts: Record) -> Iterator[Score]:
-    """Yield the benchmark scores in ``run.json``; of a stranger's record, what can be read as such."""
+    """Yield the benchmark scores in ``run.json``, of a group's tasks the group's.
+
+    Of a stranger's record, what can be read as such.
+    """
     tasks = facts.get("scores")
     for task, found in tasks.items() if isinstance(tasks, Mapping) else ():
-        scores = found.get("scores") if isinstance(found, Mapping) else None
+        scores = found.get("scores") if isinstance(found, Mapping) and not found.get("group") else None
         for metric, score in scores.items() if isinstance(scores, Mapping) else ():
             if isinstance(score, Mapping) and (value := read_number(score, "value")) is not None:
+                is_whole = found.get("limit") is None
                 about = f"{found.get('num_fewshot')}-shot, {found.get('num_questions')} questions"
-                yield Score(task, metric, value, read_number(score, "stderr"), str(found.get("dataset") or task), about)
+                about += "" if is_whole else f", the first {found['limit']} of each task"
+                place = str(found.get("dataset") or task)
+                yield Score(task, metric, value, read_number(score, "stderr"), place, about, is_whole)
 
 
 def read_number(record: Record, name: str) -> float | None:

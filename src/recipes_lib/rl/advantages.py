@@ -1,4 +1,4 @@
-"""Advantages and returns of sampled answers as pure tensor functions: GAE, leave-one-out, group mean, REINFORCE++.
+"""Advantages and returns of sampled answers as pure tensor functions: GAE, leave-one-out, group mean.
 
 Everywhere ``B`` answers have up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True where a token of an answer stands.
 What stands where it is False never counts.
@@ -7,6 +7,7 @@ What stands where it is False never counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch import Tensor
 from recipes_lib.config.schema import PPOConfig
 from recipes_lib.rl.rollout import Rollout
 
-GROUP_EPSILON = 1e-4
+ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
+"""Share of the largest reward by which equal ones may differ: a reward model reads answers in batches of any shape."""
+GROUP_EPSILON: Final = 1e-4
 """Added to a standard deviation of rewards before it divides; TRL's."""
 
 
@@ -123,6 +126,18 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
     return advantages.flatten().nan_to_num(nan=0.0)
 
 
+def find_flat_groups(rewards: Tensor) -> Tensor:
+    """Whether no answer of a group earns more than another but for rounding, ``bool (groups,)``: it teaches nothing.
+
+    Args:
+        rewards: ``(groups, answers)``; NaN of an answer that is not scored, which tells nothing apart.
+    """
+    lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
+    highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
+    # Of a group of which nothing is known the difference is minus infinity.
+    return ~(highest - lowest > ROUNDING * torch.maximum(lowest.abs(), highest.abs()))
+
+
 def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: bool = False) -> Tensor:
     """Each answer's reward less the mean of the other answers to its prompt, ``(B,)``: RLOO's advantage.
 
@@ -147,20 +162,6 @@ def _compute_deviation(values: Tensor) -> Tensor:
     count = (~values.isnan()).sum(dim=1, keepdim=True)
     squares = (values - values.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
     return (squares / (count - 1)).sqrt()
-
-
-def compute_reinforce_advantages(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Discounted rewards from each token on, whitened over all answers, ``(B, T)``: REINFORCE++.
-
-    Args:
-        rewards: Of each token, from ``compute_rewards``.
-        mask: As everywhere.
-        gamma: Discount of a later token.
-
-    Source: Hu et al. 2025, equation 8: generalised advantages with ``lam = 1`` over a critic of 0.
-    """
-    returns, _ = compute_advantages(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lam=1.0)
-    return whiten(returns, mask)
 
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

@@ -61,12 +61,15 @@ class Collector:
     precision: Callable[[], Any]
     progress: TrainingProgress
 
-    def collect(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, dict[str, float]]:
+    def collect(
+        self, prompts: Sequence[PromptRow], numbers: Sequence[int], *, is_loaded: bool = False
+    ) -> tuple[Rollout, dict[str, float]]:
         """Answer prompts and say everything of the answers that the updates need.
 
         Args:
             prompts: At least one.
             numbers: The number in the run of each answer.
+            is_loaded: Whether the engine has the policy's weights.
 
         Returns:
             The answers, and the seconds that handing the weights on, sampling, scoring and reading took.
@@ -78,7 +81,8 @@ class Collector:
         """
         self.models.set_training(training=False)
         loading = time.perf_counter()
-        self._load()
+        if not is_loaded:
+            self._load()
         # An engine that serves all processes has the weights when the one that sends them has sent them.
         barrier()
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What tells PPO, RLOO and GRPO apart in the loop: their schedule, their targets and their objective."""
+"""Schedule, advantages and objective of PPO, RLOO and GRPO."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from recipes_lib.rl.advantages import (
     compute_leave_one_out_advantages,
     compute_targets,
     estimate_kl,
+    find_flat_groups,
     penalise_missing_end,
 )
 from recipes_lib.rl.monitor import Figures, average_steps, describe_values
@@ -133,14 +134,13 @@ class GroupMethod:
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
         """Return TRL's figures under its names."""
-        rewards = estimate.rewards
         known = estimate.total[~estimate.total.isnan()]
         steps = average_steps("policy", policy)
         low, high = steps.get("policy/clipfrac_low", 0.0), steps.get("policy/clipfrac_high", 0.0)
-        is_flat = (rewards.nan_to_num(nan=-torch.inf).amax(1) - rewards.nan_to_num(nan=torch.inf).amin(1)) <= 1e-8
         return steps | {
-            **({"reward": float(known.mean()), "reward_std": float(known.std(unbiased=False))} if len(known) else {}),
-            "frac_reward_zero_std": float(is_flat.float().mean()),
+            **({"reward": float(known.mean())} if len(known) else {}),
+            **({"reward_std": float(known.std())} if len(known) > 1 else {}),
+            "frac_reward_zero_std": float(find_flat_groups(estimate.rewards).float().mean()),
             "clip_ratio/low_mean": low,
             "clip_ratio/high_mean": high,
             "clip_ratio/region_mean": low + high,

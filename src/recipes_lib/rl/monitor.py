@@ -1,4 +1,4 @@
-"""Metrics of a PPO iteration, checks before its first update, and sample answers."""
+"""Metrics of an iteration, checks before its first update, and sample answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl.advantages import compute_explained_variance, estimate_kl
 from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.policy_loss import MAX_IMPORTANCE_WEIGHT, compute_importance_weights
+from recipes_lib.rl.policy_loss import PolicyObjective, compute_importance_weights
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.evaluation.samples import Sample
 
@@ -26,17 +26,20 @@ TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 _GRAM: Final = 4
 
 
-def describe_rollout(rollout: Rollout, reward_names: Collection[str], total: Tensor) -> Figures:
+def describe_rollout(
+    rollout: Rollout, reward_names: Collection[str], total: Tensor, objective: PolicyObjective
+) -> Figures:
     """Return what the answers of an iteration were like, before any update.
 
     Args:
         rollout: All answers.
         reward_names: Of the rewards, in their order.
         total: Sum of each answer's rewards, KL penalty and length penalty subtracted, ``(B,)``.
+        objective: Of the policy: how tokens are weighted.
     """
     mask, lengths = rollout.mask, rollout.lengths.float()
     kl = torch.where(mask, estimate_kl(rollout.logps, rollout.ref_logps), 0.0)
-    weights = compute_importance_weights(rollout.logps, rollout.engine_logps, mask, cap=MAX_IMPORTANCE_WEIGHT)
+    weights = compute_importance_weights(rollout.logps, rollout.engine_logps, mask, objective)
     gap = torch.where(mask, rollout.engine_logps - rollout.logps, 0.0)
     num_tokens = rollout.num_tokens
     prompt_lengths = [len(prompt.input_ids) for prompt in rollout.prompts]

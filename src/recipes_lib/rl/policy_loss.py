@@ -6,6 +6,7 @@ What stands where it is False never counts.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,27 +14,16 @@ import torch
 from torch import Tensor
 
 MAX_IMPORTANCE_WEIGHT: Final = 2.0
-"""Cap of the factor by which the trained model finds a token likelier than the engine that sampled it."""
+"""Factor by which the policy may find a token likelier than the engine that sampled it, unless told otherwise."""
 MAX_LOG_RATIO: Final = 20.0
 """Largest log-ratio that is exponentiated: beyond it only the clip decides, and ``exp`` would overflow."""
 MIN_VESPO_LOG_RATIO: Final = -18.420680743952367
 """Smallest log-ratio of an answer in VESPO, the logarithm of 1e-8."""
 
 
-def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor, *, cap: float) -> Tensor:
-    """How much likelier the trained model finds each token than the engine that sampled it; ``(B, T)``, no gradient.
-
-    Cut off at ``cap``, 0 outside the answers. Multiplies the policy loss.
-
-    Source: truncated importance sampling, Yao et al. 2025; verl's ``rollout_is`` by token.
-    """
-    weights = torch.exp((logps - engine_logps).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=cap)
-    return torch.where(mask, weights, 0.0)
-
-
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """The policy's objective; names, values and defaults are those of TRL's ``GRPOConfig``.
+    """The policy's objective; names, values and defaults are those of the recipe ``grpo``, and so TRL's ``GRPOConfig``.
 
     Attributes:
         loss_type: ``grpo``, ``dr_grpo``, ``bnpo``, ``dapo``, ``luspo``: the clipped surrogate, which differ in what
@@ -45,14 +35,20 @@ class PolicyObjective:
         delta: Largest ratio at all: bounds the loss of a token with a negative advantage; above ``1 + epsilon_high``.
         beta: KL coefficient: k3 of the reference from the policy, a token, that is added to the loss.
         use_bias_correction_kl: Multiply that KL by the ratio.
-        off_policy_mask_threshold: Answers with a negative advantage from which the policy moved on average by more
-            nats a token teach nothing.
+        off_policy_mask_threshold: Answers with a negative advantage that the policy finds on average by more nats a
+            token less likely than what sampled them teach nothing.
         sapo_temperature_pos: Of the soft clip of ``sapo``, for positive advantages.
         sapo_temperature_neg: For the others.
         vespo_k_pos: Exponent of the weight of ``vespo``, for advantages that are not negative.
         vespo_lambda_pos: Its decay.
         vespo_k_neg: As ``vespo_k_pos``, for negative advantages.
         vespo_lambda_neg: As ``vespo_lambda_pos``, for negative advantages.
+        vllm_importance_sampling_correction: Multiply the surrogate by ``compute_importance_weights``, whatever the
+            engine.
+        vllm_importance_sampling_mode: Of the weights: the ratio of a ``token`` or of the whole ``sequence``, cut off
+            at the bounds (``_truncate``) or 0 beyond them (``_mask``).
+        vllm_importance_sampling_clip_max: Their upper bound.
+        vllm_importance_sampling_clip_min: Their lower bound.
     """
 
     loss_type: str = "dapo"
@@ -69,11 +65,42 @@ class PolicyObjective:
     vespo_lambda_pos: float = 3.0
     vespo_k_neg: float = 3.0
     vespo_lambda_neg: float = 2.0
+    vllm_importance_sampling_correction: bool = True
+    vllm_importance_sampling_mode: str = "token_truncate"
+    vllm_importance_sampling_clip_max: float | None = MAX_IMPORTANCE_WEIGHT
+    vllm_importance_sampling_clip_min: float | None = None
 
     @property
     def highest(self) -> float:
         """How far above 1 the ratio counts."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor, objective: PolicyObjective) -> Tensor:
+    """How much likelier the policy that answered is to say each token than the engine was; ``(B, T)``, no gradient.
+
+    0 outside the answers.
+
+    Args:
+        logps: By the training graph, ``(B, T)``.
+        engine_logps: Of the engine that sampled.
+        mask: As everywhere.
+        objective: Level and bounds.
+
+    Source: truncated importance sampling, Yao et al. 2025; TRL's ``vllm_importance_sampling_mode``.
+    """
+    level, _, treatment = objective.vllm_importance_sampling_mode.partition("_")
+    log_ratio = torch.where(mask, logps - engine_logps, 0.0).detach()
+    if not objective.vllm_importance_sampling_correction:
+        log_ratio = torch.zeros_like(log_ratio)
+    elif level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    lowest, highest = objective.vllm_importance_sampling_clip_min, objective.vllm_importance_sampling_clip_max
+    bounded = ratio.clamp(lowest or 0.0, math.inf if highest is None else highest)
+    if treatment == "mask":
+        bounded = torch.where(bounded == ratio, ratio, 0.0)
+    return torch.where(mask, bounded, 0.0)
 
 
 def compute_normaliser(loss_type: str, *, num_answers: float, num_tokens: float, max_length: int) -> float:
@@ -120,7 +147,7 @@ def compute_policy_loss(
     objective: PolicyObjective,
     *,
     normaliser: float,
-    weights: Tensor | None = None,
+    engine_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
 ) -> PolicyLoss:
     """The policy's loss, PPO's among them: ``max(-A r, -A clip(r, 1 - c, 1 + c))`` over the tokens of a step.
@@ -132,8 +159,8 @@ def compute_policy_loss(
         mask: As everywhere.
         objective: Which loss.
         normaliser: From ``compute_normaliser``, for the whole optimizer step.
-        weights: Factor of each token's surrogate, ``(B, T)``: from ``compute_importance_weights``; 0 where a token
-            teaches nothing but counts.
+        engine_logps: Of the engine that sampled, for ``compute_importance_weights``, at whose 0 a token teaches nothing
+            but counts, and for ``off_policy_mask_threshold``; ``None``: ``old_logps``.
         ref_logps: Of the reference; needed where ``beta`` is not 0.
 
     Source: Schulman et al. 2017, equation 7; dual clip (``delta``): Ye et al. 2020, equation 5; TRL's
@@ -141,12 +168,14 @@ def compute_policy_loss(
     """
     log_ratio = torch.where(mask, logps - old_logps, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, lengths = log_ratio.exp(), mask.sum(dim=1, keepdim=True).clamp(min=1)
+    sampled = old_logps if engine_logps is None else engine_logps
+    weights = compute_importance_weights(old_logps, sampled, mask, objective)
     used = _raise_to_level(ratio, log_ratio, lengths, objective.importance_sampling_level)
     losses, is_clipped = _compute_surrogate(logps, used, log_ratio, advantages, mask, objective, weights)
     if (threshold := objective.off_policy_mask_threshold) is not None:
-        drift = -log_ratio.detach().sum(dim=1, keepdim=True) / lengths
+        drift = torch.where(mask, sampled - logps.detach(), 0.0).sum(dim=1, keepdim=True) / lengths
         losses = losses * ((advantages >= 0) | (drift <= threshold))
-    if weights is not None and objective.loss_type != "vespo":
+    if objective.loss_type != "vespo":
         losses = losses * weights
     ref_kl = torch.zeros_like(ratio)
     if objective.beta:
@@ -185,7 +214,7 @@ def _compute_surrogate(
     advantages: Tensor,
     mask: Tensor,
     objective: PolicyObjective,
-    weights: Tensor | None,
+    weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token, broadcastable to ``(B, T)``, and where a clip decided it.
 
@@ -209,14 +238,11 @@ def _compute_surrogate(
 
 
 def _compute_vespo_weight(
-    log_ratio: Tensor, advantages: Tensor, mask: Tensor, objective: PolicyObjective, weights: Tensor | None
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, objective: PolicyObjective, weights: Tensor
 ) -> Tensor:
     """``exp(lambda (1 - w)) w^k`` of the ratio ``w`` of each whole answer, engine weights included; ``(B, 1)``."""
-    total = log_ratio.sum(dim=1, keepdim=True)
-    if weights is not None:
-        by_token = weights.log().clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
-        total = total + torch.where(mask, by_token, 0.0).sum(dim=1, keepdim=True)
-    log_w = total.clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
+    by_token = log_ratio + weights.log().clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = torch.where(mask, by_token, 0.0).sum(dim=1, keepdim=True).clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
     good = advantages >= 0
     power = torch.where(good, objective.vespo_k_pos, objective.vespo_k_neg)
     decay = torch.where(good, objective.vespo_lambda_pos, objective.vespo_lambda_neg).clamp(min=1e-4)

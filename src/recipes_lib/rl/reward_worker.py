@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -15,30 +18,68 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 from recipes_lib.errors import escape_controls
+from recipes_lib.training.guards.watchdog import WATCHDOG
 
 _SECONDS_TO_IMPORT: Final = 300.0
 _SECONDS_BETWEEN_LOOKS: Final = 5.0
+_OF_TRL: Final = "trl.rewards"
+_NEED_MATH_VERIFY: Final = {
+    (_OF_TRL, name) for name in ("accuracy_reward", "get_cosine_scaled_reward", "reasoning_accuracy_reward")
+}
+_NUM_WORKERS: Final = min(8, os.cpu_count() or 1)
+MAX_LIMITS: Final = 10
+"""Times the limit of a call that answers may take which are scored one by one."""
 
 
 def find_function(path: str) -> Callable[..., Any]:
     """Import ``package.module:function``, also from the working directory.
 
+    ``package.module:factory(name=value, ...)`` is what a function returns for constants. TRL's own reward functions,
+    which read chats alone, get an answer to a text as a chat of one message.
+
     Raises:
+        ImportError: It needs a package that is not installed.
         TypeError: It is no function; importing runs the user's code, which may raise anything besides.
+        ValueError: Something else than constants by name is between the parentheses.
     """
     # Python looks beside the recipe, not where the command is given; last, so that nothing is shadowed.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
-    module_name, _, name = path.partition(":")
+    target, opened, arguments = path.partition("(")
+    module_name, _, name = target.partition(":")
+    if (module_name, name) in _NEED_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+        raise ImportError("it needs math-verify: pip install 'recipes-lib[math]'")
     found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
+    if opened:
+        found = found(**_read_constants(f"f({arguments}"))
     if not callable(found):
         raise TypeError(f"{name} is no function")
-    return found
+    return functools.partial(_ask_with_chats, found) if module_name == _OF_TRL else found
+
+
+def _read_constants(text: str) -> dict[str, Any]:
+    """The constants by name of a call.
+
+    Raises:
+        ValueError: There is something else.
+    """
+    called = ast.parse(text, mode="eval").body
+    is_plain = isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and not called.args
+    if not isinstance(called, ast.Call) or not is_plain or None in [keyword.arg for keyword in called.keywords]:
+        raise ValueError("write name=value between the parentheses")
+    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in called.keywords}
+
+
+def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any], **given: Any) -> Any:
+    chats = [[{"role": "assistant", "content": text}] if isinstance(text, str) else text for text in completions]
+    return function(completions=chats, **given)
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
@@ -58,8 +99,9 @@ class _LostError(Exception):
 class IsolatedFunction:
     """A reward function with a time limit.
 
-    All answers are scored by one call. Where it fails, each answer is scored alone, and those that fail again are not
-    scored. Where all of several fail, the fault is the function's.
+    All answers are scored by one call. Where it fails, each answer is scored alone, by as many processes as there are
+    cores, for at most ``MAX_LIMITS`` times the limit of a call; answers that fail again or have had no turn by then are
+    not scored. Where that is so of all of several, the fault is the function's.
 
     Source: ``tests/rl/test_reward_worker.py``.
     """
@@ -72,8 +114,7 @@ class IsolatedFunction:
             seconds: That a call may take.
         """
         self._path, self._seconds = path, seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._workers = [_Worker(path, seconds) for _ in range(_NUM_WORKERS)]
 
     def __call__(self, **given: Sequence[Any]) -> Sequence[Any]:
         """Score answers.
@@ -82,28 +123,53 @@ class IsolatedFunction:
             RuntimeError: No answer of several could be scored.
         """
         try:
-            scores: Sequence[Any] = self._ask(given)
-        except _LostError as error:
-            first = error
+            scores: Sequence[Any] = self._workers[0].ask(given)
+        except _LostError:
+            pass
         else:
             return scores
-        found: list[Any] = []
-        num_answers = len(given["completions"])
-        num_lost = 0
-        for number in range(num_answers):
-            try:
-                found += self._ask({name: column[number : number + 1] for name, column in given.items()})
-            except _LostError as error:
-                first, num_lost = error, num_lost + 1
-                found.append(None)
-        if num_lost == num_answers > 1:
-            raise RuntimeError(str(first))
-        if num_lost:
-            told = f"warning: {self._path} gave {num_lost} of {num_answers} answers no score: {first}"
+        rows = range(len(given["completions"]))
+        found = self._ask_for_each([{name: [column[row]] for name, column in given.items()} for row in rows])
+        lost = [error for error in found if isinstance(error, _LostError)]
+        if len(lost) == len(found) > 1:
+            raise RuntimeError(str(lost[0]))
+        if lost:
+            told = f"warning: {self._path} gave {len(lost)} of {len(found)} answers no score: {lost[0]}"
             sys.stderr.write(f"{escape_controls(told)}\n")
-        return found
+        return [score for scores in found for score in ([None] if isinstance(scores, _LostError) else scores)]
 
-    def _ask(self, given: Mapping[str, Any]) -> Any:
+    def _ask_for_each(self, alone: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The function's result for each answer, or why there is none."""
+        idle: SimpleQueue[_Worker] = SimpleQueue()
+        for worker in self._workers:
+            idle.put(worker)
+        end = time.monotonic() + MAX_LIMITS * self._seconds
+
+        def ask(given: Mapping[str, Any]) -> Any:
+            worker = idle.get()
+            try:
+                if time.monotonic() > end:
+                    raise _LostError(f"others took {MAX_LIMITS} times the {self._seconds:g} s of a call")
+                return worker.ask(given)
+            except _LostError as error:
+                return error
+            finally:
+                WATCHDOG.beat()
+                idle.put(worker)
+
+        with ThreadPoolExecutor(len(self._workers)) as pool:
+            return list(pool.map(ask, alone))
+
+
+class _Worker:
+    """One process that runs a function; the next call after one that failed in another way starts another."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        self._path, self._seconds = path, seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def ask(self, given: Mapping[str, Any]) -> Any:
         """The function's result for some answers.
 
         Raises:

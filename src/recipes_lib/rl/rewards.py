@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -16,6 +15,7 @@ from recipes_lib.config.schema import RewardsConfig
 from recipes_lib.data.prompts import PromptRow
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.models.heads.scoring import TOO_LONG, Answer, RewardModel, read_positions
+from recipes_lib.rl.advantages import ROUNDING, find_flat_groups
 from recipes_lib.rl.reward_worker import IsolatedFunction, call, find_function
 
 MAX_MODEL_SCORE: Final = 10.0
@@ -118,7 +118,7 @@ def load_rewards(
 
 
 def load_reward_functions(paths: Sequence[str], seconds: float | None = None) -> dict[str, RewardFunction]:
-    """Import reward functions ``package.module:function``; by the function's name, or its path where two share one.
+    """Find reward functions as ``find_function`` does; by the function's name, or its path where two share one.
 
     Args:
         paths: Of the functions.
@@ -130,7 +130,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
     functions: dict[str, RewardFunction] = {}
     problems = []
     for path in paths:
-        name = path.partition(":")[2]
+        name = path.partition(":")[2].partition("(")[0]
         try:
             function = find_function(path)
             functions[path if name in functions else name] = (
@@ -207,8 +207,6 @@ def _join(prompt: PromptRow, text: str) -> Answer:
 
 
 KEY: Final = "max_zero_std_rollouts"
-ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
-"""Share of the largest reward by which equal ones may differ: a reward model reads answers in batches of any shape."""
 _REMEDY: Final = (
     "Look at the answers (samples.jsonl), the columns that the rewards read, and response_length; take prompts that "
     "are neither always nor never solved, a higher temperature, or a reward that grades"
@@ -247,12 +245,8 @@ class RewardGuard:
         Raises:
             DivergedError: It is the last of ``limit`` in a row.
         """
-        is_known = ~rewards.isnan()
-        lowest = torch.where(is_known, rewards, torch.inf).amin(dim=1)
-        highest = torch.where(is_known, rewards, -torch.inf).amax(dim=1)
-        known = rewards[is_known]
-        # Of a group of which nothing is known the difference is minus infinity.
-        if bool((highest - lowest > ROUNDING * torch.maximum(lowest.abs(), highest.abs())).any()):
+        known = rewards[~rewards.isnan()]
+        if not bool(find_flat_groups(rewards).all()):
             best = float(known.max())
             self._num_in_a_row, self._next_told = 0, 1
             self._best = best if self._best is None else max(self._best, best)

@@ -109,16 +109,20 @@ def share(rollout: Rollout, world_size: int) -> Rollout:
     """
     if world_size == 1:
         return rollout
-    gathered = gather_objects(rollout)
-    width = max(part.mask.shape[1] for part in gathered)
-    turns = zip(*(part.prompts for part in gathered), strict=True)
-    joined: dict[str, Any] = {"prompts": [prompt for turn in turns for prompt in turn]}
-    for name, _ in rollout.tensors():
-        parts = [getattr(part, name) for part in gathered]
+    starts = range(0, len(rollout) * world_size, len(rollout))
+    return join(gather_objects(rollout)).take([start + row for row in range(len(rollout)) for start in starts])
+
+
+def join(parts: Sequence[Rollout]) -> Rollout:
+    """The answers of all parts, one part behind the other."""
+    width = max(part.mask.shape[1] for part in parts)
+    joined: dict[str, Any] = {"prompts": [prompt for part in parts for prompt in part.prompts]}
+    for name, _ in parts[0].tensors():
+        tensors = [getattr(part, name) for part in parts]
         if name in _BY_TOKEN:
-            parts = [torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts]
-        joined[name] = torch.stack(parts, dim=1).flatten(0, 1)
-    return dataclasses.replace(rollout, **joined)
+            tensors = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+        joined[name] = torch.cat(tensors)
+    return dataclasses.replace(parts[0], **joined)
 
 
 class Sequences(NamedTuple):

@@ -1,4 +1,4 @@
-"""Checkpoints of PPO: state saved after an iteration and restored on resume; the final models."""
+"""Checkpoints of PPO, RLOO and GRPO: state saved after an iteration and restored on resume; the final models."""
 
 from __future__ import annotations
 

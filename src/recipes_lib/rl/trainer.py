@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,12 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData
 from recipes_lib.errors import PreemptedError
-from recipes_lib.rl.advantages import KLController
+from recipes_lib.rl.advantages import KLController, find_flat_groups
 from recipes_lib.rl.engines.engine import build_collector, verify_engine
 from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
+    Figures,
     ScoredSamples,
     average_steps,
     choose_samples,
@@ -28,9 +32,8 @@ from recipes_lib.rl.monitor import (
     verify_first_rollout,
 )
 from recipes_lib.rl.rewards import RewardGuard, Rewards
-from recipes_lib.rl.rollout import Rollout, share
+from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
-from recipes_lib.rl.run_log import RunLog
 from recipes_lib.rl.state import (
     PPOState,
     compare_own_shards_with_live,
@@ -41,9 +44,77 @@ from recipes_lib.rl.state import (
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
+from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
 from recipes_lib.training.guards.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
+from recipes_lib.training.monitoring.callbacks import Trackers
+from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
+from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+
+class RunLog:
+    """Writes on the main process, and nothing on the others.
+
+    Attributes:
+        progress: What the terminal shows.
+    """
+
+    def __init__(
+        self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase, *, num_answers: int
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            args: Output directory and trackers.
+            model: The policy, which trackers describe.
+            tokenizer: Its own.
+            num_answers: Of an epoch.
+        """
+        output_dir, is_main = Path(str(args.output_dir)), args.process_index == 0
+        self.progress: TrainingProgress = build_progress(is_main=is_main)
+        self._metrics = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
+        self._samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
+        self._trackers = Trackers(args, model, tokenizer)
+        self._num_answers = num_answers
+
+    def begin(self, state: PPOState, num_steps: int, *, is_evaluated: bool) -> None:
+        """Resume from a state of a run of ``num_steps``; what was written after it is dropped.
+
+        Args:
+            state: Of a checkpoint, or the first one.
+            num_steps: Optimizer steps of the run.
+            is_evaluated: Whether samples of that state stay; otherwise they are answered again.
+        """
+        self._metrics.rewind(state.step, is_evaluated=is_evaluated)
+        self._samples.rewind(state.step if is_evaluated else state.step - 1)
+        self.progress.start(num_steps, state.step)
+        self._trackers.begin(num_steps, state.step)
+
+    def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
+        """Write figures of ``kind`` ``train`` or ``eval`` after a state."""
+        counts = {
+            "iteration": state.iteration,
+            "epoch": state.num_answers / self._num_answers,
+            **figures,
+            "num_answers": state.num_answers,
+            "num_tokens": state.num_tokens,
+            "num_target_tokens": state.num_target_tokens,
+            "memory_bytes": read_peak_memory(),
+            "seconds": state.seconds,
+        }
+        event = {"kind": kind, "step": state.step, **counts}
+        self._metrics.write(event)
+        self.progress.show(event)
+        self._trackers.log(state.step, counts)
+
+    def write_sample(self, step: int, sample: Sample, reward: float | None) -> None:
+        """Write an answer after ``step`` optimizer steps, and what it is worth, if that is known."""
+        self._samples.write({"step": step, **asdict(sample), "reward": reward})
+
+    def end(self) -> None:
+        """The run is done."""
+        self._trackers.end()
 
 
 class PolicyTrainer:
@@ -87,7 +158,7 @@ class PolicyTrainer:
         self.method: Method = METHODS[config.stage](config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
-        self._log = RunLog(args, models.policy, tokenizer, num_prompts=len(prompts.train))
+        self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
         self._saved_step, self._first_iteration = 0, 0
         self._output_dir = Path(str(args.output_dir))
         engine = "FSDP" if models.is_sharded else ""
@@ -183,12 +254,16 @@ class PolicyTrainer:
         is_saved = args.save_strategy != SaveStrategy.NO
         if iteration == 0 and is_saved:
             self._dry_run()
-        if iteration == 0 or schedule.is_due(args.logging_steps, iteration):
+        if self._logs(iteration):
             self._log.write("train", self.state, figures)
         if self._evaluates(iteration):
             self._evaluate()
         if is_saved and schedule.is_due(args.save_steps, iteration):
             self._save()
+
+    def _logs(self, iteration: int) -> bool:
+        """Whether figures are written after an iteration."""
+        return iteration == 0 or self.schedule.is_due(self._args.logging_steps, iteration)
 
     def _evaluates(self, iteration: int) -> bool:
         """Whether samples are due after an iteration."""
@@ -198,7 +273,7 @@ class PolicyTrainer:
     def _learn(self, iteration: int) -> dict[str, Any]:
         """Collect answers, update policy and critic, and return the figures of all that."""
         began, state, schedule = time.perf_counter(), self.state, self.schedule
-        rollout, seconds = self._collect(iteration)
+        rollout, sampling, num_answers, num_tokens = self._collect()
         self._guard.judge_answers(rollout, step=state.step + 1)
         if iteration == 0:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
@@ -207,23 +282,24 @@ class PolicyTrainer:
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
         self._reward_guard.judge(estimate.rewards, step=state.step + 1)
-        figures, rollout = describe_rollout(rollout, self._rewards.names, estimate.total), estimate.rollout
+        figures = describe_rollout(rollout, self._rewards.names, estimate.total, self.method.objective)
+        rollout = estimate.rollout
 
         updating = time.perf_counter()
         is_warm = iteration >= self.method.num_idle_iterations
-        policy_steps = self._updater.update_policy(rollout, iteration) if is_warm else []
+        with_entropy = self._logs(iteration)
+        policy_steps = self._updater.update_policy(rollout, iteration, with_entropy=with_entropy) if is_warm else []
         updated = time.perf_counter()
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
 
         # While the policy is not updated, its KL divergence says nothing about the coefficient.
         next_kl_coef = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else kl_coef
-        num_tokens = rollout.num_tokens + sum(len(prompt.input_ids) for prompt in rollout.prompts)
         self.state = dataclasses.replace(
             state,
             iteration=iteration + 1,
             step=schedule.count_steps(iteration + 1),
-            num_answers=state.num_answers + len(rollout),
+            num_answers=state.num_answers + num_answers,
             kl_coef=next_kl_coef,
             num_tokens=state.num_tokens + num_tokens,
             num_target_tokens=state.num_target_tokens + rollout.num_targets,
@@ -238,29 +314,60 @@ class PolicyTrainer:
             **figures,
             **({} if self._models.critic is None else {"objective/kl_coef": kl_coef}),
             **self.method.describe(estimate, policy_steps, critic_steps),
-            "rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9),
-            **seconds,
+            **sampling,
             "time/update_policy": updated - updating,
             "time/update_critic": ended - updated,
             "tokens_per_second": num_tokens / (ended - began),
             "target_tokens_per_second": rollout.num_targets / (ended - began),
         }
 
-    def _collect(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
-        """The answers of all processes; which one sampled an answer changes nothing of it."""
-        count, num_prompts = self.schedule.answers_per_iteration, len(self._prompts.train)
-        first = iteration * count
-        chosen = choose_prompts(num_prompts, first, count, self._args.seed, self.schedule.group)
-        mine = range(self._rank, count, self._world_size)
+    def _collect(self) -> tuple[Rollout, Figures, int, int]:
+        """The answers that an iteration learns from, figures of sampling, and the answers and tokens of all batches.
+
+        Of a run that leaves groups out, batches are sampled until there are enough groups that teach something, or as
+        many batches as are allowed: then groups that teach nothing stand in.
+        """
+        count, group = self.schedule.answers_per_iteration, self.schedule.group
+        limit = self._config.rewards.max_num_gen_batches
+        batches: list[Rollout] = []
+        is_flat: list[bool] = []
+        seconds: Figures = {}
+        while len(batches) < limit and (missing := count - group * is_flat.count(False)) > 0:
+            first = self.state.num_answers + sum(map(len, batches))
+            batch, took = self._sample(first, missing, is_loaded=bool(batches))
+            batches.append(batch)
+            seconds = {name: value + seconds.get(name, 0.0) for name, value in took.items()}
+            if limit > 1:
+                is_flat += find_flat_groups(self.method.estimate(batch, self.state.kl_coef).rewards).tolist()
+        rollout = join(batches)
+        num_answers = len(rollout)
+        num_tokens = rollout.num_tokens + sum(len(prompt.input_ids) for prompt in rollout.prompts)
+        figures: Figures = {
+            "rollout/tokens_per_s": rollout.num_tokens / max(seconds["time/generate"], 1e-9),
+            **seconds,
+        }
+        if limit > 1:
+            left_out = len(is_flat) - count // group
+            figures |= {"rollout/num_gen_batches": len(batches), "rollout/num_groups_left_out": left_out}
+            kept = sorted(sorted(range(len(is_flat)), key=is_flat.__getitem__)[: count // group])
+            rollout = rollout.take([number * group + place for number in kept for place in range(group)])
+        return rollout, figures, num_answers, num_tokens
+
+    def _sample(self, first: int, count: int, *, is_loaded: bool) -> tuple[Rollout, dict[str, float]]:
+        """The answers of all processes to the next prompts; which one sampled an answer changes nothing of it."""
+        chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
+        # Where processes cannot have equally many answers, some sample the last one too, which is the same everywhere.
+        rounds = math.ceil(count / self._world_size)
+        mine = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
         asked, numbers = [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
         collected = None
         with suppress(LeftError):
-            collected = self._collector.collect(asked, numbers)
+            collected = self._collector.collect(asked, numbers, is_loaded=is_loaded)
         # Who was asked to stop is here at once, and the others when they have their answers.
         stop_if_agreed()
         assert collected is not None, "who leaves has been asked, and then all stop"
         rollout, seconds = collected
-        return share(rollout, self._world_size), seconds
+        return share(rollout, self._world_size).take(range(count)), seconds
 
     def _find_prompt(self, number: int) -> int:
         """The place of an answer's prompt among those that are trained on."""
@@ -317,7 +424,7 @@ class PolicyTrainer:
         PartialState().wait_for_everyone()
 
     def _save_stopped(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished iteration unless it is, and return what tells the user; every process must call."""
+        """Save the last finished iteration unless it is, and return the user's message; every process must call."""
         if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
             self._save()
         self._finish_saving()

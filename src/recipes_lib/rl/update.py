@@ -19,9 +19,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
 from recipes_lib.rl.policy_loss import (
-    MAX_IMPORTANCE_WEIGHT,
     PolicyObjective,
-    compute_importance_weights,
     compute_normaliser,
     compute_policy_loss,
     compute_value_loss,
@@ -296,8 +294,13 @@ class Updater:
     guard: UpdateGuard
     progress: TrainingProgress
 
-    def update_policy(self, rollout: Rollout, iteration: int) -> list[Figures]:
+    def update_policy(self, rollout: Rollout, iteration: int, *, with_entropy: bool = True) -> list[Figures]:
         """Update the policy and return the figures of each step; the last without an update if that was one too far.
+
+        Args:
+            rollout: All answers of the iteration.
+            iteration: Counted from 0.
+            with_entropy: Whether the entropy is among the figures, which takes a chunk of logits besides.
 
         Raises:
             DivergedError: As ``UpdateGuard.judge`` and ``verify_first_minibatch``.
@@ -313,7 +316,7 @@ class Updater:
                     continue
                 sums, parts = Sums(), list(self._share(batch))
                 normaliser = self._compute_normaliser(rollout, batch)
-                losses = [self._learn_policy(policy, part, normaliser, sums) for part in parts]
+                losses = [self._learn_policy(policy, part, normaliser, sums, with_entropy) for part in parts]
                 figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.policy.learning_rate}
                 is_finite = math.isfinite(figures["loss"])
                 if not steps and is_finite:
@@ -376,14 +379,15 @@ class Updater:
         num_tokens = rollout.num_targets * share_of_all if of_generation else batch.num_targets
         return compute_normaliser(kind, num_answers=len(batch), num_tokens=num_tokens, max_length=self.max_length)
 
-    def _learn_policy(self, policy: Any, part: Rollout, normaliser: float, sums: Sums) -> Tensor:
+    def _learn_policy(self, policy: Any, part: Rollout, normaliser: float, sums: Sums, with_entropy: bool) -> Tensor:
         WATCHDOG.beat()
         assert part.advantages is not None
         mask, old, engine = (t.to(self.device) for t in (part.loss_mask, part.logps, part.engine_logps))
         with self.precision():
             sequences = lay_out(part, self.device)
-            logps, entropy = compute_response_logps(policy, sequences, temperature=self.temperature, with_entropy=True)
-        assert entropy is not None
+            logps, entropy = compute_response_logps(
+                policy, sequences, temperature=self.temperature, with_entropy=with_entropy
+            )
         result = compute_policy_loss(
             logps,
             old,
@@ -391,7 +395,7 @@ class Updater:
             mask,
             self.objective,
             normaliser=normaliser,
-            weights=compute_importance_weights(old, engine, mask, cap=MAX_IMPORTANCE_WEIGHT),
+            engine_logps=engine,
             ref_logps=part.ref_logps.to(self.device),
         )
         self.policy.backward(result.loss)
@@ -401,7 +405,7 @@ class Updater:
                 "approx_kl": result.kl_sum,
                 "clipfrac_low": result.num_low,
                 "clipfrac_high": result.num_high,
-                "entropy": torch.where(mask, entropy, 0.0).sum(),
+                **({} if entropy is None else {"entropy": torch.where(mask, entropy, 0.0).sum()}),
                 **({"kl_ref": result.ref_kl_sum} if self.objective.beta else {}),
             },
             {"ratio_max": 1 + result.max_ratio_shift},

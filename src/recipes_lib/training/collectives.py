@@ -33,7 +33,7 @@ def barrier() -> None:
 
 
 def new_host_group() -> Group:
-    """Return a group of all ranks whose collectives another thread may use beside training's; all ranks must call.
+    """Return a group of all ranks for the collectives of another thread than training's; all ranks must call.
 
     It communicates over host memory, which no kernel waits for.
     """

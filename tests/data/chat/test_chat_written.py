@@ -9,8 +9,7 @@ from tests.data.chat_cases import answer, chat, refusal, source, user
 from tests.data.templates.tokenizers import build_byte_level
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.remarks import Remark
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.rows import Remark, Row
 from recipes_lib.errors import DataError
 
 ASKS = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

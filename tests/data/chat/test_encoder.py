@@ -27,10 +27,9 @@ from tests.data.templates.tokenizers import build_byte_level, build_metaspace
 
 from recipes_lib.config.schema import LossOn
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.remarks import Remark
 from recipes_lib.data.chat.templates import TEMPLATE_DATE
 from recipes_lib.data.sources.formats import canonicalize, detect_format
-from recipes_lib.data.sources.rows import Row
+from recipes_lib.data.sources.rows import Remark, Row
 from recipes_lib.errors import DataError
 
 

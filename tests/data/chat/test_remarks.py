@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from recipes_lib.data.chat.remarks import Remark, build_bits, find_remarked
+from recipes_lib.data.sources.rows import Remark, build_bits, find_remarked
 
 
 @pytest.mark.parametrize("remark", Remark)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.data.chat.token_bytes import ByteEnds, compute_token_byte_lengths
+from recipes_lib.data.chat.encoder import ByteEnds, compute_token_byte_lengths
 from recipes_lib.data.masking import MergedTokenError, count_tokens_before
 
 # "▁" is how SentencePiece writes a space: in a text it is lost, not counted wrongly.

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.config.schema import TokensConfig
-from recipes_lib.data.chat.remarks import Remark, build_bits
 from recipes_lib.data.packed.audit import (
     Finding,
     SplitAudit,
@@ -21,7 +20,7 @@ from recipes_lib.data.packed.audit import (
     refuse_errors,
 )
 from recipes_lib.data.packed.packing import LengthCounts, build_examples, choose_bins, fit_to_length, pack_best_fit
-from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.data.sources.rows import EncodedRow, Remark, build_bits
 from recipes_lib.errors import DataError
 
 END = 9

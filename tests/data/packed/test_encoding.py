@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.remarks import Remark, find_remarked
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed.encoding import (
     TokenFile,
@@ -22,7 +21,7 @@ from recipes_lib.data.packed.encoding import (
 from recipes_lib.data.packed.packing import build_examples, concatenate_examples
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.rows import EncodedRow, Remark, Row, find_remarked
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.errors import DataError, Problem
 
@@ -34,8 +33,13 @@ def encode(tmp_path):
 
         def encode(config, tokenizer):
             broken, counts = BrokenRows(config.tokens), []
-            mixture = load_train_data(config.data)
-            encoded = encode_mixture(build_encoder(config, tokenizer), mixture, broken, counts.append, file)
+            mixture, encoder = load_train_data(config.data), build_encoder(config, tokenizer)
+
+            def encode_rows(rows, row_ids):
+                return encode_chunk(encoder, rows, row_ids), {"row_ids": np.array(row_ids, np.int64)}
+
+            encoded = encode_mixture(encode_rows, mixture, broken, counts.append, file)
+            assert encoded.columns["row_ids"].tolist() == encoded.examples.row_ids.tolist()
             return encoded, broken.judge(mixture.name), counts
 
         yield encode

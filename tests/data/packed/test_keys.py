@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.schema import DataConfig, ModelConfig, TokensConfig
-from recipes_lib.data.packed import keys
-from recipes_lib.data.packed.keys import collect_inputs, find_tokenizer_folder, read_chat_template
+from recipes_lib.data.packed import encoding
+from recipes_lib.data.packed.encoding import collect_inputs, find_tokenizer_folder, read_chat_template
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError
 
@@ -115,16 +115,16 @@ def test_the_same_tokenizer_elsewhere_has_the_same_key(build_config, tokenizer_d
 def test_other_versions_change_the_key(build_config, monkeypatch, package):
     before = key_of(build_config())
     versions = {name: importlib.metadata.version(name) for name in ("jinja2", "tokenizers", "transformers")}
-    monkeypatch.setattr(keys, "version", lambda name: "0" if name == package else versions[name])
+    monkeypatch.setattr(encoding, "version", lambda name: "0" if name == package else versions[name])
     assert key_of(build_config()) != before
 
 
 def test_any_change_of_the_code_that_prepares_changes_the_key(build_config, monkeypatch, tmp_path):
     room = shutil.copytree(
-        Path(keys.__file__).parents[1], tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__")
+        Path(encoding.__file__).parents[1], tmp_path / "data", ignore=shutil.ignore_patterns("__pycache__")
     )
     before = key_of(build_config())
-    monkeypatch.setattr(keys, "__file__", str(room / "packed" / "keys.py"))
+    monkeypatch.setattr(encoding, "__file__", str(room / "packed" / "encoding.py"))
     assert key_of(build_config()) == before
     for module in ("chat/encoder", "chat/templates", "sources/formats", "packed/packing", "masking", "sources/splits"):
         source = (room / f"{module}.py").read_text()

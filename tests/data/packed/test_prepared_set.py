@@ -60,7 +60,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_set_holds_every_row_as_the_encoder_gives_it(
     build_config, load_tokenizer, tiny_tokenizer, monkeypatch, packing, packs_per_record_batch
 ):
-    monkeypatch.setattr(module, "_PACKS_PER_RECORD_BATCH", packs_per_record_batch)
+    monkeypatch.setattr(module, "_ROWS_PER_RECORD_BATCH", packs_per_record_batch)
     config = build_config(packing=packing)
     prepared = prepare(config, load_tokenizer)
     expected = RowEncoder(tiny_tokenizer).encode(list(load_train_data(config.data).rows()))

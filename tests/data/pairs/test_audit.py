@@ -6,12 +6,22 @@ import dataclasses
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.data.pairs.audit import DropCounts, PairAudit, compute_pair_audit, count_tokens, judge_pairs
+from recipes_lib.data.packed.encoding import EncodedMixture
+from recipes_lib.data.packed.packing import build_examples
+from recipes_lib.data.pairs.audit import (
+    DropCounts,
+    PairAudit,
+    compute_pair_audit,
+    count_tokens,
+    drop_pairs,
+    judge_pairs,
+)
+from recipes_lib.data.sources.mixtures import Mixture
+from recipes_lib.data.sources.rows import EncodedRow
 
 ids = st.lists(st.integers(0, 9), min_size=1, max_size=8)
 pairs = st.lists(
@@ -19,25 +29,28 @@ pairs = st.lists(
 )
 
 
-def table_of(rows: list) -> pa.Table:
-    """In several chunks, the first of which is empty and the last a slice."""
-    columns = list(zip(*rows, strict=True))
-    whole = pa.table(
-        {
-            **{
-                name: pa.array([np.array(values, np.uint32) for values in column], pa.list_(pa.uint32()))
-                for name, column in zip(("prompt_ids", "chosen_ids", "rejected_ids"), columns, strict=False)
-            },
-            "margin": pa.array(columns[3], pa.float32()),
-        }
-    )
-    return pa.concat_tables([whole.slice(0, 0), whole.slice(0, 1), whole.slice(1)])
+def build_side(rows: list) -> EncodedMixture:
+    """Prompt, chosen and rejected answer end to end, as they are prepared; of a mixture that is not read."""
+    encoded = [
+        EncodedRow(
+            np.array([*prompt, *chosen, *rejected], np.uint32),
+            np.arange(len(prompt + chosen + rejected)) >= len(prompt),
+        )
+        for prompt, chosen, rejected, *_ in rows
+    ]
+    columns = {
+        "num_chosen": np.array([len(row[1]) for row in rows], np.int32),
+        "is_identical": np.array([row[1] == row[2] for row in rows]),
+        "margins": np.array([row[3] for row in rows], np.float32),
+        "prompt_digests": np.array([row[4] // 2 for row in rows]),
+    }
+    digests = np.array([row[4] for row in rows])
+    return EncodedMixture(Mixture(parts=()), build_examples(encoded, range(len(rows))), digests, columns)
 
 
 @given(pairs)
 def test_the_figures_are_those_of_a_plain_count(rows: list) -> None:
-    digests, prompt_digests = [bytes([row[4]]) for row in rows], [bytes([row[4] // 2]) for row in rows]
-    audit = compute_pair_audit(table_of(rows), digests, prompt_digests)
+    audit = compute_pair_audit(build_side(rows))
     lengths = sorted(len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected, *_ in rows)
     tokens = [sum(len(row[part]) for row in rows) for part in range(3)]
     assert [audit.num_prompt_tokens, audit.num_chosen_tokens, audit.num_rejected_tokens] == tokens
@@ -51,17 +64,26 @@ def test_the_figures_are_those_of_a_plain_count(rows: list) -> None:
     assert audit.length_p50 in lengths
     assert lengths[0] <= audit.length_p5 <= audit.length_p50 <= audit.length_p95 <= lengths[-1]
     assert PairAudit(**json.loads(json.dumps(dataclasses.asdict(audit)))) == audit
-    assert count_tokens(table_of(rows), "prompt_ids").tolist() == [len(row[0]) for row in rows]
+    counted = count_tokens(build_side(rows))
+    assert [part.tolist() for part in counted] == [[len(row[part]) for row in rows] for part in range(3)]
 
 
-def test_the_counts_of_chunks_add_up() -> None:
-    one = DropCounts(num_rows=10, num_identical=1, num_overlong=2, num_answer_tokens=100, num_lost_tokens=30)
-    two = DropCounts(num_rows=5, num_answer_tokens=50)
-    assert one + two == DropCounts(
-        num_rows=15, num_identical=1, num_overlong=2, num_answer_tokens=150, num_lost_tokens=30
+@given(pairs, st.none() | st.integers(2, 20))
+def test_what_is_left_out_is_what_is_too_long_or_the_same_twice(rows: list, max_length: int | None) -> None:
+    kept, dropped = drop_pairs(build_side(rows), max_length)
+    longest = [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected, *_ in rows]
+    same = [row[1] == row[2] for row in rows]
+    long = [not same[at] and length > (max_length or 10**9) for at, length in enumerate(longest)]
+    answers = [len(row[1] + row[2]) for row in rows]
+    assert kept.examples.row_ids.tolist() == [at for at in range(len(rows)) if not same[at] and not long[at]]
+    assert dropped == DropCounts(
+        num_rows=len(rows),
+        num_identical=sum(same),
+        num_overlong=sum(long),
+        num_answer_tokens=sum(answers[at] for at in range(len(rows)) if not same[at]),
+        num_lost_tokens=sum(answers[at] for at in range(len(rows)) if long[at]),
     )
-    assert one.lost_fraction == 0.3
-    assert DropCounts().lost_fraction == 0
+    assert dropped.lost_fraction == dropped.num_lost_tokens / max(1, dropped.num_answer_tokens)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +103,7 @@ def test_the_counts_of_chunks_add_up() -> None:
 def test_what_was_left_out_is_judged_worst_first(
     dropped: DropCounts, num_duplicates: int, severities: list[str]
 ) -> None:
-    audit = compute_pair_audit(table_of([([1], [2], [3], None, 0)]), [b"a"], [b"a"])
+    audit = compute_pair_audit(build_side([([1], [2], [3], None, 0)]))
     audit = dataclasses.replace(audit, num_duplicates=num_duplicates)
     findings = judge_pairs("train", audit, dropped, 0.05)
     assert [finding.severity for finding in findings] == severities

@@ -16,8 +16,9 @@ from tests.faults.moments import kill_at_call
 
 from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.packed import encoding
+from recipes_lib.data.packed import encoding, prepared_set
 from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.pairs import sets
 from recipes_lib.data.pairs.pair_encoding import PairEncoder
 from recipes_lib.data.pairs.sets import identify_pairs, prepare_pairs
 from recipes_lib.data.sources.mixtures import load_train_data
@@ -94,6 +95,7 @@ def test_the_set_holds_every_pair_as_the_encoder_gives_it(
     build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch, rows_per_chunk
 ):
     monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
+    monkeypatch.setattr(prepared_set, "_ROWS_PER_RECORD_BATCH", rows_per_chunk)
     config = build_pairs()
     prepared = prepare_pairs(config, load_tokenizer)
     assert prepared.train.column_names == COLUMNS
@@ -102,6 +104,22 @@ def test_the_set_holds_every_pair_as_the_encoder_gives_it(
     assert pairs_of(prepared.train) == encode_alone(config, tiny_tokenizer)
     assert prepared.eval is None
     assert prepared.manifest["train"]["num_pairs"] == 40
+
+
+def test_a_pair_takes_at_most_80_bytes_of_memory_however_long_it_is(build_pairs, load_tokenizer, monkeypatch):
+    seen, drop = [], sets.drop_pairs
+    monkeypatch.setattr(sets, "drop_pairs", lambda side, limit: (seen.append(side), drop(side, limit))[1])
+    rows = make_pairs(40)
+    for row in rows:
+        row["rejected"][0]["content"] += " the baker opens" * 50
+    prepare_pairs(build_pairs(rows), load_tokenizer)
+    (side,) = seen
+    examples = side.examples
+    held = [side.digests, *side.columns.values(), examples.starts, examples.lengths, examples.row_ids]
+    held += [examples.num_targets, examples.remarks]
+    assert isinstance(examples.tokens, encoding.TokenFile)
+    assert sum(array.nbytes for array in held) <= 80 * len(rows)
+    assert examples.lengths.min() > 80
 
 
 def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build_pairs, load_tokenizer, tokenized):
@@ -156,13 +174,13 @@ def test_whatever_decides_the_content_decides_the_key(build_pairs, change):
 def test_the_same_set_is_the_same_bytes(build_pairs, load_tokenizer, tmp_path):
     config = build_pairs(test_split_size=0.2)
     roots = [str(tmp_path / name) for name in ("one", "two")]
-    sets = [
+    prepared = [
         prepare_pairs(
             dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, prepared_dir=root)), load_tokenizer
         )
         for root in roots
     ]
-    assert contents(sets[0].path) == contents(sets[1].path)
+    assert contents(prepared[0].path) == contents(prepared[1].path)
 
 
 @pytest.mark.multiprocess

@@ -6,15 +6,15 @@ import time
 
 import pytest
 
-from recipes_lib.data.sources import file_digests
-from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.sources import local_files
+from recipes_lib.data.sources.local_files import compute_digest
 
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
     """A file that counts as large, and settled by now."""
-    monkeypatch.setattr(file_digests, "MIN_BYTES", 10)
-    monkeypatch.setattr(file_digests, "_SETTLED_NS", -1)
+    monkeypatch.setattr(local_files, "MIN_BYTES", 10)
+    monkeypatch.setattr(local_files, "_SETTLED_NS", -1)
     path = tmp_path / "rows with spaces.jsonl"
     path.write_bytes(b"0123456789")
     return path
@@ -25,7 +25,7 @@ def num_reads(monkeypatch):
     """How often a file was read whole."""
     reads = []
     monkeypatch.setattr(
-        file_digests.hashlib, "file_digest", lambda file, kind: reads.append(1) or hashlib.new(kind, file.read())
+        local_files.hashlib, "file_digest", lambda file, kind: reads.append(1) or hashlib.new(kind, file.read())
     )
     return reads
 
@@ -64,7 +64,7 @@ def test_another_file_of_the_same_name_is_found(large, tmp_path):
 
 
 def test_a_file_that_has_just_changed_is_not_remembered(large, tmp_path, num_reads, monkeypatch):
-    monkeypatch.setattr(file_digests, "_SETTLED_NS", 2 * 10**9)
+    monkeypatch.setattr(local_files, "_SETTLED_NS", 2 * 10**9)
     os.utime(large)
     assert time.time_ns() - large.stat().st_ctime_ns < 2 * 10**9
     compute_digest(large, tmp_path / "cache")

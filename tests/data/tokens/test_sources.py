@@ -10,8 +10,8 @@ import pytest
 
 from recipes_lib.config.schema import DataConfig, PretrainingConfig, TokensConfig
 from recipes_lib.data.store import compute_key
-from recipes_lib.data.tokens import sources as token_sources
-from recipes_lib.data.tokens.sources import WITHOUT_EFFECT, load_corpora, load_held_out, select_options
+from recipes_lib.data.tokens import sets as token_sources
+from recipes_lib.data.tokens.sets import WITHOUT_EFFECT, load_corpora, load_held_out, select_options
 from recipes_lib.errors import ConfigError, DataError
 
 SECTIONS = (DataConfig, TokensConfig, PretrainingConfig)
@@ -45,6 +45,7 @@ WITHOUT_CHANGE = {
     "max_length": 64,
     "prepared_dir": "elsewhere",
     "allow_eval_overlap": True,
+    "eval_datasets": {"more": {"name": "elsewhere"}},
     "pad_token": "<|im_end|>",
     "seed": 7,
     "cross_document_attention": True,

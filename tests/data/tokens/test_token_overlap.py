@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from recipes_lib.data.sources import splits
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap
-from recipes_lib.data.tokens.sets import halve_digests
+from recipes_lib.data.tokens.sets import halve_digests, load_corpora
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter
-from recipes_lib.data.tokens.sources import load_corpora
 from recipes_lib.data.tokens.token_data import refuse_repeats
 from recipes_lib.errors import DataError
 

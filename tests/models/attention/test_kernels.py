@@ -266,7 +266,9 @@ def test_packing_is_refused_from_the_configuration_alone(name: str, reason: str)
     with pytest.raises(ConfigError, match=reason) as caught:
         choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=True)
     assert [problem.where for problem in caught.value.problems] == ["packing"]
-    choose_kernel(config, None, device=CPU, compute_dtype=torch.float32, packing=False)
+    for device, dtype in ((CPU, torch.float32), (CUDA, torch.bfloat16)):
+        alone = choose_kernel(config, None, device=device, compute_dtype=dtype, packing=False, flattens=True)
+        assert alone.layout == "rows", "its documents would be laid out in one row, where they see each other"
 
 
 def choose(
@@ -275,8 +277,11 @@ def choose(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.bfloat16,
     packing: bool = True,
+    flattens: bool = False,
 ) -> AttentionChoice:
-    return choose_kernel(CONFIGS[name], requested, device=device, compute_dtype=dtype, packing=packing)
+    return choose_kernel(
+        CONFIGS[name], requested, device=device, compute_dtype=dtype, packing=packing, flattens=flattens
+    )
 
 
 def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
@@ -284,6 +289,8 @@ def test_the_fastest_kernel_that_isolates_is_the_default() -> None:
     assert choose("llama", None, CUDA) == AttentionChoice("varlen", "flat")
     assert choose("llama", None, CUDA, torch.float32) == AttentionChoice("sdpa", "rows")
     assert choose("llama", None, CUDA, packing=False) == AttentionChoice("sdpa", "rows")
+    assert choose("llama", None, CUDA, packing=False, flattens=True) == AttentionChoice("varlen", "flat")
+    assert choose("llama", None, packing=False, flattens=True) == AttentionChoice("sdpa", "rows")
     assert choose("gemma2", None, CUDA) == AttentionChoice("eager", "rows")
     with_dropout = GPT2Config(attn_pdrop=0.1)
     chosen = choose_kernel(with_dropout, None, device=CUDA, compute_dtype=torch.bfloat16, packing=True)

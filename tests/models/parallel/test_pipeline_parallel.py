@@ -16,12 +16,12 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.architecture import start_causal_lm
 from recipes_lib.models.parallel.pipeline_parallel import (
     AbsentModule,
-    PipelinePart,
     build_pipeline_stage_class,
     build_whole_on_meta,
     split_into_chunks,
     verify_pipeline_parallel,
 )
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4},

@@ -219,9 +219,17 @@ def test_several_sets_are_scored_each_and_together(model: nn.Module, tiny_tokeni
     for name in ("loss", "perplexity", "bits_per_byte", "token_accuracy", "num_target_tokens"):
         assert figures[name] == pytest.approx(together[name])
     for name, part in alone.items():
-        assert figures[f"loss_{name}"] == pytest.approx(part["loss"])
-        assert figures[f"bits_per_byte_{name}"] == pytest.approx(part["bits_per_byte"])
-    assert not [key for key in together if key.endswith("_rows")]
+        for figure in ("loss", "perplexity", "bits_per_byte", "token_accuracy"):
+            assert figures[f"{name}_{figure}"] == pytest.approx(part[figure])
+    assert not [key for key in together if key.startswith("rows_")]
+    # Of the sets of `eval_datasets` the run's own figures hold nothing, unless it has no others.
+    beside = EvaluateLoss(held_out=parts, named=("code",), **options)(model, 0)
+    assert beside["loss"] == pytest.approx(alone["prose"]["loss"])
+    assert beside["code_loss"] == pytest.approx(alone["code"]["loss"])
+    assert "prose_loss" not in beside
+    only = EvaluateLoss(held_out=parts, named=("code", "prose"), **options)(model, 0)
+    assert only["loss"] == pytest.approx(together["loss"])
+    assert only["prose_loss"] == pytest.approx(alone["prose"]["loss"])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

@@ -24,8 +24,13 @@ def score(model, batch):
     return PairScores(losses=values.exp(), figures={"rewards/accuracies": (values > 0).float(), "reward": values})
 
 
+def build_hook(held_out, batch_size, **options):
+    given = {"collate": list, "score": score, "progress": TrainingProgress(), **options}
+    return EvaluatePairs(held_out=held_out, batch_size=batch_size, **given)
+
+
 def evaluate(batch_size, values=VALUES):
-    hook = EvaluatePairs(rows=values, batch_size=batch_size, collate=list, score=score, progress=TrainingProgress())
+    hook = build_hook({"pairs": values}, batch_size)
     figures = hook(nn.Linear(1, 1), 3)
     assert figures.pop("seconds") >= 0
     return figures
@@ -47,7 +52,7 @@ def test_figures_are_means_over_pairs(batch_size):
 def test_modes_and_random_states_are_left_alone():
     model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
     model[1].eval()
-    hook = EvaluatePairs(rows=VALUES, batch_size=2, collate=list, score=score, progress=TrainingProgress())
+    hook = build_hook({"pairs": VALUES}, 2)
     before = torch.get_rng_state()
     hook(model, 0)
     assert torch.equal(torch.get_rng_state(), before)
@@ -55,8 +60,18 @@ def test_modes_and_random_states_are_left_alone():
 
 
 def test_an_empty_set_is_refused():
-    with pytest.raises(DataError, match="holds no pair"):
-        EvaluatePairs(rows=[], batch_size=2, collate=list, score=score, progress=TrainingProgress())
+    with pytest.raises(DataError, match="holds no row"):
+        build_hook({"pairs": []}, 2)
+
+
+def test_sets_by_name_are_told_apart():
+    sets = {"pairs": VALUES, "other": VALUES[:3]}
+    figures = build_hook(sets, 2, named=("other",))(nn.Linear(1, 1), 0)
+    alone, other = evaluate(2), evaluate(2, VALUES[:3])
+    assert {name: figures[name] for name in alone} == pytest.approx(alone)
+    assert {name: figures[f"other_{name}"] for name in other} == pytest.approx(other)
+    only = build_hook(sets, 2, named=("pairs", "other"))(nn.Linear(1, 1), 0)
+    assert only["loss"] == pytest.approx(evaluate(2, [*VALUES, *VALUES[:3]])["loss"])
 
 
 @pytest.mark.parametrize("is_stored", [True, False])

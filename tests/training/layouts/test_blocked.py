@@ -14,7 +14,7 @@ GIVEN = ["--model_name_or_path=o/m", "--dataset_name=o/d", "--output_dir=out"]
 
 
 def block(**more: object) -> Blocked:
-    return Blocked(launch="the one", why="it would fail", remedy="use another", applies=lambda *_: True, **more)  # type: ignore[arg-type]
+    return Blocked("the one", lambda _: True, "it would fail", "use another", **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,13 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import WEIGHTS, RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.layouts.compatibility import BLOCKED, format_table, verify_combination
-from recipes_lib.training.layouts.launch_environment import Launch, name_pipeline, read_launch
-from recipes_lib.training.layouts.launch_files import name_variables, plan_launch
+from recipes_lib.training.layouts.launch_environment import (
+    Launch,
+    name_pipeline,
+    name_variables,
+    plan_launch,
+    read_launch,
+)
 from recipes_lib.training.run import start_run
 
 

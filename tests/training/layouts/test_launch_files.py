@@ -9,8 +9,13 @@ import yaml
 from tests.test_accelerate_configs import FILES, NAMES, read_environment
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.layouts.launch_files import find_launch_file, name_variables, plan_launch, read_launch_file
+from recipes_lib.training.layouts.launch_environment import (
+    find_launch_file,
+    name_variables,
+    plan_launch,
+    read_launch,
+    read_launch_file,
+)
 
 MULTI_GPU = {
     "distributed_type": "FSDP",
@@ -97,10 +102,10 @@ def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("  : [", "no YAML in UTF-8"),
-        ("num_processes: many", "num_processes: 'many' is no number of processes"),
-        ("num_processes: 0", "num_processes: 0 is no number"),
-        ("num_processes: true", "num_processes: True is no number"),
-        ("fsdp_config: [fsdp_version]", "fsdp_config: it is no mapping"),
+        ("num_processes: many", "num_processes: 'many' is not a number of processes"),
+        ("num_processes: 0", "num_processes: 0 is not a number"),
+        ("num_processes: true", "num_processes: True is not a number"),
+        ("fsdp_config: [fsdp_version]", "fsdp_config: it is not a mapping"),
     ],
 )
 def test_a_launch_file_that_cannot_be_read_is_named(text: str, words: str, tmp_path: Path) -> None:

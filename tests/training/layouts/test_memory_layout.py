@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.training.layouts.launch_environment import name_pipeline
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_environment import find_launch_file, name_pipeline, plan_launch
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 SHARDS = {

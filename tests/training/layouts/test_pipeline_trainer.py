@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
-from recipes_lib.training.layouts.pipeline_trainer import PipelineTrainer, _describe, choose_trainer
+from recipes_lib.training.layouts.pipeline import PipelineTrainer, _describe, choose_trainer
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
 
@@ -21,12 +21,12 @@ def test_a_launch_in_stages_has_a_trainer_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("part", "schedule", "num_batches", "told"),
     [
-        (PipelinePart(0, 2), "1f1b", 4, "2 stages by 1f1b, 4 micro-batches a step; standing still adds 25%"),
-        (PipelinePart(0, 4), "gpipe", 4, "4 stages by gpipe, 4 micro-batches a step; standing still adds 75%"),
+        (PipelinePart(0, 2), "1f1b", 4, "2 stages by 1f1b, 4 micro-batches a step; the bubble adds 25%"),
+        (PipelinePart(0, 4), "gpipe", 4, "4 stages by gpipe, 4 micro-batches a step; the bubble adds 75%"),
         (PipelinePart(0, 2, 2), "interleaved", 4, "2 stages of 2 chunks each by interleaved, 4 micro-batches a step; "),
-        (PipelinePart(0, 2, 2), "interleaved", 4, "standing still adds 12%"),
+        (PipelinePart(0, 2, 2), "interleaved", 4, "the bubble adds 12%"),
     ],
 )
-def test_what_stands_still_is_told(part: PipelinePart, schedule: str, num_batches: int, told: str) -> None:
+def test_the_bubble_is_told(part: PipelinePart, schedule: str, num_batches: int, told: str) -> None:
     pipeline: Any = SimpleNamespace(part=part)
     assert told in _describe(pipeline, schedule, num_batches=num_batches)

@@ -152,7 +152,7 @@ def test_a_mixture_is_evaluated_source_by_source(tmp_path, tiny_tokenizer_dir, m
     config = build_config(tmp_path, tiny_tokenizer_dir, dataset_name=None, dataset_mixture=mixture, test_split_size=0.2)
     run_recipe(config, monkeypatch)
     text = (tmp_path / "out" / "metrics.jsonl").read_text()
-    for figure in ("eval_loss", "eval_loss_prose", "eval_loss_code", "eval_bits_per_byte_code"):
+    for figure in ("eval_loss", "eval_prose_loss", "eval_code_loss", "eval_code_bits_per_byte"):
         assert f'"{figure}"' in text
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
 from recipes_lib.data.tokens.dataset import RowSkips
-from recipes_lib.training.trainers.run_sampler import EpochRows, RunSampler, shard_evenly
+from recipes_lib.training.trainers.recipe_trainer import EpochRows, RunSampler, shard_evenly
 
 
 def record_rows(trainer):

@@ -59,7 +59,7 @@ def store(config: RecipeConfig) -> None:
     identity = identify_store(config, vocabulary, data.record)
     args = build_training_arguments(config, read_launch(), has_eval=False)
     model_config = load_verified_config(config, tokenizer, data.longest, vocabulary)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing)
+    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
     teacher: Any = load_teacher(config, attention, args, vocabulary)
     teacher.to(args.device)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)

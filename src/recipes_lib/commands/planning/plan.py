@@ -46,8 +46,12 @@ from recipes_lib.planning.shapes import find_shape
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.proving.results import read_passed
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import add_pipeline_flags, name_pipeline
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch
+from recipes_lib.training.layouts.launch_environment import (
+    add_pipeline_flags,
+    find_launch_file,
+    name_pipeline,
+    plan_launch,
+)
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)

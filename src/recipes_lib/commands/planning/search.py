@@ -23,7 +23,7 @@ from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.planning.search import Candidate, search
 from recipes_lib.planning.steps import compute_steps
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_files import find_launch_file, plan_launch, read_launch_file
+from recipes_lib.training.layouts.launch_environment import find_launch_file, plan_launch, read_launch_file
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 _SEARCHED: Final = ("ddp", "fsdp2", "hsdp", "zero2", "fsdp2_offload")

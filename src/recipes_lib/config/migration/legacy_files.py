@@ -113,7 +113,7 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], stage: str | N
 
 
 def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
-    """Return the keys that tell the stage, and the stages that they leave possible, the likeliest first."""
+    """Return the keys that identify the stage, and the stages that they leave possible, the likeliest first."""
     telling = {key: stages for key, stages in _STAGES_OF_KEYS.items() if values.get(key) is not None}
     losses = values.get("loss_type")
     for loss in losses if isinstance(losses, list) else [losses]:

@@ -14,9 +14,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
-from recipes_lib.data.chat.remarks import Remark
 from recipes_lib.data.chat.templates import NOBODY, REASONING_KEYS, ChatTemplate, Rendered, Span, TemplateError
-from recipes_lib.data.sources.rows import Message, Row
+from recipes_lib.data.sources.rows import Message, Remark, Row
 from recipes_lib.errors import DataError, Problem
 
 PLACEHOLDER: Final = "placeholder"

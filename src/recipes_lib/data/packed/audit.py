@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from recipes_lib.config.schema import TokensConfig
 from recipes_lib.config.token_ids import NUM_OF_END
-from recipes_lib.data.chat.remarks import RemarkBits, find_remarked
 from recipes_lib.data.packed.packing import Bins, Examples, LengthCounts, choose_bins, fit_to_length
+from recipes_lib.data.sources.rows import RemarkBits, find_remarked
 from recipes_lib.errors import DataError, Problem
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01

@@ -1,32 +1,36 @@
-"""Tokenisation of a whole mixture, chunk by chunk, with every broken row reported at once."""
+"""Tokenisation of a whole mixture, chunk by chunk, with every broken row reported at once, and what decides its key."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import hashlib
 import math
 import os
 import tempfile
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.packed.keys import read_chat_template
 from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import explain_disk_errors
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import hash_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +49,8 @@ CHARACTERS_PER_CHUNK: Final = 1 << 21
 _THREADS: Final = 2
 
 Chunk = TypeVar("Chunk")
+Encode = Callable[[Sequence[Row], Sequence[int]], tuple[Examples, Mapping[str, npt.NDArray[Any]]]]
+"""Takes rows and their positions in a mixture; gives their tokens, and the other columns of ``EncodedMixture``."""
 
 
 class TokenFile:
@@ -106,11 +112,13 @@ class EncodedMixture:
         mixture: What they were read from; ``examples.row_ids`` are positions in it.
         examples: The tokens.
         digests: From ``compute_digests``, one for each example.
+        columns: What else is known of each example: arrays by name, each with one entry for each.
     """
 
     mixture: Mixture
     examples: Examples
     digests: npt.NDArray[np.bytes_]
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     @property
     def num_duplicates(self) -> int:
@@ -119,23 +127,19 @@ class EncodedMixture:
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
         """The rows at these positions, in that order."""
-        return EncodedMixture(self.mixture, self.examples.take(positions), self.digests[positions])
+        columns = {name: column[positions] for name, column in self.columns.items()}
+        return EncodedMixture(self.mixture, self.examples.take(positions), self.digests[positions], columns)
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
-        """The places of these rows as errors name them; reads the mixture again."""
-        row_ids = {int(self.examples.row_ids[at]): at for at in positions}
-        return {row_ids[row_id]: place for row_id, place in find_places(self.mixture, row_ids).items()}
-
-
-def find_places(mixture: Mixture, row_ids: Collection[int]) -> dict[int, str]:
-    """The places of rows as errors name them, by their position in the mixture, which is read again."""
-    places: dict[int, str] = {}
-    for row_id, entry in enumerate(mixture.entries()):
-        if row_id in row_ids:
-            places[row_id] = entry.where
-        if len(places) == len(row_ids):
-            break
-    return places
+        """The places of these rows as errors name them; reads the mixture again, up to the last of them."""
+        found: dict[int, str] = {}
+        at = {int(self.examples.row_ids[position]): position for position in positions}
+        for row_id, entry in enumerate(self.mixture.entries() if at else ()):
+            if row_id in at:
+                found[at[row_id]] = entry.where
+            if len(found) == len(at):
+                break
+        return found
 
 
 def read_seed(config: RecipeConfig) -> int:
@@ -207,12 +211,12 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
 
 
 def encode_mixture(
-    encoder: RowEncoder, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
+    encode: Encode, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
 ) -> EncodedMixture:
     """Tokens of all rows that are sound.
 
     Args:
-        encoder: From ``build_encoder``.
+        encode: Gives the tokens of some rows, and what else there is to know of each; called by several threads.
         mixture: The rows.
         broken: Counts the others; whoever calls judges them.
         on_rows: Told the number of rows of each chunk that is done.
@@ -221,17 +225,19 @@ def encode_mixture(
     Raises:
         DataError: The disk is full.
     """
-    parts = [file.keep(build_examples([], []))]
-    digests = [compute_digests([])]
 
-    def encode(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, npt.NDArray[np.bytes_]]:
-        return encode_chunk(encoder, rows, row_ids), compute_digests(rows)
+    def encode_all(rows: Sequence[Row], row_ids: Sequence[int]) -> tuple[Examples, Mapping[str, npt.NDArray[Any]]]:
+        examples, columns = encode(rows, row_ids)
+        return examples, {"digests": compute_digests(rows), **columns}
 
-    for examples, chunk_digests in map_chunks(mixture.entries(), encode, broken):
+    parts, columns = [], defaultdict(list)
+    for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken)):
         parts.append(file.keep(examples))
-        digests.append(chunk_digests)
-        on_rows(len(chunk_digests))
-    return EncodedMixture(mixture, concatenate_examples(parts), np.concatenate(digests))
+        for name, column in chunk.items():
+            columns[name].append(column)
+        on_rows(len(examples))
+    whole = {name: np.concatenate(chunks) for name, chunks in columns.items()}
+    return EncodedMixture(mixture, concatenate_examples(parts), whole.pop("digests"), whole)
 
 
 def map_chunks(
@@ -263,3 +269,105 @@ def map_chunks(
             broken.add(num_rows, problems)
             if encoded is not None:
                 yield encoded
+
+
+TOKENIZER_FILES: Final = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+"""Files of a model folder that make a tokenizer."""
+
+_TOKENIZER_CLASS_FILES: Final = ("config.json", "*.py")
+"""Files that may name its class, or be it."""
+
+_PACKAGES: Final = ("jinja2", "tokenizers", "transformers")
+_TOLD_BY_CONTENT: Final = {"dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"}
+"""Options that only say where something lies: what lies there is in the key instead, so moving it changes nothing."""
+
+
+def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str, Any]:
+    """Everything that decides the content of a prepared set, as JSON values; the key is their hash.
+
+    Args:
+        config: The run.
+        sources: Fingerprint of the rows of each split.
+
+    Raises:
+        ConfigError: The tokenizer or the chat template cannot be found.
+    """
+    options = dataclasses.asdict(config.data) | dataclasses.asdict(config.tokens)
+    template = read_chat_template(config)
+    return {
+        "sources": dict(sources),
+        "options": {name: value for name, value in options.items() if name not in _TOLD_BY_CONTENT},
+        "trust_remote_code": config.model.trust_remote_code,
+        "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
+        "tokenizer": _hash_files(find_tokenizer_folder(config), (*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES)),
+        "code": _hash_files(Path(__file__).parents[1], ("**/*.py",)),
+        "versions": {package: version(package) for package in _PACKAGES},
+    }
+
+
+def find_tokenizer_folder(config: RecipeConfig) -> Path:
+    """The folder with the files of the run's tokenizer; those of a Hub model are fetched into its cache.
+
+    Raises:
+        ConfigError: There is no such folder or Hub model, or it has no tokenizer.
+    """
+    own = config.model.tokenizer_name_or_path
+    name = own or str(config.model.model_name_or_path)
+    option = "tokenizer_name_or_path" if own else "model_name_or_path"
+    folder = Path(name) if Path(name).is_dir() else _fetch(config, option, name)
+    if not _list_files(folder, TOKENIZER_FILES):
+        raise _missing(
+            config, option, f"{name} has no tokenizer files", "name the tokenizer with tokenizer_name_or_path"
+        )
+    return folder
+
+
+def read_chat_template(config: RecipeConfig) -> str | None:
+    """The text of ``chat_template_path``; ``None`` when the tokenizer's own template is used.
+
+    Raises:
+        ConfigError: The file cannot be read as text.
+    """
+    path = config.tokens.chat_template_path
+    try:
+        return None if path is None else Path(expand_home(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        found = f"the chat template {path} cannot be read: {reason}"
+        raise _missing(config, "chat_template_path", found, "name a Jinja file") from error
+
+
+def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
+    from huggingface_hub import snapshot_download  # a tokenizer on disk does not need it
+
+    is_models = option == "model_name_or_path"
+    revision = config.model.tokenizer_revision or (config.model.model_revision if is_models else None)
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=[*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES])
+        )
+    except (OSError, ValueError) as error:  # not a repository id, no such repository, no network and not in the cache
+        reason = str(error).splitlines()[0]
+        raise _missing(config, option, f"no folder and no Hub model {name!r}: {reason}", "check the name") from error
+
+
+def _list_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def _hash_files(folder: Path, patterns: tuple[str, ...]) -> dict[str, str]:
+    return {path.relative_to(folder).as_posix(): hash_file(path) for path in _list_files(folder, patterns)}
+
+
+def _missing(config: RecipeConfig, option: str, found: str, remedy: str) -> ConfigError:
+    return ConfigError(Problem(config.provenance.get(option, option), found, remedy))

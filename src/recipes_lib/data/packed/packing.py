@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from recipes_lib.config.schema import Overlong
-from recipes_lib.data.chat.remarks import RemarkBits, build_bits
-from recipes_lib.data.sources.rows import EncodedRow
+from recipes_lib.data.sources.rows import EncodedRow, RemarkBits, build_bits
 
 IntArray = npt.NDArray[np.int64]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
@@ -24,20 +25,22 @@ from recipes_lib.data.packed.audit import (
     sort_findings,
 )
 from recipes_lib.data.packed.encoding import (
+    Encode,
     EncodedMixture,
     TokenFile,
     TokenizerLoader,
     build_encoder,
+    collect_inputs,
+    encode_chunk,
     encode_mixture,
     read_seed,
 )
-from recipes_lib.data.packed.keys import collect_inputs
-from recipes_lib.data.packed.packing import Bins, Examples
+from recipes_lib.data.packed.packing import Bins, Examples, IntArray
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.splits import find_overlap, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, make_set, write_splits
-from recipes_lib.errors import ConfigError, Problem, merge_alike, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 LENGTH_MULTIPLE: Final = 64
 """A derived ``max_length`` is a multiple of this many tokens."""
 
-_PACKS_PER_RECORD_BATCH: Final = 1000
+_ROWS_PER_RECORD_BATCH: Final = 1000
 
 
 class SetIdentity(NamedTuple):
@@ -81,14 +84,36 @@ def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank
             twenty; the set cannot be written; or, on the other ranks, that the first one gave up.
     """
     identity = identify_set(config)
+    return prepare_set(
+        identity, lambda file: _build(config, load_tokenizer(config), identity, file), local_rank=local_rank
+    )
 
-    def build(staging: Path) -> dict[str, Any]:
+
+def prepare_set(
+    identity: SetIdentity,
+    build: Callable[[TokenFile], tuple[Mapping[str, pa.RecordBatchReader], dict[str, Any]]],
+    *,
+    local_rank: int,
+) -> PreparedSet:
+    """Finds a prepared set, or makes it, in memory that does not grow with its tokens.
+
+    Args:
+        identity: Which.
+        build: Gives the rows of each split, read once, and the manifest without key and inputs; what it tokenises is
+            in the file for as long as they are read.
+        local_rank: Rank on this node; all but the first wait for its set.
+
+    Raises:
+        DataError: As ``build``; the set cannot be written; or, on the other ranks, that the first one gave up.
+    """
+
+    def write(staging: Path) -> dict[str, Any]:
         with TokenFile(identity.root) as file:
-            splits, manifest = _build(config, load_tokenizer(config), identity.train, identity.test, file)
-            write_splits(staging, {name: _read_packs(examples, bins) for name, (examples, bins) in splits.items()})
+            splits, manifest = build(file)
+            write_splits(staging, splits)
         return manifest
 
-    return make_set(identity.root, identity.key, identity.inputs, build, local_rank=local_rank)
+    return make_set(identity.root, identity.key, identity.inputs, write, local_rank=local_rank)
 
 
 def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
@@ -114,15 +139,21 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
 
 
 def _build(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None, file: TokenFile
-) -> tuple[dict[str, tuple[Examples, Bins]], dict[str, Any]]:
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
+) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
     """The packs of each split, and the manifest without key and inputs."""
-    sides, broken = _encode(config, tokenizer, train, test, file)
+    encoder = build_encoder(config, tokenizer)
+    sides, broken = encode_sides(
+        config,
+        identity,
+        lambda rows, row_ids: (encode_chunk(encoder, rows, row_ids), {}),
+        file,
+        describe_overlong,
+    )
+    sides = separate_sides(config, sides)
     capacity = config.tokens.max_length or derive_max_length(
         max(int(side.examples.lengths.max()) for side in sides.values())
     )
-    if config.tokens.overlong == "error":
-        _refuse_overlong(sides.values(), capacity)
     end_tokens = find_end_tokens(tokenizer)
     packed = {
         name: pack_split(
@@ -131,87 +162,172 @@ def _build(
         for name, side in sides.items()
     }
     findings = [finding for split in packed.values() for finding in split.findings]
-    findings += [Finding("warning", told) for split, rows in broken.items() for told in rows.tell(split)]
-    refuse_errors(train.name, findings)
     figures = {
         name: {**dataclasses.asdict(split.audit), "cut": dataclasses.asdict(split.cut)}
         for name, split in packed.items()
     }
-    return {name: (split.examples, split.bins) for name, split in packed.items()}, {
-        "max_length": capacity,
+    manifest = describe_set(config, identity, capacity, findings, broken) | figures
+    return {name: _read_packs(split.examples, split.bins) for name, split in packed.items()}, manifest
+
+
+def encode_sides(
+    config: RecipeConfig,
+    identity: SetIdentity,
+    encode: Encode,
+    file: TokenFile,
+    describe: Callable[[str, int, int], Problem],
+    count: Callable[[EncodedMixture], IntArray] = lambda side: side.examples.lengths,
+) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
+    """``train`` and, if rows are named to be held out, ``eval``; and what of the data of each is broken.
+
+    Both are read to the end before anything is refused.
+
+    Args:
+        config: The run.
+        identity: Its set.
+        encode: As for ``encode_mixture``.
+        file: Takes the tokens.
+        describe: The problem of a row that is too long: where it stands, its length and ``max_length``, in tokens.
+        count: The length of each row, ``int64 (R,)``, that ``max_length`` is a limit to.
+
+    Raises:
+        DataError: Rows are broken, or too long where ``overlong`` is ``error``: of each kind the first, the worst and
+            their number.
+    """
+    mixtures = {"train": identity.train} | ({} if identity.test is None else {"eval": identity.test})
+    broken = {name: BrokenRows(config.tokens) for name in mixtures}
+    with _show_progress() as watch:
+        sides = {
+            name: encode_mixture(encode, mixture, broken[name], watch(mixture), file)
+            for name, mixture in mixtures.items()
+        }
+    limit = config.tokens.max_length
+    if config.tokens.overlong == "error" and limit is not None:
+        for name, side in sides.items():
+            lengths = count(side)
+            places = side.find_places(np.flatnonzero(lengths > limit).tolist())
+            overlong = [describe(places[at], int(lengths[at]), limit) for at in sorted(places)]
+            broken[name].refused += merge_alike(overlong, broken[name].num_rows)
+    problems = [problem for name, mixture in mixtures.items() for problem in broken[name].judge(mixture.name)]
+    raise_problems(problems, identity.train.name)
+    return sides, broken
+
+
+def separate_sides(
+    config: RecipeConfig,
+    sides: dict[str, EncodedMixture],
+    groups: Callable[[EncodedMixture], npt.NDArray[np.bytes_]] = lambda side: side.digests,
+    inseparable: str = "equal rows",
+    relation: str = "",
+) -> dict[str, EncodedMixture]:
+    """``train`` and, if any rows are held out, ``eval``, without rows that are on both.
+
+    Args:
+        config: The run.
+        sides: From ``encode_sides``; of ``train`` alone, rows are held out where ``test_split_size`` says so.
+        groups: A digest for each row; rows with the same one are on the same side.
+        inseparable: What such rows are, for the error.
+        relation: What training rows do that share a group with a held-out row, for the error; empty where
+            they are the same row.
+
+    Raises:
+        ConfigError: As ``split_rows``.
+        DataError: As ``split_rows``, or rows, or groups, are trained on as well as held out.
+    """
+    train, held_out = sides["train"], sides.get("eval")
+    if held_out is None:
+        if config.data.test_split_size is None:
+            return sides
+        split = split_rows(groups(train), config.data.test_split_size, read_seed(config), inseparable=inseparable)
+        return {"train": train.take(split.train), "eval": train.take(split.test)}
+    problems: list[Problem] = []
+    kinds = [(train.digests, held_out.digests, "are held-out rows too")]
+    kinds += [(groups(train), groups(held_out), relation)] if relation else []
+    for ours, theirs, what in () if config.data.allow_eval_overlap else kinds:
+        overlap = find_overlap(ours, theirs)
+        train_places = train.find_places([position for position, _ in overlap.pairs])
+        eval_places = held_out.find_places([position for _, position in overlap.pairs])
+        try:
+            refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=what)
+        except DataError as error:
+            problems += error.problems
+    raise_problems(problems, "dataset_test_split")
+    return sides
+
+
+def describe_set(
+    config: RecipeConfig,
+    identity: SetIdentity,
+    max_length: int,
+    findings: Sequence[Finding],
+    broken: Mapping[str, BrokenRows],
+) -> dict[str, Any]:
+    """What every manifest says.
+
+    Args:
+        config: The run.
+        identity: Its set.
+        max_length: Given or derived, in tokens.
+        findings: Of the audit of all splits.
+        broken: From ``encode_sides``; rows that were dropped are told as warnings.
+
+    Raises:
+        DataError: There are findings of severity ``error``.
+    """
+    findings = [*findings, *(Finding("warning", told) for split, rows in broken.items() for told in rows.tell(split))]
+    refuse_errors(identity.train.name, findings)
+    return {
+        "max_length": max_length,
         "max_length_is_derived": config.tokens.max_length is None,
         "findings": [dataclasses.asdict(finding) for finding in sort_findings(findings)],
         "broken_rows": {split: rows.count() for split, rows in broken.items()},
-        **figures,
     }
-
-
-def _encode(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, train: Mixture, test: Mixture | None, file: TokenFile
-) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
-    """``train`` and, if rows are held out, ``eval``; and what of the data that each was read from is broken.
-
-    Both are read to the end before anything is refused.
-    """
-    encoder = build_encoder(config, tokenizer)
-    mixtures = {"train": train} | ({} if test is None else {"eval": test})
-    broken = {name: BrokenRows(config.tokens) for name in mixtures}
-    with show_progress() as watch:
-        sides = {
-            name: encode_mixture(encoder, mixture, broken[name], watch(mixture), file)
-            for name, mixture in mixtures.items()
-        }
-    problems = [problem for name, mixture in mixtures.items() for problem in broken[name].judge(mixture.name)]
-    raise_problems(problems, train.name)
-    encoded, held_out = sides["train"], sides.get("eval")
-    if held_out is None:
-        if config.data.test_split_size is not None:
-            split = split_rows(encoded.digests, config.data.test_split_size, read_seed(config))
-            sides = {"train": encoded.take(split.train), "eval": encoded.take(split.test)}
-        return sides, broken
-    if not config.data.allow_eval_overlap:
-        overlap = find_overlap(encoded.digests, held_out.digests)
-        train_places = encoded.find_places([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_places([position for _, position in overlap.pairs])
-        refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__)
-    return sides, broken
 
 
 def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
     """The packs with the columns of ``PreparedSet.train``, read from the examples' tokens a batch at a time."""
     import pyarrow as pa  # only who prepares pays for it
 
-    schema = pa.schema(
-        {
-            "input_ids": pa.list_(pa.uint32()),
-            "loss_mask": pa.list_(pa.bool_()),
-            "seq_lengths": pa.list_(pa.int32()),
-            "row_ids": pa.list_(pa.int64()),
-        }
-    )
-
-    def read(start: int) -> pa.RecordBatch:
-        offsets = bins.offsets[start : start + _PACKS_PER_RECORD_BATCH + 1]
+    def read(packs: slice) -> pa.RecordBatch:
+        offsets = bins.offsets[packs.start : packs.stop + 1]
         members = bins.order[offsets[0] : offsets[-1]]
         lengths, documents = examples.lengths[members], offsets - offsets[0]
         tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])[documents]
         input_ids, loss_mask = examples.read(members)
-        columns = (
-            (tokens, input_ids),
-            (tokens, loss_mask),
-            (documents, lengths.astype(np.int32)),
-            (documents, examples.row_ids[members]),
-        )
-        arrays = [
-            pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values)) for ends, values in columns
-        ]
-        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+        columns = {
+            "input_ids": (tokens, input_ids),
+            "loss_mask": (tokens, loss_mask),
+            "seq_lengths": (documents, lengths.astype(np.int32)),
+            "row_ids": (documents, examples.row_ids[members]),
+        }
+        return pa.record_batch({name: build_lists(*column) for name, column in columns.items()})
 
-    return pa.RecordBatchReader.from_batches(schema, map(read, range(0, len(bins), _PACKS_PER_RECORD_BATCH)))
+    return read_batches(len(bins), read)
+
+
+def build_lists(ends: IntArray, values: npt.NDArray[Any]) -> pa.ListArray:
+    """An array of lists that stand end to end in ``values``; the ``i``-th is ``ends[i]:ends[i + 1]``."""
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values))
+
+
+def read_batches(num_rows: int, read: Callable[[slice], pa.RecordBatch]) -> pa.RecordBatchReader:
+    """The rows of a split, batch by batch.
+
+    Args:
+        num_rows: Of the split.
+        read: Gives the rows of a stretch, which may be empty.
+    """
+    import pyarrow as pa
+
+    starts = range(0, num_rows, _ROWS_PER_RECORD_BATCH)
+    stretches = (slice(start, min(start + _ROWS_PER_RECORD_BATCH, num_rows)) for start in starts)
+    return pa.RecordBatchReader.from_batches(read(slice(0, 0)).schema, map(read, stretches))
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
+def _show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
     """Shows on a terminal how many rows are tokenised.
 
     Yields:
@@ -231,22 +347,6 @@ def show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
 def derive_max_length(longest: int) -> int:
     """The length limit of a run that has none: the longest row, rounded up to ``LENGTH_MULTIPLE`` tokens."""
     return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-
-
-def _refuse_overlong(sides: Iterable[EncodedMixture], capacity: int) -> None:
-    """Names the first row of each side that is too long, the longest, and their number.
-
-    Raises:
-        DataError: There are such rows.
-    """
-    problems: list[Problem] = []
-    for side in sides:
-        lengths = side.examples.lengths
-        too_long = np.flatnonzero(lengths > capacity).tolist()
-        places = side.find_places(too_long) if too_long else {}
-        overlong = [describe_overlong(places[at], int(lengths[at]), capacity) for at in too_long]
-        problems += merge_alike(overlong, len(lengths))
-    raise_problems(problems, "max_length")
 
 
 def render_summary(prepared: PreparedSet) -> Table:

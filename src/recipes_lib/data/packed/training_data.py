@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import datasets
@@ -36,7 +36,7 @@ from recipes_lib.data.packed.encoding import (
 from recipes_lib.data.packed.packing import Examples
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
-from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
@@ -221,6 +221,7 @@ class TrainingData:
         audit: Figures of the training rows; of a stream, of its first ones.
         findings: What the audit of all rows makes of them.
         record: JSON values for ``run.json``: where the rows came from, and their counts.
+        eval_sets: The packs of each of ``eval_datasets``.
     """
 
     train: datasets.Dataset | datasets.IterableDataset
@@ -230,16 +231,18 @@ class TrainingData:
     audit: SplitAudit
     findings: Sequence[Finding]
     record: dict[str, Any]
+    eval_sets: Mapping[str, datasets.Dataset] = field(default_factory=dict)
 
     @property
     def held_out(self) -> Mapping[str, datasets.Dataset]:
         """The held-out packs by name; empty when nothing is held out."""
-        return {} if self.eval is None else {"held-out set": self.eval}
+        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row after cutting, held-out rows too; of a stream, the most that a row may have."""
         audits = [self.record[side] for side in ("train", "eval") if self.record.get(side)]
+        audits += self.record.get("eval_datasets", {}).values()
         return min(self.max_length, max((audit["length_max"] for audit in audits), default=self.max_length))
 
     @property
@@ -280,8 +283,20 @@ def load_training_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *,
         ConfigError: The options do not fit together.
         DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
     """
-    if config.data.dataset_streaming:
-        return _open_stream(config, load_tokenizer)
+    is_stream = config.data.dataset_streaming
+    data = _open_stream(config, load_tokenizer) if is_stream else _open_set(config, load_tokenizer, local_rank)
+    sets = {
+        name: prepare(derived, load_tokenizer, local_rank=local_rank)
+        for name, derived in derive_eval_configs(config, data.max_length).items()
+    }
+    if not sets:
+        return data
+    told = {name: {"prepared_set": str(found.path), **found.manifest["train"]} for name, found in sets.items()}
+    packs = {name: found.train for name, found in sets.items()}
+    return replace(data, eval_sets=packs, record={**data.record, "eval_datasets": told})
+
+
+def _open_set(config: RecipeConfig, load_tokenizer: TokenizerLoader, local_rank: int) -> TrainingData:
     prepared = prepare(config, load_tokenizer, local_rank=local_rank)
     figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
     return TrainingData(

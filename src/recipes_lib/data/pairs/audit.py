@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from recipes_lib.data.packed.audit import Finding, judge_loss, sort_findings
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-ANSWERS = ("chosen_ids", "rejected_ids")
-"""Columns of a pair's answers."""
+from recipes_lib.data.packed.encoding import EncodedMixture
+from recipes_lib.data.packed.packing import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,45 +73,79 @@ class DropCounts:
         """Share of the answers' tokens that is gone, 0 to 1."""
         return self.num_lost_tokens / max(1, self.num_answer_tokens)
 
-    def __add__(self, other: DropCounts) -> DropCounts:
-        return DropCounts(**{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+class PairTokens(NamedTuple):
+    """Tokens of each prompt, chosen and rejected answer, ``int64 (P,)``."""
+
+    prompt: IntArray
+    chosen: IntArray
+    rejected: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of the prompt and the longer answer, ``int64 (P,)``."""
+        lengths: IntArray = self.prompt + np.maximum(self.chosen, self.rejected)
+        return lengths
 
 
-def compute_pair_audit(
-    pairs: pa.Table, digests: npt.NDArray[np.bytes_], prompt_digests: npt.NDArray[np.bytes_]
-) -> PairAudit:
+def count_tokens(pairs: EncodedMixture) -> PairTokens:
+    """How long the parts of each pair are.
+
+    Args:
+        pairs: Each an example of prompt, chosen and rejected answer, end to end, of which the answers are the targets;
+            with the column ``num_chosen``, tokens of the chosen one.
+    """
+    answers, chosen = pairs.examples.num_targets, pairs.columns["num_chosen"].astype(np.int64)
+    return PairTokens(pairs.examples.lengths - answers, chosen, answers - chosen)
+
+
+def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMixture, DropCounts]:
+    """The pairs that can be trained on, and the count of the others.
+
+    Args:
+        pairs: As for ``count_tokens``; with the column ``is_identical``, True where both answers are the same tokens.
+        max_length: Tokens that a prompt and either answer have room for; ``None``: any number.
+    """
+    tokens, is_identical = count_tokens(pairs), pairs.columns["is_identical"]
+    is_overlong = ~is_identical & (tokens.lengths > (np.inf if max_length is None else max_length))
+    counts = DropCounts(
+        num_rows=len(is_identical),
+        num_identical=int(is_identical.sum()),
+        num_overlong=int(is_overlong.sum()),
+        num_answer_tokens=int(pairs.examples.num_targets[~is_identical].sum()),
+        num_lost_tokens=int(pairs.examples.num_targets[is_overlong].sum()),
+    )
+    return pairs.take(np.flatnonzero(~is_identical & ~is_overlong)), counts
+
+
+def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
     """Counts one split.
 
     Args:
-        pairs: ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, and ``margin``, null where there is none; at least one.
-        digests: What each pair says.
-        prompt_digests: What each prompt says.
+        pairs: At least one, as for ``count_tokens``; with the columns ``prompt_digests``, what each prompt says, and
+            ``margins``, ``float32``, NaN where there is none.
     """
-    prompt, chosen, rejected = (count_tokens(pairs, name) for name in ("prompt_ids", *ANSWERS))
-    lengths = prompt + np.maximum(chosen, rejected)
-    p5, p50, p95, longest = np.percentile(lengths, [5, 50, 95, 100], method="nearest").tolist()
-    ends = [_last_tokens(chunk) for name in ANSWERS for chunk in pairs[name].chunks]
+    tokens = count_tokens(pairs)
+    p5, p50, p95, longest = np.percentile(tokens.lengths, [5, 50, 95, 100], method="nearest").tolist()
+    terminators: set[int] = set()
+    for block in pairs.examples.iterate_blocks():
+        ends = np.cumsum(pairs.examples.lengths[block]) - 1
+        ids, _ = pairs.examples.read(block)
+        terminators.update(ids[ends].tolist(), ids[ends - tokens.rejected[block]].tolist())
     return PairAudit(
-        num_pairs=len(pairs),
-        num_prompts=len(np.unique(prompt_digests)),
-        num_duplicates=len(digests) - len(np.unique(digests)),
-        num_margins=len(pairs) - pairs["margin"].null_count,
-        num_prompt_tokens=int(prompt.sum()),
-        num_chosen_tokens=int(chosen.sum()),
-        num_rejected_tokens=int(rejected.sum()),
+        num_pairs=len(tokens.prompt),
+        num_prompts=len(np.unique(pairs.columns["prompt_digests"])),
+        num_duplicates=pairs.num_duplicates,
+        num_margins=int(np.isfinite(pairs.columns["margins"]).sum()),
+        num_prompt_tokens=int(tokens.prompt.sum()),
+        num_chosen_tokens=int(tokens.chosen.sum()),
+        num_rejected_tokens=int(tokens.rejected.sum()),
         length_p5=p5,
         length_p50=p50,
         length_p95=p95,
         length_max=longest,
-        terminators=np.unique(np.concatenate(ends)).tolist(),
+        terminators=sorted(terminators),
     )
-
-
-def count_tokens(pairs: pa.Table, column: str) -> npt.NDArray[np.int64]:
-    """Tokens of each prompt or answer, ``int64 (P,)``."""
-    import pyarrow.compute as pc
-
-    return np.asarray(pc.list_value_length(pairs[column]), np.int64)
 
 
 def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float | None) -> list[Finding]:
@@ -146,9 +175,3 @@ def _judge_lengths(split: str, dropped: DropCounts, max_lost_fraction: float | N
         f"{dropped.num_lost_tokens:,} tokens of answers ({dropped.lost_fraction:.2%})"
     )
     return judge_loss(found, dropped.lost_fraction, max_lost_fraction)
-
-
-def _last_tokens(answers: pa.ListArray) -> npt.NDArray[np.uint32]:
-    """The ids that occur as the last of an answer."""
-    ids, lengths = np.asarray(answers.flatten()), np.asarray(answers.value_lengths())
-    return np.unique(ids[np.cumsum(lengths) - 1])

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.data.chat.encoder import RowEncoder
-from recipes_lib.data.chat.remarks import Remark
-from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.rows import EncodedRow, Remark, Row
 from recipes_lib.errors import DataError, Problem
 
 TokenIds = npt.NDArray[np.uint32]

@@ -1,85 +1,51 @@
-"""Preparation of preference pairs: rendered, tokenised, verified and stored once per content."""
+"""Preference pairs: rendered, tokenised, verified and stored once per content, and what a run derives from them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from rich.table import Table
 
-from recipes_lib.config.schema import RecipeConfig, TokensConfig
-from recipes_lib.data.chat.remarks import RemarkBits, build_bits
-from recipes_lib.data.packed.audit import Finding, judge_remarks, refuse_errors, sort_findings
-from recipes_lib.data.packed.encoding import (
-    TokenizerLoader,
-    build_encoder,
-    find_places,
-    map_chunks,
-    read_seed,
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.token_ids import count_before_end, find_end_tokens
+from recipes_lib.data.packed.audit import Finding, judge_remarks
+from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
+from recipes_lib.data.packed.packing import Examples, build_examples
+from recipes_lib.data.packed.prepared_set import (
+    SetIdentity,
+    build_lists,
+    derive_max_length,
+    describe_set,
+    encode_sides,
+    identify_set,
+    prepare_set,
+    read_batches,
+    separate_sides,
 )
-from recipes_lib.data.packed.prepared_set import SetIdentity, derive_max_length, identify_set, show_progress
-from recipes_lib.data.pairs.audit import ANSWERS, DropCounts, PairAudit, compute_pair_audit, judge_pairs
-from recipes_lib.data.sources.broken_rows import BrokenRows
-from recipes_lib.data.sources.mixtures import Mixture
-from recipes_lib.data.sources.rows import Row
-from recipes_lib.data.sources.splits import compute_digests, find_overlap, refuse_overlap, split_rows
-from recipes_lib.data.store import PreparedSet, make_set, write_splits
-from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
+from recipes_lib.data.pairs.audit import (
+    DropCounts,
+    PairAudit,
+    compute_pair_audit,
+    count_tokens,
+    drop_pairs,
+    judge_pairs,
+)
+from recipes_lib.data.sources.mixtures import derive_eval_configs
+from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.data.sources.splits import compute_digests
+from recipes_lib.data.store import PreparedSet
+from recipes_lib.errors import ConfigError, Problem, raise_problems
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
-    from recipes_lib.data.pairs.pair_encoding import EncodedPair, PairEncoder
-
-
-_PAIRS_PER_RECORD_BATCH: Final = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPairs:
-    """The pairs of a mixture: where they stand, what they say, and as tokens.
-
-    Attributes:
-        mixture: What they were read from.
-        table: ``prompt_ids``, ``chosen_ids``, ``rejected_ids``: lists of ``uint32``; ``row_id``, ``int64``: position in
-            the mixture; ``margin``, ``float32``, null where there is none.
-        digests: From ``compute_digests``, one for each pair.
-        prompt_digests: The same of the prompts alone.
-        remarks: ``uint8 (P,)``; what an audit should tell of each pair.
-    """
-
-    mixture: Mixture
-    table: pa.Table
-    digests: npt.NDArray[np.bytes_]
-    prompt_digests: npt.NDArray[np.bytes_]
-    remarks: RemarkBits
-
-    def take(self, positions: npt.NDArray[np.int64]) -> EncodedPairs:
-        """The pairs at these positions, which ascend."""
-        chosen = np.isin(np.arange(len(self.table)), positions)
-        table = self.table.filter(chosen)
-        columns = self.digests[positions], self.prompt_digests[positions], self.remarks[positions]
-        return EncodedPairs(self.mixture, table, *columns)
-
-    def find_places(self, positions: Collection[int]) -> dict[int, str]:
-        """The places of these pairs as errors name them; reads the mixture again."""
-        row_ids = {at: self.table["row_id"][at].as_py() for at in positions}
-        places = find_places(self.mixture, set(row_ids.values()))
-        return {at: places[row_id] for at, row_id in row_ids.items()}
-
-
-class _Chunk(NamedTuple):
-    table: pa.Table
-    digests: npt.NDArray[np.bytes_]
-    prompt_digests: npt.NDArray[np.bytes_]
-    remarks: RemarkBits
-    dropped: DropCounts
-    overlong: list[Problem]
+    from recipes_lib.data.pairs.pair_encoding import PairEncoder
 
 
 def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
@@ -99,14 +65,9 @@ def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loca
             twenty; no pair is left; the set cannot be written; or, on the other ranks, that the first one gave up.
     """
     identity = identify_pairs(config)
-
-    def build(staging: Path) -> dict[str, Any]:
-        tables, manifest = _build(config, load_tokenizer(config), identity)
-        batches = {name: table.to_reader(max_chunksize=_PAIRS_PER_RECORD_BATCH) for name, table in tables.items()}
-        write_splits(staging, batches)
-        return manifest
-
-    return make_set(identity.root, identity.key, identity.inputs, build, local_rank=local_rank)
+    return prepare_set(
+        identity, lambda file: _build(config, load_tokenizer(config), identity, file), local_rank=local_rank
+    )
 
 
 def identify_pairs(config: RecipeConfig) -> SetIdentity:
@@ -133,91 +94,24 @@ def identify_pairs(config: RecipeConfig) -> SetIdentity:
     return identity
 
 
-def encode_pairs(
-    encoder: PairEncoder,
-    mixture: Mixture,
-    tokens: TokensConfig,
-    broken: BrokenRows,
-    on_rows: Callable[[int], None],
-) -> tuple[EncodedPairs, DropCounts]:
-    """Tokens of all pairs that can be trained on, and the count of the others.
-
-    Args:
-        encoder: Tokenises.
-        mixture: The rows.
-        tokens: ``max_length``, and what happens to longer pairs.
-        broken: Counts the rows that are broken; whoever calls judges them. Pairs that are too long are refused there.
-        on_rows: Told the number of rows of each chunk that is done.
-    """
-    import pyarrow as pa  # only who prepares pays for it
-
-    assert tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
-    tables, dropped = [_build_table([], [], [])], DropCounts()
-    digests, prompt_digests = [compute_digests([])], [compute_digests([])]
-    remarks = [build_bits([])]
-    overlong: list[Problem] = []
-    entries = mixture.entries()
-    for chunk in map_chunks(entries, lambda rows, numbers: _encode_chunk(encoder, rows, numbers, tokens), broken):
-        tables.append(chunk.table)
-        digests.append(chunk.digests)
-        prompt_digests.append(chunk.prompt_digests)
-        remarks.append(chunk.remarks)
-        dropped += chunk.dropped
-        overlong += chunk.overlong
-        on_rows(chunk.dropped.num_rows)
-    if tokens.overlong == "error":
-        broken.refused += merge_alike(overlong, broken.num_rows)
-    columns = np.concatenate(digests), np.concatenate(prompt_digests), np.concatenate(remarks)
-    return EncodedPairs(mixture, pa.concat_tables(tables), *columns), dropped
-
-
-def _encode_chunk(encoder: PairEncoder, rows: Sequence[Row], numbers: Sequence[int], tokens: TokensConfig) -> _Chunk:
-    """The pairs of some rows, of which these are the numbers in their mixture.
+def _encode_pairs(
+    encoder: PairEncoder, rows: Sequence[Row], row_ids: Sequence[int]
+) -> tuple[Examples, dict[str, npt.NDArray[Any]]]:
+    """Each pair as one example: the prompt, the chosen and the rejected answer, end to end, the answers its targets.
 
     Raises:
         DataError: Rows that cannot be tokenised or masked.
     """
-    pairs = encoder.encode(rows)
-    kept: list[int] = []
-    overlong: list[Problem] = []
-    num_identical = num_answer_tokens = num_lost_tokens = 0
-    for at, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
-        if np.array_equal(pair.chosen_ids, pair.rejected_ids):
-            num_identical += 1
-            continue
-        answers = len(pair.chosen_ids), len(pair.rejected_ids)
-        length = len(pair.prompt_ids) + max(answers)
-        num_answer_tokens += sum(answers)
-        if tokens.max_length is None or length <= tokens.max_length:
-            kept.append(at)
-            continue
-        num_lost_tokens += sum(answers)
-        found = f"prompt and longer answer have {length:,} tokens, max_length is {tokens.max_length:,}"
-        overlong.append(Problem(row.where, found, "raise max_length, or set overlong to drop", size=length))
-    return _Chunk(
-        _build_table([pairs[at] for at in kept], [numbers[at] for at in kept], [rows[at].margin for at in kept]),
-        compute_digests(rows[at] for at in kept),
-        compute_digests(_take_prompt(rows[at]) for at in kept),
-        build_bits(pairs[at].remarks for at in kept),
-        DropCounts(
-            num_rows=len(rows),
-            num_identical=num_identical,
-            num_overlong=len(overlong),
-            num_answer_tokens=num_answer_tokens,
-            num_lost_tokens=num_lost_tokens,
-        ),
-        overlong,
-    )
-
-
-def _build_table(pairs: Sequence[EncodedPair], row_ids: Sequence[int], margins: Sequence[float | None]) -> pa.Table:
-    import pyarrow as pa
-
-    ids = {
-        name: pa.array([getattr(pair, name) for pair in pairs], pa.list_(pa.uint32()))
-        for name in ("prompt_ids", *ANSWERS)
+    pairs, examples = encoder.encode(rows), []
+    for pair in pairs:
+        ids = np.concatenate(pair[:3])
+        examples.append(EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids), pair.remarks))
+    return build_examples(examples, row_ids), {
+        "prompt_digests": compute_digests(map(_take_prompt, rows)),
+        "num_chosen": np.array([len(pair.chosen_ids) for pair in pairs], np.int32),
+        "is_identical": np.array([np.array_equal(*pair[1:3]) for pair in pairs], np.bool_),
+        "margins": np.array([row.margin for row in rows], np.float32),
     }
-    return pa.table({**ids, "row_id": pa.array(row_ids, pa.int64()), "margin": pa.array(margins, pa.float32())})
 
 
 def _take_prompt(row: Row) -> Row:
@@ -225,84 +119,59 @@ def _take_prompt(row: Row) -> Row:
     return replace(row, messages=messages, completion=None, rejected=None)
 
 
+def _describe_overlong(where: str, length: int, max_length: int) -> Problem:
+    found = f"prompt and longer answer have {length:,} tokens, max_length is {max_length:,}"
+    return Problem(where, found, "raise max_length, or set overlong to drop", size=length)
+
+
 def _build(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity
-) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
+) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
     """The rows of each split, and the manifest without key and inputs."""
-    sides, dropped, broken = _encode(config, tokenizer, identity)
-    audits = {name: compute_pair_audit(side.table, side.digests, side.prompt_digests) for name, side in sides.items()}
+    from recipes_lib.data.pairs.pair_encoding import (
+        PairEncoder,  # brings transformers, which finding a set does not need
+    )
+
+    assert config.tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
+    encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
+    read, broken = encode_sides(
+        config,
+        identity,
+        lambda rows, row_ids: _encode_pairs(encoder, rows, row_ids),
+        file,
+        _describe_overlong,
+        lambda side: count_tokens(side).lengths,
+    )
+    sides, dropped = {}, {}
+    for name, side in read.items():
+        sides[name], dropped[name] = drop_pairs(side, config.tokens.max_length)
+    _refuse_empty(sides, dropped)
+    sides = separate_sides(
+        config,
+        sides,
+        lambda side: side.columns["prompt_digests"],
+        inseparable="rows with the same prompt",
+        relation="have the prompt of a held-out row",  # which tells much of its answers
+    )
+    audits = {name: compute_pair_audit(side) for name, side in sides.items()}
     findings = [
         finding
         for name, audit in audits.items()
-        for finding in sort_findings(
-            [
-                *judge_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction),
-                *judge_remarks(name, sides[name].remarks, sides[name].find_places),
-            ]
+        for finding in (
+            *judge_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction),
+            *judge_remarks(name, sides[name].examples.remarks, sides[name].find_places),
         )
     ]
-    findings += [Finding("warning", told) for split, rows in broken.items() for told in rows.tell(split)]
-    refuse_errors(identity.train.name, findings)
     max_length = config.tokens.max_length or derive_max_length(max(audit.length_max for audit in audits.values()))
-    return _settle_margins(sides, audits), {
-        "max_length": max_length,
-        "max_length_is_derived": config.tokens.max_length is None,
-        "findings": [dataclasses.asdict(finding) for finding in findings],
-        "broken_rows": {name: rows.count() for name, rows in broken.items()},
+    has_margins = any(audit.num_margins for audit in audits.values())
+    return {name: _read_pairs(side, has_margins=has_margins) for name, side in sides.items()}, {
+        **describe_set(config, identity, max_length, findings, broken),
         "dropped": {name: dataclasses.asdict(counts) for name, counts in dropped.items()},
         **{name: dataclasses.asdict(audit) for name, audit in audits.items()},
     }
 
 
-def _settle_margins(sides: Mapping[str, EncodedPairs], audits: Mapping[str, PairAudit]) -> dict[str, pa.Table]:
-    """The tables with 0 for each margin that is missing, or without the column when all are."""
-    has_margins = any(audit.num_margins for audit in audits.values())
-    tables = {}
-    for name, side in sides.items():
-        column = side.table.column_names.index("margin")
-        settled = side.table.remove_column(column)
-        tables[name] = settled.append_column("margin", side.table[column].fill_null(0)) if has_margins else settled
-    return tables
-
-
-def _encode(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity
-) -> tuple[dict[str, EncodedPairs], dict[str, DropCounts], dict[str, BrokenRows]]:
-    """``train`` and, if pairs are held out, ``eval``; and what was left out of the data that each was read from."""
-    from recipes_lib.data.pairs.pair_encoding import (
-        PairEncoder,  # brings transformers, which finding a set does not need
-    )
-
-    encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
-    mixtures = {"train": identity.train} | ({"eval": identity.test} if identity.test else {})
-    broken = {name: BrokenRows(config.tokens) for name in mixtures}
-    with show_progress() as watch:
-        read = {
-            name: encode_pairs(encoder, mixture, config.tokens, broken[name], watch(mixture))
-            for name, mixture in mixtures.items()
-        }
-    problems = [problem for name, mixture in mixtures.items() for problem in broken[name].judge(mixture.name)]
-    raise_problems(problems, identity.train.name)
-    sides, dropped = (
-        {name: pairs for name, (pairs, _) in read.items()},
-        {name: counts for name, (_, counts) in read.items()},
-    )
-    _refuse_empty(sides, dropped)
-    if "eval" in sides:
-        if not config.data.allow_eval_overlap:
-            _refuse_overlap(sides["train"], sides["eval"])
-    elif config.data.test_split_size is not None:
-        split = split_rows(
-            sides["train"].prompt_digests,
-            config.data.test_split_size,
-            read_seed(config),
-            inseparable="rows with the same prompt",
-        )
-        sides = {"train": sides["train"].take(split.train), "eval": sides["train"].take(split.test)}
-    return sides, dropped, broken
-
-
-def _refuse_empty(sides: Mapping[str, EncodedPairs], dropped: Mapping[str, DropCounts]) -> None:
+def _refuse_empty(sides: Mapping[str, EncodedMixture], dropped: Mapping[str, DropCounts]) -> None:
     problems = [
         Problem(
             side.mixture.name,
@@ -311,27 +180,183 @@ def _refuse_empty(sides: Mapping[str, EncodedPairs], dropped: Mapping[str, DropC
             "raise max_length, or mend the data",
         )
         for name, side in sides.items()
-        if not len(side.table)
+        if not len(side.examples)
     ]
     raise_problems(problems, "dataset_name")
 
 
-def _refuse_overlap(train: EncodedPairs, held_out: EncodedPairs) -> None:
-    """Raise when pairs, or their prompts, are held out as well as trained on: a prompt tells much of its answers.
+def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchReader:
+    """The pairs with the columns that ``prepare_pairs`` names, read from the examples' tokens a batch at a time."""
+    import pyarrow as pa  # only who prepares pays for it
+
+    lengths = np.stack(count_tokens(side), axis=1)
+
+    def read(rows: slice) -> pa.RecordBatch:
+        ids, _ = side.examples.read(rows)
+        # Prompt, chosen and rejected answer take turns.
+        part = np.repeat(np.arange(lengths[rows].size) % 3, lengths[rows].ravel())
+        columns = {
+            name: build_lists(np.append(0, np.cumsum(lengths[rows, number])), ids[part == number])
+            for number, name in enumerate(("prompt_ids", "chosen_ids", "rejected_ids"))
+        }
+        columns["row_id"] = pa.array(side.examples.row_ids[rows])
+        if has_margins:
+            columns["margin"] = pa.array(np.nan_to_num(side.columns["margins"][rows]))
+        return pa.record_batch(columns)
+
+    return read_batches(len(side.examples), read)
+
+
+class PairRows(Protocol):
+    """Pairs that are read by their number: a ``datasets.Dataset`` with the columns that ``prepare_pairs`` names."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PairData:
+    """Pairs and what is known of them.
+
+    Attributes:
+        train: Pairs to train on, in the order of the data.
+        eval: Held-out pairs, or ``None``.
+        max_length: Tokens that a prompt and either of its answers have room for.
+        audit: Figures of the training pairs.
+        findings: What the audit of all pairs makes of them.
+        record: JSON values for ``run.json``: where the pairs came from, their counts, and what was left out.
+        eval_sets: The pairs of each of ``eval_datasets``.
+    """
+
+    train: PairRows
+    eval: PairRows | None
+    max_length: int
+    audit: PairAudit
+    findings: Sequence[Finding]
+    record: dict[str, Any]
+    eval_sets: Mapping[str, PairRows] = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> Mapping[str, PairRows]:
+        """The held-out pairs by name; empty when nothing is held out."""
+        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with one answer, held-out pairs included."""
+        audits = [self.record[side] for side in ("train", "eval") if self.record.get(side)]
+        return max(int(audit["length_max"]) for audit in (*audits, *self.record.get("eval_datasets", {}).values()))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the audit warns of."""
+        return [finding.found for finding in self.findings if finding.severity == "warning"]
+
+    @property
+    def typical_length(self) -> int:
+        """Tokens that attend to each other: the median pair's prompt and longer answer."""
+        return self.audit.length_p50
+
+    def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
+        """Yield ids of the held-out prompts with their chosen answers, and True where it is the answer; each ``(T,)``.
+
+        A prompt that several pairs share comes once, with the answer of the first.
+        """
+        seen: set[bytes] = set()
+        for number in range(0 if self.eval is None else len(self.eval)):
+            assert self.eval is not None
+            pair = self.eval[number]
+            prompt, chosen = pair["prompt_ids"], pair["chosen_ids"]
+            if prompt.tobytes() not in seen:
+                seen.add(prompt.tobytes())
+                ids = np.concatenate([prompt, chosen]).astype(np.uint32)
+                yield ids, np.arange(len(ids)) >= len(prompt)
+
+
+def load_pair_data(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PairData:
+    """Find or make the prepared pairs of a run; call it before any process group exists.
+
+    Args:
+        config: The run.
+        load_tokenizer: Called only when something has to be tokenised.
+        local_rank: Number of this process on its node; the first one prepares, the others wait for it.
 
     Raises:
-        DataError: There are such pairs.
+        ConfigError: The options do not fit together.
+        DataError: Rows are broken, too long, or held out as well as trained on; no pair is left; or, on the other
+            processes, that the first one gave up.
     """
-    problems: list[Problem] = []
-    for ours, theirs, relation in (
-        (train.digests, held_out.digests, "are held-out rows too"),
-        (train.prompt_digests, held_out.prompt_digests, "have the prompt of a held-out row"),
+    prepared = prepare_pairs(config, load_tokenizer, local_rank=local_rank)
+    sets = {
+        name: prepare_pairs(derived, load_tokenizer, local_rank=local_rank)
+        for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
+    }
+    told = {name: {"key": found.key, **found.manifest["train"]} for name, found in sets.items()}
+    return PairData(
+        train=prepared.train,
+        eval=prepared.eval,
+        max_length=prepared.manifest["max_length"],
+        audit=PairAudit(**prepared.manifest["train"]),
+        findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
+        record={"prepared_set": str(prepared.path), **prepared.manifest, **({"eval_datasets": told} if told else {})},
+        eval_sets={name: found.train for name, found in sets.items()},
+    )
+
+
+def render_summary(prepared: PreparedSet) -> Table:
+    """What is in a set of pairs, one column for each split."""
+    manifest = prepared.manifest
+    splits = [name for name in ("train", "eval") if name in manifest]
+    audits = [PairAudit(**manifest[split]) for split in splits]
+    table = Table("", *splits, title=f"pairs of up to {manifest['max_length']:,} tokens")
+    for label, values in (
+        ("pairs", [audit.num_pairs for audit in audits]),
+        ("prompts", [audit.num_prompts for audit in audits]),
+        ("tokens of the prompts", [audit.num_prompt_tokens for audit in audits]),
+        ("tokens of the answers", [audit.num_chosen_tokens + audit.num_rejected_tokens for audit in audits]),
+        ("longest pair", [audit.length_max for audit in audits]),
+        ("left out, too long", [manifest["dropped"].get(split, {}).get("num_overlong", 0) for split in splits]),
     ):
-        overlap = find_overlap(ours, theirs)
-        train_places = train.find_places([position for position, _ in overlap.pairs])
-        eval_places = held_out.find_places([position for _, position in overlap.pairs])
-        try:
-            refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=relation)
-        except DataError as error:
-            problems += error.problems
-    raise_problems(problems, "dataset_test_split")
+        table.add_row(label, *(f"{value:,}" for value in values))
+    for finding in manifest["findings"]:
+        if finding["severity"] != "ok":
+            table.add_section()
+            table.add_row(finding["severity"], "; ".join(filter(None, (finding["found"], finding["remedy"]))))
+    return table
+
+
+class UnfinishedAnswers:
+    """Prepared pairs, a share of which teach that an answer without its end is worth less than the same with it.
+
+    All answers of a data set are whole, so that a reward model never reads a score anywhere but at an end token; and a
+    policy that runs out of tokens is then paid by chance. In a pair that is drawn here the rejected answer is the
+    chosen one without what ends it, in half of them without more than that, in the others cut at any token. Which
+    pairs are drawn, and where they are cut, follows from ``seed`` and the number of the pair, in every epoch alike.
+    """
+
+    def __init__(self, pairs: PairRows, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> None:
+        """Wrap pairs, which are read when they are asked for.
+
+        Args:
+            pairs: With ``chosen_ids`` and ``rejected_ids``; a ``margin`` of a pair that is drawn becomes 0.
+            tokenizer: Of the model.
+            share: Of the pairs, in ``[0, 1]``; answers of a single token stay as they are.
+            seed: Of the run.
+        """
+        self._pairs, self._share, self._seed = pairs, share, seed
+        self._end_tokens = find_end_tokens(tokenizer)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        pair: Mapping[str, Any] = self._pairs[index]
+        random = np.random.default_rng([self._seed, index])
+        unfinished = pair["chosen_ids"][: count_before_end(pair["chosen_ids"], self._end_tokens)]
+        if random.random() >= self._share or not len(unfinished):
+            return pair
+        if random.random() < 0.5:
+            unfinished = unfinished[: random.integers(1, len(unfinished), endpoint=True)]
+        margin = {"margin": 0.0} if "margin" in pair else {}
+        return {**pair, "rejected_ids": unfinished, **margin}

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.data.sources.file_digests import compute_digest
+from recipes_lib.data.sources.local_files import compute_digest
 from recipes_lib.data.sources.readers import spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
+from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.hub import go_offline_unless_reachable
 
 _BATCH_ROWS: Final = 1000
 _DICT_FILE: Final = "dataset_dict.json"

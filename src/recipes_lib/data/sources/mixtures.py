@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -37,6 +37,28 @@ def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
         "columns": data.dataset_columns,
     }
     return [entry]
+
+
+def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, RecipeConfig]:
+    """Return, for each set of ``eval_datasets``, the run under which its rows are prepared as training rows are.
+
+    Args:
+        config: The run.
+        max_length: Tokens that its rows have room for.
+    """
+    nothing: dict[str, Any] = {
+        **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "dataset_columns", "eval_datasets")),
+        **dict.fromkeys(("dataset_test_split", "test_split_size")),
+    }
+    tokens = replace(config.tokens, max_length=max_length)
+    return {
+        name: replace(
+            config,
+            tokens=tokens,
+            data=replace(config.data, **nothing, dataset_streaming=False, dataset_mixture=[entry]),
+        )
+        for name, entry in (config.data.eval_datasets or {}).items()
+    }
 
 
 def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[float]:

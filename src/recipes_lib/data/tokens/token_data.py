@@ -19,9 +19,17 @@ from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.sources.mixtures import compute_weights
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for_set
-from recipes_lib.data.tokens.sets import halve_digests, make_token_set, open_side
+from recipes_lib.data.tokens.sets import (
+    Corpus,
+    halve_digests,
+    load_corpora,
+    load_eval_corpora,
+    load_held_out,
+    make_token_set,
+    open_side,
+    select_options,
+)
 from recipes_lib.data.tokens.shards import TokenSource
-from recipes_lib.data.tokens.sources import Corpus, load_corpora, load_held_out, select_options
 from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -70,6 +78,7 @@ class TokenData:
             tokens.
         eval: What is held out, by name: the sources that rows were held out of, or the one named by
             ``dataset_test_split``; empty when nothing is held out.
+        eval_sets: What ``eval_datasets`` names.
         weights: Share of the training tokens that comes from each source, summing to 1; see ``compute_weights``.
         record: JSON values for ``run.json``: where the tokens came from, and their counts.
         is_new: Whether this process prepared any of them.
@@ -77,6 +86,7 @@ class TokenData:
 
     train: Sequence[TokenSource]
     eval: Mapping[str, TokenSource]
+    eval_sets: Mapping[str, TokenSource]
     weights: Sequence[float]
     record: Mapping[str, Any]
     is_new: bool
@@ -109,19 +119,22 @@ def prepare_tokens(
     if config.tokens.max_length is None:
         where = config.provenance.get("max_length", "max_length")
         raise ConfigError(Problem(where, "rows of pretraining have one length", "write `max_length: 1024`"))
-    corpora, held_out = load_corpora(config, num_tokens), load_held_out(config)
-    parts = _prepare([*corpora, *([held_out] if held_out else [])], config, load_tokenizer, local_rank)
+    corpora, held_out, named = load_corpora(config, num_tokens), load_held_out(config), load_eval_corpora(config)
+    parts = _prepare([*corpora, *([held_out] if held_out else []), *named], config, load_tokenizer, local_rank)
     is_new = any(part.prepared.is_new for part in parts)
+    named_parts = [parts.pop() for _ in named][::-1]
     held_out_part = parts.pop() if held_out else None
     train = _open_train(parts, config.tokens.max_length)
-    if local_rank == 0 and held_out_part and not config.data.allow_eval_overlap:
-        _refuse_repeats(parts, train, held_out_part)
+    if local_rank == 0 and not config.data.allow_eval_overlap:
+        for part in filter(None, (held_out_part, *named_parts)):
+            _refuse_repeats(parts, train, part)
     weights = compute_weights(config, [source.num_tokens for source in train])
     return TokenData(
         train=train,
         eval=_open_eval(parts, held_out_part),
+        eval_sets={part.corpus.name: open_side(part.prepared, "train", part.corpus.name) for part in named_parts},
         weights=weights,
-        record=_build_record(parts, held_out_part, weights),
+        record=_build_record(parts, held_out_part, named_parts, weights),
         is_new=is_new,
     )
 
@@ -221,9 +234,12 @@ def _refuse_repeats(parts: Sequence[_Part], train: Sequence[TokenSource], held_o
     raise_problems(problems, "dataset_test_split")
 
 
-def _build_record(parts: Sequence[_Part], held_out: _Part | None, weights: Sequence[float]) -> dict[str, Any]:
+def _build_record(
+    parts: Sequence[_Part], held_out: _Part | None, named: Sequence[_Part], weights: Sequence[float]
+) -> dict[str, Any]:
     sources = [{**_describe(part), "weight": weight} for part, weight in zip(parts, weights, strict=True)]
-    return {"sources": sources, "held_out": _describe(held_out) if held_out else None}
+    sets = {"eval_datasets": {part.corpus.name: _describe(part) for part in named}} if named else {}
+    return {"sources": sources, "held_out": _describe(held_out) if held_out else None, **sets}
 
 
 def _describe(part: _Part) -> dict[str, Any]:
@@ -237,6 +253,11 @@ def render_summary(tokens: TokenData) -> Table:
     table = Table("source", "share", "documents", "tokens", title="tokens to train on")
     for source, weight in zip(tokens.train, tokens.weights, strict=True):
         table.add_row(source.name, f"{weight:.1%}", f"{source.num_documents:,}", f"{source.num_tokens:,}")
-    for name, source in tokens.eval.items():
-        table.add_row(f"held out of {name}", "", f"{source.num_documents:,}", f"{source.num_tokens:,}")
+    for name, source in (*tokens.eval.items(), *tokens.eval_sets.items()):
+        table.add_row(
+            f"held out of {name}" if name in tokens.eval else f"held out, {name}",
+            "",
+            f"{source.num_documents:,}",
+            f"{source.num_tokens:,}",
+        )
     return table

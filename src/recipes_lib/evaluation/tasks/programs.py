@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from recipes_lib.evaluation.sandbox import run_program
+from recipes_lib.sandbox import run_program
 
 
 def score_completion(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:

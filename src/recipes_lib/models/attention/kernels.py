@@ -70,6 +70,7 @@ def choose_attention(
     args: TrainingArguments,
     *,
     packing: bool,
+    flattens: bool = False,
     context: ContextParallelGroup | None = None,
 ) -> AttentionChoice:
     """Settle the kernel for a run: ``choose_kernel`` for its model, device and precision.
@@ -79,6 +80,7 @@ def choose_attention(
         model_config: Of the model.
         args: Of the trainer.
         packing: Whether documents share a row.
+        flattens: As for ``choose_kernel``.
         context: The processes that share rows; they need the attention that reaches over them.
 
     Raises:
@@ -97,7 +99,12 @@ def choose_attention(
         register_context_parallel(context)
         return AttentionChoice("context", "rows", context)
     return choose_kernel(
-        model_config, config.attn_implementation, device=args.device, compute_dtype=compute_dtype, packing=packing
+        model_config,
+        config.attn_implementation,
+        device=args.device,
+        compute_dtype=compute_dtype,
+        packing=packing,
+        flattens=flattens,
     )
 
 
@@ -108,6 +115,7 @@ def choose_kernel(
     device: torch.device,
     compute_dtype: torch.dtype,
     packing: bool,
+    flattens: bool = False,
 ) -> AttentionChoice:
     """Settle the attention kernel: the requested one if it may be used, otherwise the fastest that may.
 
@@ -117,16 +125,20 @@ def choose_kernel(
         device: Where the model will run.
         compute_dtype: Precision of its matrix products.
         packing: Whether documents share a row.
+        flattens: Whether the collator lays rows of one document out as packed ones where the kernel takes those: there
+            is no padding then, and transformers does not search the positions for documents, for which the host waits.
 
     Raises:
         ConfigError: The kernel is unknown, not installed or not for this model, or ``packing`` would let documents of
             this model see each other.
     """
     config = config.get_text_config()
-    problems = _packing_problems(config) if packing else []
+    mixing = _packing_problems(config)
+    problems = mixing if packing else []
     # Only on CUDA and for packed rows is there more to win than sdpa gives: FlashAttention 3 is Hopper's, and the
     # flash-attn package and torch's own variable-length attention are both FlashAttention 2.
-    fast = ["flash_attention_3", "flash_attention_2", "varlen"] if packing and device.type == "cuda" else []
+    is_packed = packing or (flattens and not mixing)
+    fast = ["flash_attention_3", "flash_attention_2", "varlen"] if is_packed and device.type == "cuda" else []
     default = [*fast, "sdpa", "eager"]
     reasons = {name: _refusal(name, config, device, compute_dtype) for name in LAYOUTS}
     candidates = [requested] if requested else default

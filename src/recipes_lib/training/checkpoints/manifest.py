@@ -148,12 +148,12 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
 
 
 def publish(staged: Path) -> Path:
-    """Give a sealed checkpoint its name, in the place of an older one of the same step, and return where it is."""
+    """Give a complete checkpoint its name, in the place of an older one of the same step, and return its path."""
     output_dir = staged.parent.parent
     checkpoint = output_dir / staged.name
     _move_to_trash(checkpoint)
     staged.rename(checkpoint)
-    with suppress(OSError):  # It holds others that were sealed.
+    with suppress(OSError):  # It holds others that are complete.
         staged.parent.rmdir()
     fsync(output_dir)
     clear_trash(output_dir)
@@ -161,7 +161,7 @@ def publish(staged: Path) -> Path:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove what a process that died left half-written or half-deleted; what was already sealed gets its name."""
+    """Remove what a process that died left half-written or half-deleted; what is complete already gets its name."""
     for staged in list((output_dir / STAGING).glob("checkpoint-*")):
         if is_complete(staged):
             publish(staged)
@@ -192,7 +192,7 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int], keep_every: int | None = None) -> None:
-    """Delete all but the newest complete checkpoints; call it when the newest one is sealed, never before.
+    """Delete all but the newest complete checkpoints; call it when the newest one has its manifest, never before.
 
     What is not complete is neither counted nor deleted: it may be all that is left of something.
 

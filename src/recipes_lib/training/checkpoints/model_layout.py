@@ -57,7 +57,7 @@ class ModelLayout:
     Attributes:
         engine: Name in ``COMPLETE.json``.
         is_shared: Whether every process writes a part of a checkpoint.
-        writes_copies: Whether it is written from copies, beside training; otherwise training waits.
+        writes_copies: Whether it is written from copies, asynchronously; otherwise training waits.
         has_engine_norm: Whether the engine computes the gradient norm and clips.
 
     Source: ``tests/training/checkpoints/test_model_layout.py``, ``tests/distributed/``.
@@ -130,7 +130,7 @@ class ModelLayout:
     def compare_own(
         self, folder: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Compare what this process wrote, before it is sealed, with what is trained; raises ``BrokenSaveError``."""
+        """Compare what this process wrote, before the manifest is, with what is trained; raises ``BrokenSaveError``."""
 
     def compare_whole(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Compare a finished checkpoint, on the main process, with what is trained; raises ``BrokenSaveError``."""

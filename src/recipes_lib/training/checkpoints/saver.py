@@ -65,7 +65,7 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do a job beside training; the one before must be over (``wait``)."""
+        """Do a job in a background thread; the one before must be over (``wait``)."""
         assert self._thread is None, "one checkpoint is written at a time"
         # A daemon, so that a disk that does not answer cannot hold up a process that has to leave.
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
@@ -316,7 +316,7 @@ class CheckpointSaver:
         self._writer = CheckpointWriter()
         self._copy = HostCopy()
         self._copies: bool | None = None  # Known when there are states to be copied.
-        self._group: distributed.ProcessGroup | None = None  # Of the threads that write shards beside training.
+        self._group: distributed.ProcessGroup | None = None  # Of the threads that write shards asynchronously.
 
     @property
     def is_main(self) -> bool:
@@ -341,7 +341,7 @@ class CheckpointSaver:
 
     @property
     def group(self) -> distributed.ProcessGroup | None:
-        """Group of the processes that write a shared checkpoint beside training; ``None``: the default one."""
+        """Group of the processes that write a shared checkpoint asynchronously; ``None``: the default one."""
         return self._group
 
     def decide_to_copy(self, read_states: Callable[[], Sequence[Any]], *, is_shared: bool = False) -> None:
@@ -373,7 +373,7 @@ class CheckpointSaver:
         return self._copy.take(state, unchanging=unchanging) if self._copies else state
 
     def save(self, staged: Staged, keep: Collection[int] = ()) -> None:
-        """Have a checkpoint written, opened again, sealed and named; then older ones may go. Every process must call.
+        """Have a checkpoint written, opened again, hashed and renamed; then older ones may go. Every process must call.
 
         Args:
             staged: From all processes.
@@ -453,7 +453,7 @@ class CheckpointSaver:
             self._say(f"the last checkpoint could not be written: {failure}")
 
     def _write(self, staged: Staged, then: Task) -> None:
-        """Write what is left of a checkpoint, open it again and seal it: beside training where there is a copy."""
+        """Write what is left of a checkpoint, open it again, write its manifest: asynchronously if there is a copy."""
         if not (staged.is_shared or self.is_main):
             return
         facts = self._describe_run(staged.step) if self.is_main else {}
@@ -516,7 +516,7 @@ class CheckpointSaver:
         return [theirs for theirs, _ in told]
 
     def _describe_run(self, step: int) -> dict[str, Any]:
-        """What the seal says besides."""
+        """What the manifest says besides."""
         record = read_run_record(self._output_dir)
         return {
             "step": step,

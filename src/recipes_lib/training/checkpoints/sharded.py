@@ -324,7 +324,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group = Non
     Args:
         folder: Of these tensors alone.
         tensors: By name; of a ``DTensor`` each process writes what it holds.
-        group: Of the threads that write beside training; ``None``: the default one.
+        group: Of the threads that write asynchronously; ``None``: the default one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)

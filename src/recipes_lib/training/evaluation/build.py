@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.chat.token_bytes import compute_token_byte_lengths
+from recipes_lib.data.chat.encoder import compute_token_byte_lengths
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import measure_matmul_flops
 from recipes_lib.models.heads.scoring import read_positions
@@ -94,14 +94,17 @@ def build_observer(
     for warning in data.warnings if is_main else ():
         logger.warning(warning)
     hooks: list[EvaluationHook] = []
-    given: dict[str, Any] = {"batch_size": args.per_device_eval_batch_size, "progress": progress}
-    if score_pairs is not None:
-        given |= {"collate": collate, "score": score_pairs}
-        hooks += [EvaluatePairs(rows=rows, **given) for rows in data.held_out.values()]
+    given: dict[str, Any] = {
+        "batch_size": args.per_device_eval_batch_size,
+        "progress": progress,
+        "held_out": data.held_out,
+        "named": tuple(config.data.eval_datasets or ()),
+    }
+    if score_pairs is not None and data.held_out:
+        hooks.append(EvaluatePairs(collate=collate, score=score_pairs, **given))
     elif data.held_out:
         hooks.append(
             EvaluateLoss(
-                held_out=data.held_out,
                 collate=collate if context is None else _cut_after(collate, context),
                 byte_lengths=count_text_bytes(tokenizer),
                 # Of a row that is shared each process has a part of the sums; of one that all compute, all of them.
@@ -110,7 +113,7 @@ def build_observer(
                 **given,
             )
         )
-    # A reward model answers nothing, and of a model in stages no process has enough.
+    # A reward model answers nothing, and of a pipeline-parallel model no process has enough.
     can_answer = model.can_generate() and part is None
     examples, positions = data.iterate_examples(), read_positions(model.config)
     prompts = build_prompts(config.evaluation, examples, tokenizer, positions, progress.say) if can_answer else []

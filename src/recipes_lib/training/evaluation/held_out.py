@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -75,6 +75,12 @@ class _Sums(NamedTuple):
         """Bits for each byte of the targets' text."""
         return self.nll / math.log(2) / self.num_bytes
 
+    def describe(self) -> dict[str, float]:
+        """Return the figures of a set by name; without bits per byte where bytes are not known."""
+        in_bytes = {"bits_per_byte": self.bits_per_byte} if self.num_bytes else {}
+        accuracy = self.num_correct / self.num_targets
+        return {"loss": self.loss, "perplexity": _exp(self.loss), "token_accuracy": accuracy, **in_bytes}
+
 
 @dataclass(kw_only=True)
 class _HeldOutEvaluation:
@@ -86,15 +92,40 @@ class _HeldOutEvaluation:
         batch_size: Rows of a batch on each process.
         collate: Rows to a batch.
         progress: Shows how far the evaluation is.
+        held_out: The held-out sets by name, whole and the same on every process.
+        named: Those of ``eval_datasets``, whose figures have their names alone.
         group: Processes that take rows in turn; ``None`` is all of them.
         sums_group: Processes whose sums together are those of all rows; ``None`` is all of them.
+
+    Raises:
+        DataError: A set has no rows.
     """
 
     batch_size: int
     collate: Callable[[list[Mapping[str, Any]]], Batch]
     progress: TrainingProgress
+    held_out: Mapping[str, Rows]
+    named: Collection[str] = ()
     group: distributed.ProcessGroup | None = None
     sums_group: distributed.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        for name, rows in self.held_out.items():
+            if len(rows) == 0:
+                raise DataError(Problem(name, "holds no row", "name another held-out set"))
+
+    def name_work(self, name: str) -> str:
+        """Return what is shown while a set is scored."""
+        return "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
+
+    def find_own(self) -> list[str]:
+        """Return the sets that the figures without a name are of: the run's own, or all where it has none."""
+        return [name for name in self.held_out if name not in self.named] or list(self.held_out)
+
+    def find_told(self) -> list[str]:
+        """Return the sets that have figures of their own: those of ``eval_datasets``, and the own ones if several."""
+        own = self.find_own()
+        return [name for name in self.held_out if name in self.named or len(own) > 1]
 
     def sum_scores(
         self, model: nn.Module, rows: Rows, what: str, score: Callable[[nn.Module, Batch], Mapping[str, Any]]
@@ -116,54 +147,36 @@ class _HeldOutEvaluation:
 class EvaluateLoss(_HeldOutEvaluation):
     """Scores the held-out sets; the figures do not depend on batch size or number of ranks.
 
-    All are means over target tokens: of whole sets, never of batch means; of all sets together, and where there are
-    several, of each one as well. Bits per byte are all nats over
+    All are means over target tokens: of whole sets, never of batch means; of the run's own sets together, and of each
+    one by its name where there are several, as of each of ``eval_datasets``. Bits per byte are all nats over
     ``ln 2`` times the bytes of the target tokens' text: terminators cost nats and have no bytes, so that an answer
     which does not end is paid for. The figure compares models of different vocabularies on the same text.
 
     Attributes:
-        held_out: The held-out sets by name, whole and the same on every process.
         collate: Rows to a batch with ``labels``, unshifted, negative where there is no target.
         byte_lengths: Bytes of text of each id, ``int64 (V,)``, 0 for special tokens; ``None``: no bits per byte.
-
-    Raises:
-        DataError: A set has no rows.
 
     Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_evaluation.py``.
     """
 
-    held_out: Mapping[str, Rows]
     byte_lengths: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        for name, rows in self.held_out.items():
-            if len(rows) == 0:
-                raise DataError(Problem(name, "holds no row", "name another dataset_test_split"))
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
         """Return ``loss`` (nats per target), ``perplexity``, ``bits_per_byte``, ``token_accuracy``, and what it took.
 
-        Where there are several sets, ``loss_NAME`` and ``bits_per_byte_NAME`` besides.
+        Of a set that is told by name the same, as ``NAME_loss``.
 
         Raises:
             DataError: No token of a held-out set is a target.
         """
         began = time.perf_counter()
         sums = {name: self._sum(model, name) for name in self.held_out}
-        together = _Sums(*(sum(column) for column in zip(*sums.values(), strict=True)))
-        figures = {
-            "loss": together.loss,
-            "perplexity": _exp(together.loss),
-            "token_accuracy": together.num_correct / together.num_targets,
-            "num_target_tokens": together.num_targets,
-            "seconds": time.perf_counter() - began,
-        }
-        if together.num_bytes:
-            figures["bits_per_byte"] = together.bits_per_byte
-        if len(sums) > 1:
-            figures |= {f"loss_{name}": part.loss for name, part in sums.items()}
-            figures |= {f"bits_per_byte_{name}": part.bits_per_byte for name, part in sums.items() if part.num_bytes}
-        return figures
+        own = [sums[name] for name in self.find_own()]
+        together = _Sums(*(sum(column) for column in zip(*own, strict=True)))
+        figures = {**together.describe(), "num_target_tokens": together.num_targets}
+        for name in self.find_told():
+            figures |= {f"{name}_{figure}": value for figure, value in sums[name].describe().items()}
+        return {**figures, "seconds": time.perf_counter() - began}
 
     def _sum(self, model: nn.Module, name: str) -> _Sums:
         """Score one set, on all processes together.
@@ -171,8 +184,7 @@ class EvaluateLoss(_HeldOutEvaluation):
         Raises:
             DataError: None of its tokens is a target.
         """
-        what = "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
-        sums = _Sums(**self.sum_scores(model, self.held_out[name], what, self._score))
+        sums = _Sums(**self.sum_scores(model, self.held_out[name], self.name_work(name), self._score))
         if sums.num_targets == 0:
             raise DataError(Problem(name, "no token is a target", "see it with `recipes preview`"))
         return sums
@@ -201,31 +213,34 @@ class EvaluatePairs(_HeldOutEvaluation):
     """Scores held-out pairs; the figures do not depend on batch size or number of ranks.
 
     Attributes:
-        rows: The held-out pairs, whole and the same on every process.
         score: Scores a batch.
-
-    Raises:
-        DataError: There are none.
 
     Source: ``tests/training/evaluation/test_pair_evaluation.py``.
     """
 
-    rows: Rows
     score: Callable[[nn.Module, Batch], PairScores]
 
-    def __post_init__(self) -> None:
-        if len(self.rows) == 0:
-            raise DataError(Problem("the held-out set", "holds no pair", "name another dataset_test_split"))
-
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return the mean over pairs of the loss and of every figure of the objective, and the error of accuracy."""
+        """Return the mean over pairs of the loss and of every figure of the objective, and the error of accuracy.
+
+        Of a set that is told by name the same, as ``NAME_loss``.
+        """
         began = time.perf_counter()
-        totals = self.sum_scores(model, self.rows, "evaluate", self._sum)
-        figures = {name: total / len(self.rows) for name, total in totals.items()}
+        totals = {
+            name: self.sum_scores(model, rows, self.name_work(name), self._sum) for name, rows in self.held_out.items()
+        }
+        figures = self._average([totals[name] for name in self.find_own()], self.find_own())
+        for name in self.find_told():
+            figures |= {f"{name}_{figure}": value for figure, value in self._average([totals[name]], [name]).items()}
+        return {**figures, "seconds": time.perf_counter() - began}
+
+    def _average(self, totals: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
+        num_pairs = sum(len(self.held_out[name]) for name in names)
+        figures = {name: sum(total[name] for total in totals) / num_pairs for name in totals[0]}
         share = figures.get("rewards/accuracies")
         if share is not None:
-            figures["rewards/accuracies_stderr"] = math.sqrt(share * (1 - share) / len(self.rows))
-        return {**figures, "num_pairs": len(self.rows), "seconds": time.perf_counter() - began}
+            figures["rewards/accuracies_stderr"] = math.sqrt(share * (1 - share) / num_pairs)
+        return {**figures, "num_pairs": num_pairs}
 
     def _sum(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
         return {name: float(value) for name, value in self.score(model, batch).sums().items()}

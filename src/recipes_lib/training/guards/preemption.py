@@ -57,7 +57,7 @@ def leave_if_asked() -> None:
 
 
 def end_stopped(request: PreemptedError, *, step: int, saved_step: int) -> PreemptedError:
-    """Hear no further signal, and return what tells the user; everything that was to be saved is saved.
+    """Ignore further signals, and return the message for the user; everything that was to be saved is saved.
 
     Args:
         request: Raised by all processes.
@@ -121,7 +121,7 @@ class LastStep(TrainerCallback):
         self._saved_step = state.global_step
 
     def save(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished step unless it is, and return what tells the user; every process must call.
+        """Save the last finished step unless it is, and return the message for the user; every process must call.
 
         Args:
             request: Raised by all processes, after an update or inside an evaluation.
@@ -138,7 +138,7 @@ class LastStep(TrainerCallback):
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
         trainer.finish_saving()
-        # The launcher ends the others when the first one leaves: not before the main process has sealed.
+        # The launcher ends the others when the first one leaves: not before the main process has written the manifest.
         trainer.accelerator.wait_for_everyone()
         return end_stopped(request, step=state.global_step, saved_step=self._saved_step)
 

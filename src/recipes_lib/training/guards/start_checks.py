@@ -103,7 +103,7 @@ class AdapterChecks(TrainerCallback):
         if self._is_first_step:
             self._is_first_step = False
             verify_frozen(self._frozen, kwargs["model"])
-            self._say(f"adapter: all {len(self._frozen)} frozen tensors stand still")
+            self._say(f"adapter: all {len(self._frozen)} frozen tensors are unchanged")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -113,7 +113,7 @@ class AdapterChecks(TrainerCallback):
         trained = _find_trained(kwargs["model"])
         if unmoved := [name for name in sorted(self._must_move) if _summarise(trained[name]) == self._initial[name]]:
             raise DivergedError(
-                f"{len(unmoved)} of {len(trained)} trained tensors are what they were before training: "
+                f"{len(unmoved)} of {len(trained)} trained tensors are unchanged by training: "
                 f"{list_first(unmoved)}. They have gradients, so the optimizer has let them out"
             )
 

@@ -19,10 +19,10 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.training.checkpoints.manifest import supersede
 from recipes_lib.training.collectives import broadcast_object
-from recipes_lib.training.guards.replay import ReplayCheck
-from recipes_lib.training.guards.rollback import (
+from recipes_lib.training.guards.replay import (
     STEPS_AFTER,
     STEPS_BEFORE,
+    ReplayCheck,
     Rollback,
     Rollbacks,
     find_step_before,

@@ -31,7 +31,7 @@ MAX_COPIED: Final = 32 * 2**20
 
 
 class EvaluationHook(Protocol):
-    """Something measured beside training; it must leave model, mode and random states as it found them."""
+    """Something measured between steps; it must leave model, mode and random states as it found them."""
 
     def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
         """Return named figures of the model after ``step`` optimizer steps."""
@@ -148,7 +148,7 @@ def _is_interrupted(control: TrainerControl) -> bool:
 class EarlyStopping(TrainerCallback):
     """Ends training after some evaluations in a row without a gain, and says so in ``metrics.jsonl``.
 
-    The count is read from what was logged, so that it goes on where a run is resumed; upstream's begins again.
+    The count is read from what was logged, so that it continues where a run is resumed; upstream's begins again.
 
     Source: transformers ``EarlyStoppingCallback`` decides alike (``tests/training/monitoring/test_callbacks.py``).
     """

@@ -1,4 +1,4 @@
-"""Kernels of a model's layers: regional torch.compile, and Liger's fused norms, rotary embeddings and MLPs."""
+"""Layers compiled, fused and recomputed: regional torch.compile, Liger kernels, selective activation checkpointing."""
 
 from __future__ import annotations
 

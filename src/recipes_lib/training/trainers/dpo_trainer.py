@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import DPOConfig
 
 from recipes_lib.config.schema import PreferenceConfig, RecipeConfig
-from recipes_lib.data.pairs.pair_data import PairData, PairRows
+from recipes_lib.data.pairs.sets import PairData, PairRows
 from recipes_lib.data.store import find_root
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.losses.preference import (
@@ -384,10 +384,12 @@ def prepare_reference(
     if not is_stored:
         return None, data
     rows: dict[str, PairRows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
+    rows |= {f"eval-{name}": pairs for name, pairs in data.eval_sets.items()}
+    keys = [data.record["key"], *(told["key"] for told in data.record.get("eval_datasets", {}).values())]
     key = compute_reference_key(
         model if objective.reference is None else objective.reference,
         is_without_adapter=has_base and objective.reference is None,
-        pairs=data.record["key"],
+        pairs=" ".join(keys),
         dtype=str(get_compute_dtype(args)),
         attention=attention.implementation,
         layout=attention.layout,

@@ -17,6 +17,7 @@ from recipes_lib.data.sources.mixtures import MAX_EPOCHS
 from recipes_lib.data.tokens.dataset import EvalWindows, RowOrder, TokenDataset
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_data import TokenData
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 
 _EXAMPLE_TOKENS: Final = 1 << 16
@@ -72,7 +73,7 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
         world_size: Data-parallel processes.
 
     Raises:
-        ConfigError: The schedule does not fit into the run.
+        ConfigError: The schedule does not fit into the run, or two held-out sets have one name.
     """
     assert config.tokens.max_length is not None
     num_windows = [source.num_tokens // config.tokens.max_length for source in tokens.train]
@@ -82,6 +83,9 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
     names = _shorten([source.name for source in tokens.train])
     epochs = dict(zip(names, order.count_epochs(plan.num_rows).tolist(), strict=True))
     eval_names = _shorten(list(tokens.eval))
+    if taken := [name for name in eval_names if name in tokens.eval_sets]:
+        found = f"`eval_datasets` names a set {taken[0]!r}, as rows that are held out of a source are named"
+        raise ConfigError(Problem(config.provenance.get("eval_datasets", "eval_datasets"), found, "name it otherwise"))
     return PretrainingRows(
         plan=plan,
         train=TokenDataset(
@@ -95,12 +99,12 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
         ),
         held_out={
             name: EvalWindows(source, max_length=plan.max_length, isolated=isolated)
-            for name, source in zip(eval_names, tokens.eval.values(), strict=True)
+            for name, source in (*zip(eval_names, tokens.eval.values(), strict=True), *tokens.eval_sets.items())
         },
         typical_length=_compute_typical_length(tokens.train, plan.max_length, isolated),
         epochs=epochs,
         record={**tokens.record, "epochs": epochs, "num_rows": plan.num_rows, "num_tokens": plan.num_tokens},
-        _eval_sources=list(tokens.eval.values()),
+        _eval_sources=[*tokens.eval.values(), *tokens.eval_sets.values()],
     )
 
 

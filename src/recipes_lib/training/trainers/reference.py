@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import recipes_lib.losses
 import recipes_lib.models
-from recipes_lib.data.pairs.pair_data import PairData, PairRows
+from recipes_lib.data.pairs.sets import PairData, PairRows
 from recipes_lib.data.store import (
     choose_staging,
     compute_key,
@@ -89,7 +89,8 @@ class ReferenceLogps:
 
     def attach(self, data: PairData) -> PairData:
         """Return the same data, each pair with the numbers that it will have."""
-        return replace(data, train=self.rows["train"], eval=self.rows.get("eval"))
+        sets = {name: self.rows[f"eval-{name}"] for name in data.eval_sets}
+        return replace(data, train=self.rows["train"], eval=self.rows.get("eval"), eval_sets=sets)
 
     def settle(
         self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype, progress: TrainingProgress

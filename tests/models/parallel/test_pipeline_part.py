@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.parallel.pipeline_parallel import PipelinePart
+from recipes_lib.models.parallel.pipeline_part import PipelinePart
 
 
 @pytest.mark.parametrize(("num_stages", "num_chunks"), [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])

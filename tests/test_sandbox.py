@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
 
-from recipes_lib.evaluation.sandbox import MAX_TOLD, run_program
+from recipes_lib.sandbox import MAX_TOLD, run_program
+
+
+def has_landlock() -> bool:
+    return int(ctypes.CDLL(None).syscall(444, None, 0, 1)) > 0
+
 
 IMPORTS = "import collections, datetime, functools, hashlib, heapq, itertools, math, random, re, string, typing\n"
 
@@ -18,6 +24,8 @@ IMPORTS = "import collections, datetime, functools, hashlib, heapq, itertools, m
         "with open('notes.txt', 'w') as file:\n    file.write('x')\nassert open('notes.txt').read() == 'x'",
         "print('x' * 100_000)",
         "if __name__ == '__main__':\n    assert True\nelse:\n    raise ValueError",
+        "import numpy\nassert (numpy.ones((9, 9)) @ numpy.ones(9)).sum() == 81",
+        "import os, shutil, tempfile\nwith tempfile.TemporaryDirectory() as folder:\n    open(folder + '/x', 'w')",
     ],
 )
 def test_a_program_that_reaches_its_end_passes(source: str) -> None:
@@ -62,6 +70,10 @@ def test_what_fails_leaves_early_or_is_not_allowed_has_failed(source: str, told:
         "import os; os.rename({0!r}, 'mine')",
         "import os; os.truncate({0!r}, 0)",
         "import shutil; shutil.move({0!r}, '.')",
+        "import os; os.open({0!r}, os.O_TRUNC)",
+        "import os; os.remove('kept.txt', dir_fd=os.open({1!r}, os.O_RDONLY))",
+        "import os; os.open('new.txt', os.O_CREAT, dir_fd=os.open({1!r}, os.O_RDONLY))",
+        "import os; os.open({1!r} + '/new.txt', os.O_CREAT)",
         "import os; os.symlink({1!r}, 'link'); open('link/kept.txt', 'w')",
     ],
 )
@@ -72,6 +84,55 @@ def test_files_elsewhere_stay(tmp_path: Path, change: str) -> None:
     assert verdict.outcome == "failed"
     assert "only the working directory" in verdict.told
     assert kept.read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.skipif(not has_landlock(), reason="this kernel has no Landlock")
+@pytest.mark.parametrize(
+    "change",
+    [
+        "import os; os.mkfifo({0!r} + '/fifo')",
+        "import os; os.mknod({0!r} + '/node')",
+        # A hook of Python's is in the hands of a program that wants it to be.
+        "import os; os.path.realpath = lambda _: os.getcwd(); os.lstat = None; os.mkdir({0!r} + '/folder')",
+        "import multiprocessing.util as u, os\npid = u.spawnv_passfds(b'/bin/true', [b'true'], ())\n"
+        "assert not os.waitpid(pid, 0)[1]",
+    ],
+)
+def test_the_kernel_refuses_what_python_does_not_tell(tmp_path: Path, change: str) -> None:
+    assert run_program(change.format(str(tmp_path))).outcome == "failed"
+    assert not list(tmp_path.iterdir())
+
+
+LEAVE = """
+def say(found):
+    for one in found:
+        if isinstance(one, tuple):
+            say(one)
+        if callable(one) and hasattr(one, 'args'):
+            say(one.args)
+        if isinstance(one, bytes) and len(one) == 16:
+            for number in range(3, 20):
+                try: os.write(number, one)
+                except OSError: pass
+            os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "import __main__; say(vars(__main__).values())",
+        "frame = sys._getframe()\nwhile frame:\n    say([*frame.f_globals.values(), *frame.f_locals.values()])\n"
+        "    frame = frame.f_back",
+        "import gc; say(gc.get_objects())",
+        "say([os.read(0, 99).strip()])",
+        "seen = open('/proc/self/mem', 'rb', 0)",
+        "sys.settrace(lambda *_: None)",
+    ],
+)
+def test_a_program_cannot_say_that_it_has_reached_its_end(way: str) -> None:
+    assert run_program(f"import os, sys{LEAVE}{way}\nraise AssertionError('the tests')").outcome == "failed"
 
 
 def test_an_endless_loop_is_ended() -> None:

@@ -1,0 +1,302 @@
+"""What lm-eval asks: a model by transformers or vLLM, or an endpoint; its room, its cache of answers, its failures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+from accelerate import PartialState
+from lm_eval.api.model import CacheHook, CachingLM
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import resolve_max_length
+from sqlitedict import SqliteDict
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.models.loading import load_model_config
+from recipes_lib.processes import read_world_size
+
+_CPU_BATCH: Final = 8
+_ASKED: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+_LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the longest answer in a request, in lm-eval's order."""
+
+
+def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
+    """Build what lm-eval asks.
+
+    Args:
+        config: Of the evaluation.
+        settings: The model, as ``describe_model`` has it.
+
+    Raises:
+        ConfigError: A package is not installed, the tokenizer has no chat template, or several processes were started
+            that would not share the questions.
+    """
+    if (config.base_url or config.engine == "vllm") and read_world_size() > 1:
+        found = f"{read_world_size()} processes were started, and each would ask every question"
+        raise ConfigError(Problem("base_url" if config.base_url else "engine", found, "start one, by `recipes eval`"))
+    if config.base_url is not None:
+        model = _build_endpoint(config)
+    elif config.engine == "vllm":
+        model = _build_vllm(config, settings)
+    else:
+        model = _build_checked(config, settings)
+    tokenizer = getattr(model, "tokenizer", None)
+    if config.apply_chat_template and tokenizer is not None and not getattr(tokenizer, "chat_template", None):
+        remedy = "name one as tokenizer_name_or_path, or leave apply_chat_template out"
+        raise ConfigError(Problem("apply_chat_template", "the tokenizer has no chat template", remedy))
+    return model
+
+
+def _build_endpoint(config: EvalConfig) -> Any:
+    if missing := [name for name in ("aiohttp", "requests", "tenacity") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(Problem("base_url", f"{missing[0]} is not installed", "pip install 'recipes-lib[eval]'"))
+    # They tell of every attempt, and of every request that waits behind one; the last one is told by ``Remembering``.
+    for name in ("lm_eval.models.api_models", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    options: dict[str, Any] = {
+        "model": config.model_name_or_path,
+        "base_url": config.base_url,
+        "num_concurrent": config.num_concurrent,
+        "batch_size": config.batch_size or 1,
+        "seed": config.seed,
+    }
+    if config.is_chat_endpoint:
+        return get_model("local-chat-completions")(**options)
+    positions = None
+    with suppress(ConfigError):  # A place may hold a tokenizer alone.
+        positions, _ = load_model_config(ModelConfig(model_name_or_path=config.tokenizer_name_or_path))
+    return get_model("local-completions")(
+        **options,
+        tokenizer=config.tokenizer_name_or_path,
+        tokenizer_backend="huggingface",
+        max_length=resolve_max_length(positions),
+    )
+
+
+def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(Problem("engine", "vllm is not installed", "pip install vllm"))
+    options = _list_options(config, settings)
+    if "base" in settings:
+        options |= {"lora_local_path": config.model_name_or_path}
+    return get_model("vllm")(**options)
+
+
+def _build_checked(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
+    has_gpu = torch.cuda.is_available() and not config.use_cpu
+    if not has_gpu and read_world_size() > 1:
+        # accelerate takes processes on CPUs for ones of a launch only where it is told so before lm-eval asks it.
+        PartialState(cpu=True, timeout=timedelta(weeks=52))
+    options = _list_options(config, settings)
+    if "base" in settings:
+        options["peft"] = config.model_name_or_path
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
+    model = CheckedModel(**options, device="cuda" if has_gpu else "cpu")
+    if model.world_size != read_world_size():
+        found = f"{read_world_size()} processes were started, and {model.world_size} share the questions"
+        raise ConfigError(Problem("recipes eval", found, "start them by accelerate launch or torchrun"))
+    return model
+
+
+def _list_options(config: EvalConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    place = config.model_name_or_path
+    has_gpu = torch.cuda.is_available() and not config.use_cpu
+    return {
+        "pretrained": settings.get("base", place),
+        "revision": settings.get("base_revision", config.model_revision) or "main",
+        "tokenizer": config.tokenizer_name_or_path or place,
+        "dtype": config.dtype,
+        "trust_remote_code": config.trust_remote_code,
+        "batch_size": config.batch_size or ("auto" if has_gpu else _CPU_BATCH),
+        "max_batch_size": config.max_batch_size,
+    }
+
+
+class CheckedModel(HFLM):  # type: ignore[misc]
+    """lm-eval's model of transformers that ends where logits are not finite, on every rank of a launch."""
+
+    def __init__(self, **options: Any) -> None:
+        """Load the model; arguments as of ``HFLM``."""
+        super().__init__(**options)
+        # lm-eval 0.4.13 shares questions out on several GPUs of one machine alone; else each process would ask all.
+        if (accelerator := getattr(self, "accelerator", None)) is not None:
+            self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Score whole texts, as ``HFLM`` does."""
+        # Overridden (lm-eval 0.4.13): it gathers counts to make them equal on all ranks, which hangs where one has
+        # nothing left to ask, and which only a model in shards needs.
+        shared, self._world_size = self._world_size, 1
+        try:
+            scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._world_size = shared
+        return scores
+
+    def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
+        # Overridden (lm-eval 0.4.13) for the logits, which are seen nowhere else.
+        watch = _Watch()
+        tokens = super()._model_generate(context, *args, logits_processor=LogitsProcessorList([watch]), **kwargs)
+        if watch.is_broken is not None and bool(watch.is_broken):
+            raise _refuse_logits()
+        return tokens
+
+
+class _Watch(LogitsProcessor):
+    """Remembers on the device whether a logit was no number: nothing waits for it before the answers are there."""
+
+    def __init__(self) -> None:
+        self.is_broken: torch.Tensor | None = None
+
+    def __call__(self, _ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        broken = scores.isnan().any()
+        self.is_broken = broken if self.is_broken is None else self.is_broken | broken
+        return scores
+
+
+def _refuse_logits() -> DataError:
+    return DataError(Problem("model_name_or_path", "its logits are not finite", "no score would mean anything"))
+
+
+class _Answers(ChainMap[str, Any]):
+    """Answers of this process, before those that any process of an earlier launch has left."""
+
+    def commit(self) -> None:
+        self.maps[0].commit()  # type: ignore[attr-defined]
+
+
+class Remembering(CachingLM):  # type: ignore[misc]
+    """lm-eval's cache of answers, in JSON: its own are pickles, which run code when they are read.
+
+    Nothing that is not finite enters it. A question without room is refused before it is asked, and what an endpoint
+    breaks is told as its.
+
+    Args:
+        model: What is asked.
+        path: File of this process's answers.
+        others: Files of an earlier launch.
+        endpoint: Its address, if it is one.
+    """
+
+    def __init__(self, model: Any, path: Path, others: Sequence[Path] = (), endpoint: str | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.lm, self.cache_db, self._endpoint = model, str(path), endpoint
+        self._files = [_open(path), *(_open(other, flag="r") for other in others if other != path)]
+        self.dbdict = _Answers(*self._files)
+        model.set_cache_hook(CacheHook(self))
+
+    def close(self) -> None:
+        """Close the files, once every process has come this far."""
+        for file in self._files:
+            file.close()
+        self.lm.barrier()
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        if name not in _ASKED:
+            return found
+
+        def ask(requests: Sequence[Any]) -> Any:
+            for request in requests:
+                _verify_room(self.lm, request.args)
+            try:
+                return found(requests)
+            except UserError:
+                raise
+            except Exception as error:  # An answer of an endpoint can be anything, and break lm-eval anywhere.
+                _refuse_answer(self._endpoint, error)
+
+        return ask
+
+
+def _open(path: Path, flag: str = "c") -> Any:
+    return SqliteDict(str(path), autocommit=True, encode=_encode, decode=json.loads, flag=flag)
+
+
+def _encode(answer: Any) -> str:
+    numbers = answer if isinstance(answer, tuple | list) else (answer,)
+    if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
+        raise _refuse_logits()
+    return json.dumps(answer)
+
+
+def _refuse_answer(endpoint: str | None, error: Exception) -> NoReturn:
+    if endpoint is None:
+        raise error
+    told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    remedy = "see that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
+    raise ConfigError(Problem("base_url", f"{endpoint} has no answer to use: {told}", remedy)) from error
+
+
+def find_room(model: Any) -> int | None:
+    """Return how many tokens of prompt and choice a model sees, the last one's prediction included; ``None``: unknown.
+
+    Source: lm-eval 0.4.13, ``_loglikelihood_tokens`` of ``HFLM``, ``VLLM`` and ``TemplateAPI``, each another.
+    """
+    if getattr(model, "tokenizer", None) is None or not hasattr(model, "max_length"):
+        return None
+    kind = {"HFLM": 1, "VLLM": -1}
+    return int(model.max_length) + next((kind[one.__name__] for one in type(model).__mro__ if one.__name__ in kind), 0)
+
+
+def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
+    """Return whether a model does not see the beginning of a question.
+
+    Args:
+        model: With ``tok_encode`` and ``max_length``; of a chat endpoint nothing is known.
+        arguments: Of lm-eval's request: a prompt and a choice, or a prompt and settings of generation.
+    """
+    room = find_room(model)
+    if room is None or len(arguments) < 2:  # A text that is scored as a whole is read in windows.
+        return False
+    prompt, rest = arguments[:2]
+    if isinstance(rest, str):
+        if _count_bytes(prompt + rest) <= room or not prompt:
+            return False
+        return sum(map(len, model._encode_pair(prompt, rest))) > room
+    left = int(model.max_length) - _find_length(model, rest)
+    return _count_bytes(prompt) > left and len(model.tok_encode(prompt)) > left
+
+
+def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
+    room = find_room(model)
+    if room is None or len(arguments) < 2:
+        return
+    prompt, rest = arguments[:2]
+    if isinstance(rest, str):
+        if _count_bytes(rest) <= room:
+            return
+        length = len(model.tok_encode(rest, add_special_tokens=False))
+        is_refused = length >= room
+    else:
+        room, length = int(model.max_length), _find_length(model, rest)
+        is_refused = length >= room
+    if is_refused:
+        found = f"an answer of {length:,} tokens does not fit its {room:,} positions: {prompt[-60:]!r} ..."
+        remedy = "leave the task out, or shorten its max_gen_toks by gen_kwargs"
+        raise ConfigError(Problem("model_name_or_path", found, remedy))
+
+
+def _find_length(model: Any, settings: Mapping[str, Any]) -> int:
+    default = getattr(model, "max_gen_toks", None) or getattr(model, "_max_gen_toks", 256)
+    return int(next((settings[name] for name in _LENGTHS if settings.get(name) is not None), default))
+
+
+def _count_bytes(text: str) -> int:
+    """At most so many tokens, with some room for those that a tokenizer adds: each is of a byte or more."""
+    return len(text.encode(errors="replace")) + 4

@@ -1,0 +1,286 @@
+"""Endpoints answer as the model they serve does, what breaks is told, and no answer is asked twice or of another."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lm_eval.models import api_models
+from peft import LoraConfig, get_peft_model
+from tenacity import wait_none
+from tests.forked import ROOT, run_script
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.cli import main as run_recipes
+from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.evaluation import engines
+from recipes_lib.evaluation.engines import CheckedModel
+from recipes_lib.evaluation.harness import RECORD, describe_model, evaluate_model, read_samples
+
+FIGURES = ("scores", "num_questions", "num_cut", "num_empty", "prompts_hash")
+
+
+class Served(ThreadingHTTPServer):
+    """An OpenAI-compatible endpoint of a tiny model on the loopback, or one that is broken in a way."""
+
+    daemon_threads = True
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.network, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+        self.broken, self.num_asked, self.lock = "", 0, threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}/v1/completions"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has gone does not wait for its answer."""
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        self.num_asked += 1
+        if "messages" in asked:
+            text = asked["messages"][-1]["content"].split()[1].strip(",")
+            return {"choices": [{"index": 0, "message": {"content": text}}]}
+        return {"choices": [self._complete(at, tokens, asked) for at, tokens in enumerate(asked["prompt"])]}
+
+    def _complete(self, at: int, tokens: list[int], asked: dict[str, Any]) -> dict[str, Any]:
+        ids = torch.tensor([tokens])
+        if not asked.get("echo"):
+            made = self.network.generate(ids, max_new_tokens=asked["max_tokens"], do_sample=False)[0, len(tokens) :]
+            text = self.tokenizer.decode(made, skip_special_tokens=True)
+            for stop in asked["stop"]:
+                text = text.partition(stop)[0]
+            return {"index": at, "text": text}
+        logps = self.network(ids).logits[0, :-1].log_softmax(-1)
+        # As vLLM and OpenAI have it: none for the first token, and one for the token that is generated.
+        own = [None, *logps.gather(1, ids[0, 1:, None])[:, 0].tolist(), 0.0]
+        best = [None, *({"best": value} for value in logps.max(-1).values.tolist()), {"best": 0.0}]
+        return {"index": at, "logprobs": {"token_logprobs": own, "top_logprobs": best}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Served
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            told: Any = self.server.answer(asked) if self.server.broken in ("", "nan") else None
+        if self.server.broken == "nan":
+            told["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
+        body = {"garbage": b"<html>", "empty": b"{}", "error": b"no such model"}.get(
+            self.server.broken, json.dumps(told).encode()
+        )
+        self.send_response(404 if self.server.broken == "error" else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
+    server = Served(model)
+    yield server
+    server.shutdown()
+
+
+def ask(place: str | Path, tasks: Path, output: Path, *flags: object, names: str = "local_choice,local_written") -> int:
+    keys = ["--tasks", names, "--include_path", str(tasks), "--use_cpu", "--output_dir", str(output)]
+    return run_recipes(["eval", str(place), *keys, *map(str, flags)])
+
+
+def read(folder: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((folder / RECORD).read_text())
+    return record
+
+
+def test_an_endpoint_has_the_scores_of_the_model_it_serves(
+    served: Served, model: Path, tasks: Path, tmp_path: Path
+) -> None:
+    assert ask(model, tasks, tmp_path / "own") == 0
+    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model]
+    assert ask("name", tasks, tmp_path / "served", *flags) == 0
+    own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
+    assert {name: [task[figure] for figure in FIGURES] for name, task in own.items()} == {
+        name: [task[figure] for figure in FIGURES] for name, task in theirs.items()
+    }
+    for one, other in zip(read_samples(tmp_path / "own"), read_samples(tmp_path / "served"), strict=True):
+        for mine, its in zip(one["answers"], other["answers"], strict=True):
+            assert mine == its if isinstance(mine, str) else mine[0] == pytest.approx(its[0], abs=1e-4)
+
+
+def test_an_endpoint_s_questions_that_are_cut_are_counted(
+    served: Served, model: Path, tasks: Path, tmp_path: Path
+) -> None:
+    shorten(model)
+    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model]
+    assert ask("name", tasks, tmp_path / "served", *flags) == 0
+    for task in read(tmp_path / "served")["tasks"].values():
+        assert task["num_cut"] > 0
+    gen = ["--gen_kwargs", '{"max_gen_toks": 16}']
+    assert ask("name", tasks, tmp_path / "other", *flags, *gen, names="local_written") == 2
+
+
+def shorten(model: Path) -> None:
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16}))
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("error", "404"),
+        ("garbage", "has no answer to use"),
+        ("empty", "has no answer to use: KeyError: 'choices'"),
+        ("nan", "its logits are not finite"),
+        ("gone", "has no answer to use"),
+    ],
+)
+def test_what_an_endpoint_breaks_is_one_error(
+    served: Served,
+    model: Path,
+    tasks: Path,
+    tmp_path: Path,
+    broken: str,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    served.broken = broken
+    if broken == "gone":
+        served.shutdown()
+        served.server_close()
+    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--limit", 2]
+    for _ in range(2):
+        assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
+        error = capsys.readouterr().err
+        assert told in error
+        assert "Traceback" not in error
+        assert error.count("error: ") <= 1
+    served.broken = ""
+    if broken != "gone":
+        assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 0
+
+
+def test_an_endpoint_of_chats_is_asked_by_messages(
+    served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--base_url", served.url.replace("completions", "chat/completions")]
+    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 2
+    assert "write apply_chat_template: true" in capsys.readouterr().err
+    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template") == 2
+    assert "local_choice need log-probabilities" in capsys.readouterr().err
+    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
+    assert read(tmp_path)["tasks"]["local_written"]["scores"]["exact_match"]["value"] == 1
+    assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
+
+
+def test_a_missing_package_is_told_with_its_install(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tenacity" else found(name, *a))
+    flags = ["--base_url", "http://127.0.0.1:9/v1/completions", "--tokenizer_name_or_path", model]
+    assert ask("name", tasks, tmp_path, *flags) == 2
+    assert "tenacity is not installed" in (error := capsys.readouterr().err)
+    assert "pip install 'recipes-lib[eval]'" in error
+
+
+def test_answers_of_every_process_of_an_earlier_launch_are_taken(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes that were killed one goes on, and asks nothing that either has answered."""
+    calls: list[int] = []
+    files: list[Any] = []
+    asked, opened = CheckedModel._loglikelihood_tokens, engines._open
+
+    def remember(*args: Any, **keys: Any) -> Any:
+        files.append(opened(*args, **keys))
+        return files[-1]
+
+    def ask_and_die(self: CheckedModel, requests: Any, **keys: Any) -> Any:
+        calls.append(len(requests))
+        found = asked(self, requests, **keys)
+        if len(calls) < 3:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(CheckedModel, "_loglikelihood_tokens", ask_and_die)
+    keys: dict[str, Any] = {"tasks": ["local_choice"], "include_path": [str(tasks)], "limit": 4, "num_fewshot": 0}
+    config = EvalConfig(model_name_or_path=str(model), use_cpu=True, **keys)
+    for rank in range(2):
+        init = CheckedModel.__init__
+
+        def be_one_of_two(self: CheckedModel, init: Any = init, rank: int = rank, **options: Any) -> None:
+            init(self, **options)
+            self._rank, self._world_size = rank, 2
+
+        with monkeypatch.context() as patched:
+            patched.setattr(CheckedModel, "__init__", be_one_of_two)
+            patched.setattr(CheckedModel, "all_gather", lambda _, number: torch.tensor([number, number]))
+            patched.setattr(engines, "read_world_size", lambda: 2)
+            patched.setattr(engines, "PartialState", lambda **_: None)
+            patched.setattr(engines, "_open", remember)
+            with pytest.raises(KeyboardInterrupt):
+                evaluate_model(config)
+        files[0].close()  # A thread of its own writes, which the end of a process would have waited for.
+        files.clear()
+    record = evaluate_model(config)
+    assert record is not None
+    assert record["tasks"]["local_choice"]["num_questions"] == 4
+    assert calls == [8, 8]
+
+
+@pytest.mark.parametrize("way", ["adapter", "base", "tokenizer"])
+def test_what_decides_answers_is_in_the_fingerprint(model: Path, tmp_path: Path, way: str) -> None:
+    network = AutoModelForCausalLM.from_pretrained(model)
+    config = EvalConfig(model_name_or_path=str(tmp_path / "adapter"), tokenizer_name_or_path=str(model))
+    peft = get_peft_model(network, LoraConfig(target_modules=["q_proj"], r=2))
+    peft.peft_config["default"].base_model_name_or_path = str(model)
+    peft.save_pretrained(tmp_path / "adapter")
+    before = describe_model(config)
+    assert describe_model(config) == before
+    if way == "adapter":
+        peft.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.data += 1
+        peft.save_pretrained(tmp_path / "adapter")
+    elif way == "base":
+        base = AutoModelForCausalLM.from_pretrained(model)
+        base.model.norm.weight.data[0] += 1
+        base.save_pretrained(model)
+    else:
+        path = model / "tokenizer.json"
+        path.write_text(path.read_text() + " ")
+    assert describe_model(config) != before
+
+
+@pytest.mark.multiprocess
+def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: Path) -> None:
+    shorten(model)
+    names = "local_choice,local_written,local_rolling"
+    assert ask(model, tasks, tmp_path / "one", "--num_fewshot", 0, "--limit", 7, names=names) == 0
+    keys = ["--tasks", names, "--include_path", tasks, "--use_cpu", "--num_fewshot", 0, "--limit", 7]
+    told = run_script(
+        ROOT / "recipes" / "eval.py",
+        *["--model_name_or_path", model, *keys, "--output_dir", tmp_path / "two"],
+        num_processes=2,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("every question and answer") == 1
+    one, two = read(tmp_path / "one"), read(tmp_path / "two")
+    assert any(task["num_cut"] for task in one["tasks"].values())
+    for name, task in one["tasks"].items():
+        for figure in FIGURES[1:]:
+            assert task[figure] == two["tasks"][name][figure], (name, figure)
+        for metric, score in task["scores"].items():
+            assert two["tasks"][name]["scores"][metric]["value"] == pytest.approx(score["value"], rel=1e-5)
+    assert not (tmp_path / "two" / ".requests").exists()

@@ -1,0 +1,100 @@
+"""Held-out sets by name: each stage scores them as it scores its own, and they decide what is best."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed import sharding
+from tests.faults import stages
+from tests.rows import read_rows
+
+from recipes_lib.boundary import run_command
+from recipes_lib.config.loader import parse_command
+from recipes_lib.publish.card import build_card
+from recipes_lib.report.run_files import read_run
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    stages.write_inputs(folder)
+    for name in ("chats", "pairs", "documents"):
+        lines = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:-8]))
+        (folder / f"{name} web.jsonl").write_text("".join(lines[-8:]))
+    return folder
+
+
+def run(inputs: Path, folder: Path, stage: str, **keys: Any) -> list[dict[str, Any]]:
+    data = stages.DATA[stage]
+    sets = json.dumps({"web": str(inputs / f"{data} web.jsonl"), "own": {"name": str(inputs / f"{data} web.jsonl")}})
+    usual = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "eval_datasets": sets}
+    made = stages.make_keys(inputs, stage, **usual | keys, output_dir=folder)
+    if "dataset_test_split" in keys:
+        made.pop("test_split_size")
+    if stage != "reward":
+        made["num_sample_prompts"] = 0
+    if stage == "dpo":
+        made |= {"loss_type": '["sigmoid"]', "precompute_ref_log_probs": "true"}
+    assert sharding.run_recipe(stage, made) == 0
+    return [event for event in read_rows(folder / "metrics.jsonl") if event["kind"] == "eval"]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "sft",
+        "pretrain",
+        "dpo",
+        pytest.param("lora", marks=pytest.mark.slow),
+        pytest.param("reward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_set_has_by_its_name_the_figures_that_it_has_as_the_held_out_set(
+    inputs: Path, tmp_path: Path, stage: str
+) -> None:
+    own = str(inputs / f"{stages.DATA[stage]} web.jsonl")
+    events = run(inputs, tmp_path, stage, dataset_test_split=own)
+    assert len(events) >= 2
+    for event in events:
+        figures = [name for name in event if name.startswith("eval_web_")]
+        assert "eval_web_loss" in figures
+        assert ("eval_web_rewards/accuracies" if stage in ("dpo", "reward") else "eval_web_token_accuracy") in figures
+        for name in figures:
+            assert event[name] == pytest.approx(event[name.replace("web_", "")], rel=1e-5, abs=1e-6)
+            assert event[name] == event[name.replace("web_", "own_")]
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["data"]["eval_datasets"].keys() == {"web", "own"}
+
+
+def test_sets_by_name_alone_decide_which_model_is_best(inputs: Path, tmp_path: Path) -> None:
+    keys = {"load_best_model_at_end": "true", "metric_for_best_model": "web_loss", "learning_rate": 0.5}
+    events = run(inputs, tmp_path, "sft", test_split_size="null", max_steps=3, save_total_limit=9, **keys)
+    assert [event["eval_loss"] for event in events] == [pytest.approx(event["eval_web_loss"]) for event in events]
+    best = min((event for event in events if event["step"]), key=lambda event: float(event["eval_web_loss"]))
+    state = json.loads(max(tmp_path.glob("checkpoint-*")).joinpath("trainer_state.json").read_text())
+    assert state["best_metric"] == best["eval_web_loss"]
+    read = read_run(tmp_path)
+    card = build_card(tmp_path, read.facts, {name: read.evaluations[-1][name] for name in ("eval_web_loss",)})
+    assert "eval_web_loss" in card.replace("\\", "")
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"eval_datasets": '{"a b": x}'}, "part of the names of its figures"),
+        ({"eval_datasets": "{a: {name: x, weight: 2}}"}, "it has 'weight'"),
+        ({"eval_datasets": "{a: 3}"}, "is no dataset"),
+        ({"metric_for_best_model": "eval_loss_web"}, "write `eval_web_loss`"),
+    ],
+)
+def test_what_is_no_set_is_told(
+    inputs: Path, tmp_path: Path, keys: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = stages.make_keys(inputs, "sft", **keys, output_dir=tmp_path)
+    argv = [f"--{name}={value}" for name, value in made.items()]
+    assert run_command(lambda: parse_command("sft", argv)) == 2
+    assert told in capsys.readouterr().err
