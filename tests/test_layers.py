@@ -55,7 +55,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "pipelines": {"config", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files"},
-    "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
+    "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
     "demo": {"errors", "models", "pipelines", "report"},
     "proving": {"data", "environment", "files", "losses", "models", "training"},
     # Commands join the rooms.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
@@ -36,7 +36,8 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, device_memory, has_live_reference
+from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, has_live_reference
+from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import (
     ACTIVATIONS,
@@ -85,14 +86,11 @@ def list_devices(gpu: str | None) -> dict[str, float]:
     """Return the bytes of a GPU by name; ``None``: of the usual sizes.
 
     Raises:
-        ConfigError: The memory of the GPU is not known.
+        ConfigError: The GPU is not known.
     """
     if gpu is None:
         return {f"{size} GB": size * 1e9 for size in _USUAL_GB}
-    if (memory := device_memory(gpu)) is None:
-        found = f"the memory of {gpu!r} is not known"
-        raise ConfigError(Problem("--gpu", found, "write a name as `nvidia-smi -L` has it, or a size such as 80GB"))
-    return {gpu: memory}
+    return {gpu: choose_device(gpu).memory}
 
 
 def plan_memory(
