@@ -16,7 +16,6 @@ from jinja2 import Environment
 
 from recipes_lib.errors import DataError, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
-from recipes_lib.planning.devices import find_device
 from recipes_lib.report.run_files import list_scores, read_run
 
 Record = Mapping[str, Any]
@@ -256,6 +255,9 @@ def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
         yield "operations", f"{last['num_flops']:.3g} FLOP"
     if last.get("memory_bytes"):
         yield "peak memory", f"{last['memory_bytes'] / 1e9:.1f} GB on the main process"
+    # With torch, without which `recipes publish --help` answers.
+    from recipes_lib.planning.devices import find_device
+
     device = find_device(str(hardware.get("device", "")))
     if hours and device and device.watts:
         energy = hours * num_devices * device.watts / 1000
