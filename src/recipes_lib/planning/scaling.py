@@ -64,7 +64,7 @@ class Law:
     def compute_loss(self, num_parameters: float, num_tokens: float) -> float:
         """Return the expected loss in nats a token."""
         size = self.size_factor / num_parameters**self.size_exponent
-        return self.irreducible + size + self.token_factor / num_tokens**self.token_exponent
+        return float(self.irreducible + size + self.token_factor / num_tokens**self.token_exponent)
 
     def find_optimum(self, num_flops: float) -> Optimum:
         """Return the parameters and tokens of least loss for so many operations.
@@ -226,8 +226,8 @@ def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
         minima.append(Optimum(size, flops / FLOPS_PER_TOKEN / size, float(start - slope**2 / (4 * curve))))
     if len(minima) < 2:
         raise DataError(Problem("runs", "fewer than two budgets have three runs", "train three sizes at two budgets"))
-    flops = [math.log(FLOPS_PER_TOKEN * one.num_parameters * one.num_tokens) for one in minima]
-    return float(np.polyfit(flops, np.log([one.num_parameters for one in minima]), 1)[0]), minima
+    at = [math.log(FLOPS_PER_TOKEN * one.num_parameters * one.num_tokens) for one in minima]
+    return float(np.polyfit(at, np.log([one.num_parameters for one in minima]), 1)[0]), minima
 
 
 def fit_power(values: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -97,7 +98,7 @@ def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
     replace_record(options.output, dataclasses.asdict(fit) | {"runs": [run._asdict() for run in runs]})
     yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {_say_count(options)}"
     for field in dataclasses.fields(Law):
-        yield field.name.replace("_", " "), _say(fit, lambda law, name=field.name: getattr(law, name))
+        yield field.name.replace("_", " "), _say(fit, operator.attrgetter(field.name))
     worst = max(abs(fit.law.compute_loss(*run[:2]) / run.loss - 1) for run in runs)
     yield "fit", f"at most {worst:.2%} off the loss of a run"
     try:

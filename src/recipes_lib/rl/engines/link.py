@@ -43,6 +43,7 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
     base = unwrap_adapter(policy)
     prefixes = {name: module for name, module in base.named_modules() if isinstance(module, FSDPModule)}
     # Under an adapter the root is the model around the base.
+    assert isinstance(policy, FSDPModule)
     prefixes[""] = policy
     units: dict[str, set[str]] = {}
     for name, _ in base.named_parameters():
