@@ -241,7 +241,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, cut("fp8"), "8-bit layers take whole tensors"),
     ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
     (RLOO, ZERO, "DeepSpeed trains one model"),
-    (PPO | {"use_transformers_continuous_batching": True}, FSDP, "write `use_vllm: true`"),
+    (PPO | {"use_transformers_continuous_batching": True}, FSDP, "the policy's own modules"),
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),
     (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, ZERO, "outside of the forward"),
 ]
