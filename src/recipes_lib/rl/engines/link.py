@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -41,7 +42,7 @@ def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
     """What FSDP2 gathers at once, with the names of its parameters below an adapter; the same order on all ranks."""
     base = unwrap_adapter(policy)
-    prefixes = {name: module for name, module in base.named_modules() if isinstance(module, FSDPModule)}
+    prefixes: dict[str, Any] = {name: unit for name, unit in base.named_modules() if isinstance(unit, FSDPModule)}
     # Under an adapter the root is the model around the base.
     assert isinstance(policy, FSDPModule)
     prefixes[""] = policy
