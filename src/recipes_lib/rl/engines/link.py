@@ -44,7 +44,6 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
     base = unwrap_adapter(policy)
     prefixes: dict[str, Any] = {name: unit for name, unit in base.named_modules() if isinstance(unit, FSDPModule)}
     # Under an adapter the root is the model around the base.
-    assert isinstance(policy, FSDPModule)
     prefixes[""] = policy
     units: dict[str, set[str]] = {}
     for name, _ in base.named_parameters():
