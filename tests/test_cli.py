@@ -68,7 +68,7 @@ def test_an_unknown_command_names_the_nearest(typed: str, told: str, capsys: pyt
     assert told in error
 
 
-SLOW_HELP = {"plan"}
+SLOW_HELP = {"plan", "scale"}
 """Commands whose help still waits for torch."""
 
 

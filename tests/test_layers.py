@@ -55,7 +55,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "pipelines": {"config", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files"},
-    "publish": {"config", "errors", "models", "files", "processes", "report", "training"},
+    "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
     "demo": {"errors", "models", "pipelines", "report"},
     "proving": {"data", "environment", "files", "losses", "models", "training"},
     # Commands join the rooms.
@@ -70,6 +70,7 @@ FENCES: Mapping[str, tuple[str, ...]] = {
     "peft": ("models/adapters/", "publish/"),
     "datasets": ("data/sources/", "data/packed/", "data/store.py", "training/"),
     "trl": ("config/generate.py", "training/", "distillation/", "rl/"),
+    "vllm": ("rl/engines/",),
     "evaluate": ("training/evaluation/",),
     "matplotlib": ("report/",),
     **dict.fromkeys(("datatrove", "fasttext", "ftfy", "loguru", "trafilatura", "warcio"), ("corpus/",)),

@@ -6,17 +6,14 @@
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from recipes_lib.api import check, load_run, train
+from typing import Any
 
 __all__ = ["__version__", "check", "load_run", "train"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Commands import this package before they know whether anything has to be loaded.
+    # Commands import this package before they know whether anything has to be loaded. Types are in __init__.pyi.
     if name in ("check", "load_run", "train"):
         return getattr(importlib.import_module("recipes_lib.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

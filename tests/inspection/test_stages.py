@@ -15,6 +15,7 @@ from tests.rows import write_rows
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.stages import SFTInspection
+from recipes_lib.planning.memory import plan_memory
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
@@ -109,7 +110,7 @@ ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "ans
 
 @pytest.fixture
 def look(tmp_path, tiny_model_dir):
-    def look_at(rows=ROWS, **keys):
+    def look_at(rows=ROWS, *, launch=None, **keys):
         data = tmp_path / "prompts.jsonl"
         write_rows(data, rows)
         given = {
@@ -123,7 +124,7 @@ def look(tmp_path, tiny_model_dir):
         }
         config = load_config("ppo", [f"--{name}={value}" for name, value in given.items()])
         output = io.StringIO()
-        problems = check(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
+        problems = check(config, launch or plan_launch(None, 1), Console(file=output, width=200, highlight=False))
         return problems, output.getvalue()
 
     return look_at
@@ -208,3 +209,16 @@ def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look, monkeypatch
     problems, told = look()
     assert not problems
     assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in told
+
+
+def test_memory_is_that_of_the_layout_that_is_checked(look, monkeypatch):
+    """Where FSDP2 shares the models out, a GPU that one copy of them would fill is large enough."""
+    planned = []
+    monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
+    monkeypatch.setattr(
+        "recipes_lib.planning.memory.plan_memory",
+        lambda config, model, layout, **keys: planned.append(layout) or plan_memory(config, model, layout, **keys),
+    )
+    _, told = look(launch=plan_launch(find_launch_file("fsdp2"), 2), bf16=True)
+    assert planned[0].shards == (2, 2, 2)
+    assert "or accelerate_configs/ddp.yaml: " in told

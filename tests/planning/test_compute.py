@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.errors import ConfigError
-from recipes_lib.planning.compute import compute_flops_per_token, count_step, device_memory, find_peak, peak_flops
+from recipes_lib.planning.compute import compute_flops_per_token, count_step
 
 BATCH, LENGTH = 2, 48
 SMALL = {
@@ -128,73 +127,6 @@ def test_positions_that_are_no_targets_cost_no_head() -> None:
 
     assert flops.total(100, 0) == 100 * flops.body
     assert flops.total(100, 30) - flops.total(100, 0) == 30 * 6 * 160 * 64
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("Tesla T4", None),
-        ("Intel(R) Xeon(R) Platinum", None),
-        ("AMD EPYC 9B14", None),
-    ],
-)
-def test_the_peak_is_that_of_the_very_device_or_unknown(name: str, expected: float | None) -> None:
-    assert peak_flops(name, torch.bfloat16) == expected
-
-
-def test_the_peak_is_that_of_16_bit_products_only() -> None:
-    assert peak_flops("Tesla T4", torch.float16) == 65e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", torch.float32) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "training", "dtype", "expected"),
-    [
-        ("H100", {}, "float32", 989e12),
-        ("H100", {"bf16": False}, "bfloat16", 989e12),
-        ("V100", {"fp16": True}, "float32", 125e12),
-        ("V100", {}, "float32", "'V100' in bfloat16 is not known\n.*fp16: true"),
-        ("H100", {"bf16": False}, "float32", "'H100' in float32 is not known\n.*bf16: true"),
-        ("Abacus", {}, "float32", "'Abacus' in bfloat16 is not known\n.*nvidia-smi"),
-    ],
-)
-def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expected) -> None:
-    flags = ["--model_name_or_path=a/b", "--dataset_name=a/c", "--output_dir=out", f"--dtype={dtype}"]
-    config = load_config("sft", [*flags, *(f"--{key}={value}" for key, value in training.items())])
-    if isinstance(expected, float):
-        assert find_peak(name, config) == expected
-    else:
-        with pytest.raises(ConfigError, match=expected):
-            find_peak(name, config)
-
-
-@pytest.mark.parametrize(
-    ("name", "gigabytes"),
-    [
-        ("NVIDIA H100 80GB HBM3", 80),
-        ("NVIDIA A100-SXM4-80GB", 80),
-        ("A100", 40),
-        ("NVIDIA H200", 141),
-        ("NVIDIA H100 NVL", 94),
-        ("Tesla T4", 16),
-        ("48 GB", 48),
-        ("NVIDIA GH200 480GB", 96),
-        ("NVIDIA GH200 144G HBM3e", 144),
-        ("GH200", 96),
-    ],
-)
-def test_a_device_holds_what_its_name_or_its_maker_says(name, gigabytes):
-    assert device_memory(name) == gigabytes * 1e9
-    assert device_memory("Abacus") is None
 
 
 def test_a_step_counts_its_rows_and_the_passes_that_it_needs(tiny_model_dir: Path) -> None:

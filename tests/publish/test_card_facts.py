@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from recipes_lib.publish.card import (
     CHART,
     MAX_CURVE_ROWS,
     describe_corpus,
     describe_data,
     describe_effort,
-    find_board_power,
     list_curve,
     list_limits,
     name_data,
@@ -90,22 +87,6 @@ def test_the_effort_is_of_all_devices():
         "energy": "at most 11.20 kWh: 700 W a board, without the machine around it",
     }
     assert list(describe_effort(record(), [])) == []
-
-
-@pytest.mark.parametrize(
-    ("device", "watts"),
-    [
-        ("NVIDIA H100 PCIe", 350),
-        ("NVIDIA H200", 700),
-        ("NVIDIA A100-SXM4-80GB", 400),
-        ("NVIDIA L4", 72),
-        ("NVIDIA L40S", 350),
-        ("Intel Xeon", None),
-        ("", None),
-    ],
-)
-def test_the_power_of_a_board_is_known_or_not_told(device, watts):
-    assert find_board_power(device) == watts
 
 
 def test_a_curve_has_its_first_and_last_step_and_is_short():

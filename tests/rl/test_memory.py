@@ -263,3 +263,47 @@ def test_the_documentation_shows_what_is_counted(shipped):
         assert [float(number) for number in row.split(" | ")[1:]] == pytest.approx(
             [size / 1e9 for size in (weights, states + gradients, *peaks)], abs=0.051
         )
+
+
+def test_an_engine_has_its_share_of_the_device_but_while_it_sleeps(configure):
+    """Of vLLM: weights of the policy in products' type, and whatever its share leaves for keys and values."""
+    device = 1e10
+    alone = plan(configure("models", use_vllm=True), is_half=True).place(device)
+    asleep = plan(configure("models", use_vllm=True, vllm_enable_sleep_mode=True), is_half=True).place(device)
+    server = plan(configure("models", use_vllm=True, vllm_mode="server"), is_half=True).place(device)
+    usual = plan(configure("models"), is_half=True).place(device)
+    policy, _ = load(configure("models"))
+    weights = sum(parameter.numel() for parameter in policy.policy.parameters()) * 2
+    assert alone.components["vLLM's weights"] == weights
+    assert alone.components["vLLM's KV cache"] == round(0.3 * device) - weights
+    reserve = "fragmentation reserve"
+    peaks = [
+        {phase: size - planned.components[reserve] for phase, size in planned.peaks.items()}
+        for planned in (alone, asleep, server, usual)
+    ]
+    for phase, size in peaks[2].items():
+        assert peaks[0][phase] == size + round(0.3 * device)
+        assert peaks[1][phase] == size + (round(0.3 * device) if phase == "sampling" else 0)
+        assert (size < peaks[3][phase]) == (phase == "sampling")
+    # On another device it is that one's share; one that has no room for a row beside the weights does not start.
+    smaller = alone.place(device / 2)
+    assert smaller.components["vLLM's KV cache"] == round(0.15 * device) - weights
+    assert alone.fits(device)
+    assert not dataclasses.replace(alone, engine_share=1e-9).fits(device)
+    assert not dataclasses.replace(alone, engine_share=0.95).fits(device)
+    assert any("vllm_gpu_memory_utilization x GPU" in line for line in alone.describe({"10 GB": device}, explains=True))
+
+
+def test_beside_a_sharded_policy_vllm_needs_no_second_one(configure):
+    sharded = plan(configure("models", use_vllm=True, vllm_mode="server"), num_shards=8, is_half=True)
+    assert "gathered for sampling" not in sharded.components
+    assert "gathered for sampling" in plan(configure("models"), num_shards=8, is_half=True).components
+
+
+def test_continuous_batching_keeps_a_copy_where_it_computes_in_another_type(configure):
+    keys = {"use_transformers_continuous_batching": True}
+    plans = [plan(configure(name, **keys), is_half=is_half) for name, is_half in (("models", True), ("models", False))]
+    weights = plans[0].components["policy, weights"]
+    assert plans[0].components["16-bit copy that answers"] == weights // 2
+    assert "16-bit copy that answers" not in plans[1].components
+    assert "16-bit copy that answers" not in plan(configure("half adapters", **keys), is_half=True).components

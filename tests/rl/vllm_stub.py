@@ -23,8 +23,8 @@ class Stub(ThreadingHTTPServer):
         settings: What ``/server_info`` says.
     """
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, model: Any, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
         self.model = model
         self.requests: list[tuple[str, Any]] = []
         self.settings: dict[str, Any] = {
@@ -94,9 +94,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def serving(model: Any, monkeypatch: Any) -> Iterator[Stub]:
+def serving(model: Any, monkeypatch: Any, port: int = 0) -> Iterator[Stub]:
     """Serve ``model``, and let TRL's client find vLLM installed, with the stub's transport instead of NCCL."""
-    stub = Stub(model)
+    stub = Stub(model, port)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
     monkeypatch.setattr(vllm_client.VLLMClient, "init_communicator", lambda *_, **__: setattr(stub, "is_open", True))

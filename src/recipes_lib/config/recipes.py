@@ -92,7 +92,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         ),
         (
             {"exclusiveMinimum": 0, "maximum": 1},
-            "batch_ramp_start critic_learning_rate learning_rate projection_learning_rate",
+            "batch_ramp_start critic_learning_rate learning_rate projection_learning_rate vllm_gpu_memory_utilization",
         ),
         (
             {"minimum": 0, "maximum": 1},
@@ -293,16 +293,9 @@ _NO_DDP: Final = dropped("has no effect: gradients are summed over the processes
 _NO_CRITIC: Final = dropped("has no effect: there is no critic")
 _TRUE_SAMPLES: Final = "would sample from another distribution than the one that log-probabilities are of"
 _BY_GENERATE: Final = dropped("has no effect: answers are sampled by `generate`, continuous batching or vLLM")
-_BY_SERVER: Final = undecided(
-    "is of an engine inside the process", "start `trl vllm-serve` with it, and write `use_vllm`"
-)
 _IN_URL: Final = undecided("is part of `vllm_server_base_url`", "write `vllm_server_base_url: http://HOST:PORT`")
 _NO_ENTROPY: Final = undecided("is not done here: the loss has no entropy term", "delete the line")
 _IN_SAMPLES: Final = dropped("is not needed: answers and their rewards are in samples.jsonl")
-_VLLM: Final = (
-    "vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_gpu_memory_utilization "
-    "vllm_max_model_length vllm_tensor_parallel_size"
-)
 
 
 def _each_field(retired: Retired, *sections: type) -> dict[str, Retired]:
@@ -349,7 +342,14 @@ _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     "sample_prompts": dropped("has no effect: the first prompts are answered, held-out ones where there are any"),
     "train_sampling_strategy": _NO_LOADER,
     **each("neftune_noise_alpha max_rollbacks verify_steps", _NOT_HERE),
-    "vllm_mode": dropped_at(("server",), "is `server` here", "start `vllm serve` on GPUs of its own (docs/ppo.md)"),
+    "vllm_tensor_parallel_size": dropped_at(
+        (1,),
+        "is 1 here: each process has an engine of its own",
+        "write `vllm_mode: server`, and give it to `vllm serve` as `--tensor-parallel-size` (docs/ppo.md)",
+    ),
+    "vllm_max_model_length": dropped("is not needed: it is that of the longest prompt with its longest answer"),
+    "vllm_model_impl": dropped_at(("auto",), "is chosen by vLLM", "delete the line"),
+    "vllm_structured_outputs_regex": dropped_at((None,), _TRUE_SAMPLES, "delete the line"),
     **each("vllm_server_host vllm_server_port", _IN_URL),
     **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
     **each("early_stopping_patience early_stopping_threshold", _LAST_MODEL),
@@ -380,7 +380,6 @@ _SAMPLED_IN_GROUPS: Final[Mapping[str, Retired]] = {
     "generation_kwargs": dropped_at((None,), _TRUE_SAMPLES, "delete the line"),
     "chat_template_kwargs": undecided("is a column of the rows here", "write it into the rows"),
     **each("cache_implementation use_transformers_paged", _BY_GENERATE),
-    **each(_VLLM, _BY_SERVER),
     "ds3_gather_for_generation": dropped("is not needed: weights are not sharded in this stage"),
     **each("log_completions log_multimodal num_completions_to_print log_unique_prompts", _IN_SAMPLES),
     "sync_ref_model": _FIXED_REFERENCE,

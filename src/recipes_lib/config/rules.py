@@ -147,7 +147,9 @@ _DEPENDENCIES: Final = (
     Dependency("reward_model_revision", "reward_model_name_or_path"),
     Dependency("reward_timeout", "reward_funcs"),
     Dependency("kl_horizon", "kl_target_per_sequence"),
-    Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "use_vllm"),
+    Dependency("vllm_mode vllm_gpu_memory_utilization vllm_enable_sleep_mode", "use_vllm"),
+    Dependency("vllm_gpu_memory_utilization vllm_enable_sleep_mode", "vllm_mode", ("colocate",)),
+    Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "vllm_mode", ("server",)),
     Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
     Dependency(
         "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",

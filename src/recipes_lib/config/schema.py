@@ -396,9 +396,15 @@ class EngineConfig:
     transformers_continuous_batching_config: dict[str, Any] | None = None
     """Settings of transformers' ``ContinuousBatchingConfig``, such as ``{max_memory_percent: 0.5}``."""
     use_vllm: bool = False
-    """Sample by a vLLM server, which is started apart and gets the policy's weights every iteration."""
+    """Sample by vLLM, which gets the policy's weights every iteration."""
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    """``colocate``: an engine in each training process, on its device. ``server``: one that is started apart."""
+    vllm_gpu_memory_utilization: float = 0.3
+    """Share of a device's memory that the colocated engine takes, weights and KV cache together."""
+    vllm_enable_sleep_mode: bool = False
+    """Give that memory back while nothing is sampled; for GPUs, where waking up costs a part of a second."""
     vllm_server_base_url: str = "http://localhost:8000"
-    """Where that server listens."""
+    """Where the server listens."""
     vllm_server_timeout: float = 240.0
     """Seconds to wait for it at the start."""
     vllm_group_port: int = 51216

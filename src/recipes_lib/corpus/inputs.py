@@ -467,7 +467,7 @@ class SpreadSource:
             size = sum(path.stat().st_size for path in inner.files.values())
         elif isinstance(inner, HubSource):
             size = inner.num_bytes
-        parts = [part.source for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
+        parts = [part.source or inner for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
         stride = -(-len(parts) // places)
         waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
         while waiting:

@@ -113,7 +113,7 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
         if manifest is not None:
             return manifest
         submitted = work / "submitted.json"
-        if config.executor == "slurm" and _is_queued(submitted):
+        if _is_queued(submitted):
             found = f"jobs of this corpus are queued; the last is {read_record(submitted)['job']}"
             raise ConfigError(Problem(config.output_dir, found, "wait for them, or cancel them with scancel"))
         # Whatever became of the shards below `data/` since: they are put there again.
@@ -237,7 +237,9 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
         raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
     if name == "decontamination":
         files += [
-            compute_key([label_entry(entry), entry.get("columns"), open_benchmark(entry).fingerprint()])
+            compute_key(
+                {"entry": [label_entry(entry), entry.get("columns")], "items": open_benchmark(entry).fingerprint()}
+            )
             for entry in config.benchmarks or ()
         ]
     versions = read_versions(_STEP_PACKAGES.get(name, ()))
@@ -248,7 +250,7 @@ def _hash_code(*parts: Any) -> str:
     """Return a digest of the modules that hold these classes and functions; of what is in ``output``, of it alone."""
     of_blocks = (WriteClean, CompareHashes, WriteShards)
     sources = [inspect.getsource(part if part in of_blocks else sys.modules[part.__module__]) for part in parts]
-    return compute_key(sources)
+    return compute_key({"sources": sources})
 
 
 def build_steps(config: CorpusConfig, kind: str) -> list[Step]:

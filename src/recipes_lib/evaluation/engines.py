@@ -298,7 +298,7 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
 
 
 def _find_length(model: Any, settings: Mapping[str, Any]) -> int:
-    default = getattr(model, "max_gen_toks", None) or getattr(model, "_max_gen_toks", 256)
+    default: Any = getattr(model, "max_gen_toks", None) or getattr(model, "_max_gen_toks", 256)
     return int(next((settings[name] for name in _LENGTHS if settings.get(name) is not None), default))
 
 

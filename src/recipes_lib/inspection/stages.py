@@ -235,12 +235,14 @@ class PPOInspection(Inspection):
         self._look_at_engine(say)
 
     def _look_at_engine(self, say: Say) -> None:
-        if self.config.engine.use_vllm:
-            from recipes_lib.rl.engines.vllm_server import check_vllm
+        engine = self.config.engine
+        if engine.use_vllm:
+            from recipes_lib.rl.engines.link import check_vllm
 
             check_vllm()
-            say(f"answers are sampled by vLLM at {self.config.engine.vllm_server_base_url}, not from the seed")
-        elif self.config.engine.use_transformers_continuous_batching:
+            where = f"at {engine.vllm_server_base_url}" if engine.vllm_mode == "server" else "in each process"
+            say(f"answers are sampled by vLLM {where}, not from the seed")
+        elif engine.use_transformers_continuous_batching:
             say("answers are sampled by transformers' continuous batching, not from the seed")
 
     def _look_at_rewards(self, say: Say) -> None:
@@ -271,19 +273,21 @@ class PPOInspection(Inspection):
         """As in every stage; and whether the models fit into this machine's accelerator, if it has one."""
         from recipes_lib.hardware import read_device_memory
         from recipes_lib.planning.memory import list_layouts, plan_memory
+        from recipes_lib.training.layouts.memory_layout import build_layout
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         super().look_at_kernels(say)
         is_half = bool(resolve_precision(self.config)["bf16"])  # PPO refuses fp16.
-        alone, *sharded = (
-            plan_memory(self.config, self.model_config, layout, is_half=is_half)
-            for layout in list_layouts(self.config, self.launch.world_size)
+        launched = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
+        others = (one for one in list_layouts(self.config, self.launch.world_size) if one.shards != launched.shards)
+        asked, *rest = (
+            plan_memory(self.config, self.model_config, layout, is_half=is_half) for layout in (launched, *others)
         )
         size = read_device_memory()
-        say(f"{alone.about or 'one model trained'}: {alone.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
-        if size is not None and not alone.fits(size):
+        say(f"{asked.about or 'one model trained'}: {asked.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
+        if size is not None and not asked.fits(size):
             remedy = "adapters (`use_peft: true`), fewer rows at once"
-            for plan in sharded:
+            for plan in rest:
                 name, count = plan.layout.launch_file, plan.layout.num_processes
                 remedy += f", or accelerate_configs/{name}.yaml: {plan.peak / 1e9:.1f} GB on each of {count}"
             say(f"warning: this is more than the {size / 1e9:.1f} GB of the device at hand can hold; {remedy}")

@@ -66,11 +66,13 @@ class Generator(Protocol):
         name: For the log.
         follows_seed: Which answer a prompt gets depends on its own uniforms alone: not on the others beside it, not on
             the number of processes, not on whether the run was stopped. Where it is False, uniforms are at most a seed.
+        uses_policy: Whether it is the policy's own modules that answer, which must be whole on this process meanwhile.
         batch_size: Prompts that it is given at once; ``None`` gives it all, for it fills batches of its own.
     """
 
     name: str
     follows_seed: bool
+    uses_policy: bool
     batch_size: int | None
 
     def load(self, policy: Any) -> None:
@@ -100,6 +102,7 @@ class GenerateBackend:
 
     name = "generate"
     follows_seed = True
+    uses_policy = True
 
     def __init__(self, sampling: Sampling, *, batch_size: int, precision: Any) -> None:
         """Prepare to answer.

@@ -206,7 +206,7 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
     return Activations(total - sum(layer.total for layer in layers), tuple(layers))
 
 
-class _Products(TorchDispatchMode):
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of matrix products and attention, as ``save_matmuls`` keeps them, and tells weights apart.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Products(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         # Kept, so that nothing else gets their place.
@@ -238,7 +238,7 @@ class _FusedNorm(torch.autograd.Function):
     """Keeps what Liger's RMSNorm keeps: its input and a number a token."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, weight, hidden.new_empty(hidden.shape[:-1], dtype=torch.float32))
         return torch.empty_like(hidden)
 
@@ -247,7 +247,7 @@ class _FusedGate(torch.autograd.Function):
     """Keeps what Liger's SwiGLU and GeGLU keep: both factors, not the activation."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         return torch.empty_like(gate)
 
@@ -257,12 +257,14 @@ def fuse_as_liger(model: nn.Module) -> None:
 
     Source: Hsu et al. 2024 (Liger Kernel), section 3.2.
     """
+    norm: Any = _FusedNorm
+    gate: Any = _FusedGate
 
     def fuse(module: Any) -> Callable[[Tensor], Tensor] | None:
         if type(module).__name__.endswith("RMSNorm"):
-            return lambda hidden: _FusedNorm.apply(hidden, module.weight)
+            return lambda hidden: norm.apply(hidden, module.weight)
         if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
-            return lambda hidden: module.down_proj(_FusedGate.apply(module.gate_proj(hidden), module.up_proj(hidden)))
+            return lambda hidden: module.down_proj(gate.apply(module.gate_proj(hidden), module.up_proj(hidden)))
         return None
 
     for module in model.modules():

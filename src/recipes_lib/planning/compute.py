@@ -1,8 +1,7 @@
-"""FLOPs of a training step, parameter counts without allocation, and peak FLOPs and memory of devices."""
+"""FLOPs of a training step, parameter counts without allocation, and the hours that they take."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -151,109 +150,6 @@ def _count_attention(config: Any, sequence_length: int) -> float:
     num_keys: int = sum(contexts.get(layer_type, 0) for layer_type in layer_types)
     num_features: int = config.num_attention_heads * (score_dim + value_dim)
     return 2.0 * num_keys * num_features
-
-
-# Pattern of the name; dense 16-bit matrix throughput with 32-bit accumulation in FLOP/s; memory in 10^9 bytes, as the
-# makers' data sheets have them. A name stands before every name that it contains.
-_DEVICES: Final = (
-    ("GB300", 2500e12, 288),
-    ("GB200", 2500e12, 192),
-    ("B300", 2250e12, 288),
-    ("B200", 2250e12, 192),
-    ("GH200 144GB?", 989e12, 144),
-    ("GH200", 989e12, 96),
-    ("H200 NVL", 835e12, 141),
-    ("H200", 989e12, 141),
-    ("H100 NVL", 835e12, 94),
-    ("H100 PCIe", 756e12, 80),
-    ("H100", 989e12, 80),
-    ("H800", 989e12, 80),
-    ("H20", 148e12, 96),
-    ("A100", 312e12, 40),
-    ("A800", 312e12, 80),
-    ("A40", 149.7e12, 48),
-    ("A30", 165e12, 24),
-    ("A10", 125e12, 24),
-    ("A10G", 70e12, 24),
-    ("L40S", 362e12, 48),
-    ("L40", 181e12, 48),
-    ("L4", 121e12, 24),
-    ("RTX PRO 6000", 500e12, 96),
-    ("RTX A6000", 154.8e12, 48),
-    ("RTX 5090", 209.5e12, 32),
-    ("RTX 4090", 165.2e12, 24),
-    ("RTX 3090", 71e12, 24),
-    ("V100", 125e12, 16),
-    ("T4", 65e12, 16),
-    ("MI355X", 2500e12, 288),
-    ("MI325X", 1307e12, 256),
-    ("MI300X", 1307e12, 192),
-    ("MI250X", 191.5e12, 128),
-)
-_WITHOUT_BFLOAT16: Final = ("V100", "T4")
-
-
-def _find_device(device_name: str) -> tuple[str, float | None, float | None]:
-    """Return the row of ``_DEVICES`` that a device is of."""
-    for row in _DEVICES:
-        if re.search(rf"\b{row[0]}\b", device_name, re.IGNORECASE):
-            return row
-    return "", None, None
-
-
-def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of one device in FLOP/s; ``None`` where it is not known: a CPU, ``float32``, a new GPU.
-
-    Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
-        dtype: Of the matrix products: ``bfloat16`` or ``float16``.
-    """
-    name, peak, _ = _find_device(device_name)
-    is_supported = dtype == torch.float16 or (dtype == torch.bfloat16 and name not in _WITHOUT_BFLOAT16)
-    return peak if is_supported else None
-
-
-def find_peak(device_name: str, config: RecipeConfig) -> float:
-    """Return the dense peak of one device in FLOP/s for the products of a run.
-
-    Args:
-        device_name: As for ``peak_flops``.
-        config: The run; its products have 16 bits unless it says ``bf16: false``.
-
-    Raises:
-        ConfigError: The device is not known, or its peak for products of that type.
-    """
-    dtype = _choose_product_type(config)
-    if (peak := peak_flops(device_name, dtype)) is not None:
-        return peak
-    remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100"
-    if peak_flops(device_name, torch.float16) is not None:
-        remedy = "write `fp16: true`" if dtype == torch.bfloat16 else "write `bf16: true`, or leave out --gpu"
-    found = f"the peak of {device_name!r} in {str(dtype).removeprefix('torch.')} is not known"
-    raise ConfigError(Problem("--gpu", found, remedy))
-
-
-def _choose_product_type(config: RecipeConfig) -> torch.dtype:
-    if config.training.get("fp16"):
-        return torch.float16
-    if config.training.get("bf16") is not False:
-        return torch.bfloat16
-    # Without autocast products have the type of the weights.
-    return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
-
-
-def device_memory(device_name: str) -> float | None:
-    """Return the bytes of one device; ``None`` where they are not known.
-
-    Args:
-        device_name: As for ``peak_flops``; a number of GB in it decides, as in ``A100-SXM4-80GB``.
-    """
-    name, _, size = _find_device(device_name)
-    told = re.search(r"(\d+) ?GB\b", device_name, re.IGNORECASE)
-    # In the name of a GH200 the number is, or may be, the memory of the processor beside it.
-    if told and not name.startswith("GH200"):
-        size = float(told[1])
-    return None if size is None else size * 1e9
 
 
 TOKENS_PER_PARAMETER: Final = 20.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
@@ -36,7 +36,8 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, device_memory, has_live_reference
+from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, has_live_reference
+from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import (
     ACTIVATIONS,
@@ -47,6 +48,9 @@ from recipes_lib.planning.memory_plan import (
     CONTEXT,
     CONTEXT_BYTES,
     COPIES,
+    ENGINE,
+    ENGINE_CACHE,
+    ENGINE_COPY,
     GATHERED,
     GATHERED_LAYERS,
     KINDS,
@@ -82,14 +86,11 @@ def list_devices(gpu: str | None) -> dict[str, float]:
     """Return the bytes of a GPU by name; ``None``: of the usual sizes.
 
     Raises:
-        ConfigError: The memory of the GPU is not known.
+        ConfigError: The GPU is not known.
     """
     if gpu is None:
         return {f"{size} GB": size * 1e9 for size in _USUAL_GB}
-    if (memory := device_memory(gpu)) is None:
-        found = f"the memory of {gpu!r} is not known"
-        raise ConfigError(Problem("--gpu", found, "write a name as `nvidia-smi -L` has it, or a size such as 80GB"))
-    return {gpu: memory}
+    return {gpu: choose_device(gpu).memory}
 
 
 def plan_memory(
@@ -128,12 +129,16 @@ def plan_memory(
         for kind, size, shards in zip(KINDS, model, layout.shards, strict=True)
     }
     components = {name: size for name, size in (held | temporary).items() if size}
-    phases = dict(PHASES) if config.stage in RL_STAGES else {}
+    phases = _name_phases(config) if config.stage in RL_STAGES else {}
     if "critic" not in models:
         phases.pop("critic's update", None)
     num_predicted = 0 if config.stage == "reward" else Batch.of(config, layout).num_targets
     vocabulary = narrowed.get_text_config().vocab_size
-    return MemoryPlan(layout, about, components, phases, num_predicted, vocabulary).place(device_bytes)
+    plan = MemoryPlan(layout, about, components, phases, num_predicted, vocabulary)
+    if ENGINE in components:
+        share = config.engine.vllm_gpu_memory_utilization
+        plan = dataclasses.replace(plan, engine_share=share, engine_row=components[ENGINE_CACHE])
+    return plan.place(device_bytes)
 
 
 class Batch(NamedTuple):
@@ -275,6 +280,16 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)
 
 
+def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
+    """The phases of an iteration; vLLM reads nothing of the policy while it samples."""
+    phases, engine = dict(PHASES), config.engine
+    if engine.use_vllm:
+        asleep = (ENGINE, ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
+        # The policy goes over a layer at a time.
+        phases["sampling"] = (GATHERED.format("a layer"), *asleep)
+    return phases
+
+
 def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
     """Count a run of reinforcement learning, whose phases do not hold everything at once."""
     text, micro = model_config.get_text_config(), Batch.of(config, layout)
@@ -283,20 +298,25 @@ def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layo
         about, models, policy = _build_rl(config, model_config)
     temporary = _count_exchange(config, policy, layout, is_half=is_half)
     kept = count_kept(config, model_config, layout, is_half=is_half)
+    width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
     if layout.shards.weights != 1:
-        width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
         gathered = {
-            "sampling": width * (sum(layers) + ends),
+            "sampling": 0 if config.engine.use_vllm else width * (sum(layers) + ends),
             "scoring": models["reward model"].weights,
             # This layer, the next, which is fetched meanwhile, and the output projection.
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
         temporary |= {GATHERED.format(name): size for name, size in gathered.items()}
     with on_fakes(policy, is_half=is_half):
-        cache = batch * count_cache(policy, micro.length)
+        row = count_cache(policy, micro.length)
+    if not config.engine.use_vllm:
+        temporary |= {CACHE: batch * row, SAMPLED: batch * text.vocab_size * SAMPLING_BYTES}
+    elif config.engine.vllm_mode == "colocate":
+        temporary |= {ENGINE: width * (sum(layers) + ends), ENGINE_CACHE: row}
+    is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
+    if config.engine.use_transformers_continuous_batching and is_narrow:
+        temporary[ENGINE_COPY] = width * (sum(layers) + ends)
     temporary |= {
-        CACHE: cache,
-        SAMPLED: batch * text.vocab_size * SAMPLING_BYTES,
         LAYER: round(kept.largest_layer * batch / micro.num_rows),
         ACTIVATIONS: kept.count(read_checkpointing(config)),
     }

@@ -38,6 +38,9 @@ CACHE: Final = "KV cache of a batch"
 SAMPLED: Final = "logits of a batch"
 LAYER: Final = "a layer of a batch"
 GATHERED: Final = "gathered for {}"
+ENGINE: Final = "vLLM's weights"
+ENGINE_CACHE: Final = "vLLM's KV cache"
+ENGINE_COPY: Final = "16-bit copy that answers"
 CONTEXT: Final = "CUDA context and workspaces"
 COMMUNICATION: Final = "NCCL buffers"
 RESERVE: Final = "fragmentation reserve"
@@ -65,6 +68,9 @@ FORMULAS: Final[Mapping[str, str]] = {
     CACHE: "rows x what the model caches of the longest row",
     SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
     LAYER: "tensors of the largest layer, of all rows",
+    ENGINE: "bytes of a product x parameters of the policy",
+    ENGINE_CACHE: "the rest of vllm_gpu_memory_utilization x GPU; one row, at least",
+    ENGINE_COPY: "2 x parameters of the policy (use_transformers_continuous_batching)",
     GATHERED.format("sampling"): "bytes of a product x parameters of the policy",
     GATHERED.format("scoring"): "weights of the reward model",
     GATHERED.format("a layer"): "bytes of a product x (2 layers + output projection)",
@@ -163,6 +169,8 @@ class MemoryPlan:
         phases: Components by phase; those that no phase names are held in each. Without phases all are held at once.
         num_predicted: Tokens of a micro-batch whose logits are computed.
         vocabulary: Logits of each.
+        engine_share: Of the device, what the weights and the KV cache of a colocated engine take.
+        engine_row: Bytes that one row needs of that cache.
     """
 
     layout: Layout
@@ -171,6 +179,8 @@ class MemoryPlan:
     phases: Mapping[str, Sequence[str]]
     num_predicted: int = 0
     vocabulary: int = 1
+    engine_share: float = 0
+    engine_row: int = 0
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -188,17 +198,22 @@ class MemoryPlan:
         return max(self.peaks.values())
 
     def place(self, device_bytes: float) -> MemoryPlan:
-        """Return the plan on a device of this size: chunks of logits grow with it; with a reserve for fragmentation."""
+        """Return the plan on a device of this size: chunks of logits and an engine's cache grow; with a reserve."""
         num_tokens = min(self.num_predicted, count_chunk_tokens(self.vocabulary, choose_chunk_bytes(device_bytes)))
         components = {name: size for name, size in self.components.items() if name not in (LOGITS, RESERVE)}
         if num_tokens:
             components[LOGITS] = _LOGIT_BYTES * self.vocabulary * num_tokens
+        if self.engine_share:
+            rest = round(self.engine_share * device_bytes) - components[ENGINE]
+            components[ENGINE_CACHE] = max(rest, self.engine_row)
         plan = dataclasses.replace(self, components=components)
         foreign = sum(components.get(name, 0) for name in (CONTEXT, COMMUNICATION))
         return dataclasses.replace(plan, components={**components, RESERVE: round(_RESERVED * (plan.peak - foreign))})
 
     def fits(self, device_bytes: float) -> bool:
-        """Return whether a device of this size holds the run."""
+        """Return whether a device of this size holds the run, and an engine's share of it the engine."""
+        if self.engine_share * device_bytes < self.components.get(ENGINE, 0) + self.engine_row:
+            return False
         return self.place(device_bytes).peak <= device_bytes
 
     def describe(self, devices: Mapping[str, float], *, explains: bool = False) -> Iterator[str]:

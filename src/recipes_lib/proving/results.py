@@ -64,10 +64,10 @@ def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
     return Row(bench.describe(), check.name, check.what, status, seconds, figures, reason)
 
 
-def read_rows(folder: Path, machine: str) -> dict[str, Row]:
-    """Return the last row of each check on a machine, by name; a line that a kill cut off is none."""
+def read_rows(folder: Path, machine: str | None = None) -> dict[str, Row]:
+    """Return the last row of each check by name, on one machine or on any; a line that a kill cut off is none."""
     lines = [line for line in read_lines(folder / ROWS_FILE) if line and line.keys() == Row.__dataclass_fields__.keys()]
-    return {line["check"]: Row(**line) for line in lines if line["machine"] == machine}
+    return {line["check"]: Row(**line) for line in lines if machine in (None, line["machine"])}
 
 
 def add_row(folder: Path, row: Row) -> None:

@@ -27,11 +27,6 @@ CHART: Final = "report/loss.png"
 MAX_CURVE_ROWS: Final = 10
 _MAX_GENERATIONS: Final = 8
 _COUNTS: Final = {"num_rows": "rows", "num_tokens": "tokens", "num_target_tokens": "of them trained on"}
-_BOARD_WATTS: Final = (
-    *(("B200", 1000), ("MI300X", 750), ("H200", 700), ("H100 PCIe", 350), ("H100 80GB HBM3", 700)),
-    *(("A100-SXM4", 400), ("L40S", 350), ("L4", 72), ("T4", 70), ("RTX 4090", 450), ("RTX 3090", 350)),
-)
-"""Rated power of a board, from the makers' data sheets; a name stands before every name that it contains."""
 
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
@@ -260,17 +255,13 @@ def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
         yield "operations", f"{last['num_flops']:.3g} FLOP"
     if last.get("memory_bytes"):
         yield "peak memory", f"{last['memory_bytes'] / 1e9:.1f} GB on the main process"
-    watts = find_board_power(str(hardware.get("device", "")))
-    if hours and watts:
-        yield (
-            "energy",
-            f"at most {hours * num_devices * watts / 1000:.2f} kWh: {watts} W a board, without the machine around it",
-        )
+    # With torch, without which `recipes publish --help` answers.
+    from recipes_lib.planning.devices import find_device
 
-
-def find_board_power(device: str) -> int | None:
-    """Return the rated power of a GPU in watts; ``None`` where it is not known."""
-    return next((watts for name, watts in _BOARD_WATTS if re.search(rf"\b{name}\b", device)), None)
+    device = find_device(str(hardware.get("device", "")))
+    if hours and device and device.watts:
+        energy = hours * num_devices * device.watts / 1000
+        yield "energy", f"at most {energy:.2f} kWh: {device.watts} W a board, without the machine around it"
 
 
 def list_curve(events: Sequence[Record]) -> list[Row]:

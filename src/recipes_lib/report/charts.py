@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.report.run_files import Record, RunFiles, find_non_finite_steps, read_curve
+from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
 Kind = Literal["noisy", "exact", "points"]
@@ -185,19 +185,13 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     ]
     lines = [train("loss", "" if mixed_unit else "training"), *([] if mixed_unit else [held_out("loss")])]
     loss = Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
-    sets = [
-        Line(name, read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
-        for name, colour in zip(
-            _list_sets(run.evaluations), itertools.cycle(("second", "first", "muted", "ink")), strict=False
-        )
-    ]
     by_text = held_out("bits_per_byte" if in_bytes else "loss", "")
     rate = rate if has_targets else train("tokens_per_second")
     rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
         *([*_plan_rl(run), loss] if is_rl else [loss]),
         Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
-        Plan("heldout_sets", "Held-out sets", sets, unit),
+        Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
         *(pairs if is_pairs else ()),
         Plan("nll", "Cost of the text", nll, "nats per target token"),
         *distillation,
@@ -205,12 +199,6 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
         Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
         Plan("throughput", "Throughput", [rate], rate_unit, from_zero=True),
     ]
-
-
-def _list_sets(evaluations: Sequence[Record]) -> list[str]:
-    """Names of held-out sets that have a loss of their own."""
-    names = (re.fullmatch(r"eval_(.+)_loss", name) for record in evaluations for name in record)
-    return sorted({found.group(1) for found in names if found})
 
 
 def _trained(run: RunFiles, name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
@@ -235,6 +223,16 @@ def _plan_rl(run: RunFiles) -> list[Plan]:
         Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
         Plan("length", "Length", length, "tokens per answer", from_zero=True),
         Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
+    ]
+
+
+def _draw_sets(run: RunFiles) -> list[Line]:
+    """Return a line for each held-out set that has a loss of its own, by its name."""
+    names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
+    colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
+    return [
+        Line(name, read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
     ]
 
 

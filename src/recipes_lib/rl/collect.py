@@ -128,7 +128,7 @@ class Collector:
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         ids = torch.zeros(len(prompts), self.response_length, dtype=torch.int64)
         logps = torch.zeros(len(prompts), self.response_length)
-        with self.models.as_policy() as policy, held_whole(policy):
+        with self.models.as_policy() as policy, held_whole(policy, is_needed=self.generator.uses_policy):
             for rows in self.progress.track(chunks, "sampling answers", len(chunks)):
                 uniforms = [self._draw(numbers[row]) for row in rows]
                 answered = self.generator.generate(

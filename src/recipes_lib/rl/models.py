@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,13 +55,14 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 
 
 @contextmanager
-def held_whole(model: Any) -> Iterator[None]:
+def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
     """Have all weights of a model on every process meanwhile, so that nobody within waits for another; all must enter.
 
     Whoever leaves by a ``LeftError`` calls ``stop_if_agreed`` next, and meets there those who came to the end.
 
     Args:
         model: Sharded; with any other there is nothing to do.
+        is_needed: Whether weights are read at all; without, it is the meeting at the end alone.
 
     Raises:
         PreemptedError: At the end, on all processes: one was asked to stop.
@@ -69,7 +70,7 @@ def held_whole(model: Any) -> Iterator[None]:
     if not is_sharded(model):
         yield
         return
-    with gathered(model):
+    with gathered(model) if is_needed else nullcontext():
         yield
     stop_if_agreed()
 

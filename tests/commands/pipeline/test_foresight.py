@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from tests.forked import ROOT
 
-from recipes_lib.commands.pipeline.foresight import MFU, plan_stages
+from recipes_lib.commands.pipeline.foresight import plan_stages
+from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
+from recipes_lib.planning.devices import find_efficiency
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -39,10 +41,16 @@ def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
     assert (base, gpus, sft, one) == ("base", "2", "sft", "1")
     # Six operations for a weight and token, the output projection's among them, and attention over 128 tokens.
     weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 1000 * 64
-    bound = 6 * weights * 1_024_000 / (989e12 * MFU * 3600) * 1e9
+    keys = [f"--dataset_name={tmp_path / 'rows.jsonl'}", "--max_length=128", f"--output_dir={tmp_path}"]
+    begun = [*keys, f"--model_config={json.dumps(SHAPE)}", f"--tokenizer_name_or_path={tmp_path}", "--max_tokens=1024"]
+    share, _ = find_efficiency(load_config("pretrain", begun))
+    sft_share, _ = find_efficiency(load_config("sft", [*keys, f"--model_name_or_path={tmp_path}"]))
+    bound = 6 * weights * 1_024_000 / (989e12 * share * 3600) * 1e9
     assert bound <= float(cost.replace(",", "")) <= 1.6 * bound
     # As many tokens: 1,000 steps of four rows of 128 are half of 1,024,000, on one GPU.
-    assert float(sft_cost.replace(",", "")) == pytest.approx(float(cost.replace(",", "")) / 2, rel=0.2)
+    assert float(sft_cost.replace(",", "")) == pytest.approx(
+        float(cost.replace(",", "")) / 2 * share / sft_share, rel=0.2
+    )
     total = float(lines[4][-1].replace(",", ""))
     assert total == pytest.approx(float(cost.replace(",", "")) + float(sft_cost.replace(",", "")), abs=0.02)
     assert lines[-1] == ["without", "the", "time", "of", "scores"]

@@ -16,24 +16,28 @@ from tests.rows import read_events
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.generation import GenerateBackend
+from recipes_lib.rl.engines import vllm_colocated
 from recipes_lib.rl.engines.engine import ContinuousBatchingBackend, build_generator, verify_engine
 
-OPTIONS = {
-    "batch_size": 4,
-    "precision": contextlib.nullcontext,
-    "dtype": torch.float32,
-    "device": CPU,
-    "is_main": True,
-}
+ARGS = SimpleNamespace(
+    per_device_eval_batch_size=4, device=CPU, process_index=0, bf16=False, fp16=False, mixed_precision="no"
+)
 EXACT, OTHER = SimpleNamespace(name="exact", follows_seed=True), SimpleNamespace(name="other", follows_seed=False)
 
 
-def test_the_engine_is_the_one_that_was_asked_for():
-    assert isinstance(build_generator(EngineConfig(), build_sampling(), **OPTIONS), GenerateBackend)
-    continuous = EngineConfig(use_transformers_continuous_batching=True)
-    assert isinstance(build_generator(continuous, build_sampling(), **OPTIONS), ContinuousBatchingBackend)
-    with pytest.raises(ConfigError, match="vLLM is not installed"):
-        build_generator(EngineConfig(use_vllm=True), build_sampling(), **OPTIONS)
+def build(**keys):
+    config = SimpleNamespace(engine=EngineConfig(**keys))
+    return build_generator(config, ARGS, build_sampling(), precision=contextlib.nullcontext, max_length=32)
+
+
+def test_the_engine_is_the_one_that_was_asked_for(monkeypatch):
+    assert isinstance(build(), GenerateBackend)
+    assert isinstance(build(use_transformers_continuous_batching=True), ContinuousBatchingBackend)
+    for mode in ("colocate", "server"):
+        with pytest.raises(ConfigError, match="vLLM is not installed"):
+            build(use_vllm=True, vllm_mode=mode)
+    monkeypatch.setattr(vllm_colocated, "start", lambda config, args, sampling, max_length: max_length)
+    assert build(use_vllm=True) == 32
 
 
 def test_an_engine_is_held_against_the_training_graph():

@@ -13,9 +13,9 @@ from trl.generation import vllm_client
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.rl.engines.vllm_server import check_vllm, connect
+from recipes_lib.rl.engines.vllm_server import connect
 
-CONFIG = EngineConfig(use_vllm=True, vllm_server_timeout=0.0)
+CONFIG = EngineConfig(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0)
 
 
 @pytest.fixture
@@ -65,9 +65,13 @@ def test_only_the_main_process_sends_weights(stub):
     assert not hasattr(stub, "is_open")
 
 
-def test_without_vllm_the_run_is_refused():
-    with pytest.raises(ConfigError, match="vLLM is not installed"):
-        check_vllm()
+def test_a_server_that_fails_is_told_with_the_way_to_go_on(stub):
+    policy, engine = build_policy("llama"), reach(stub)
+    engine.load(policy)
+    stub.complete = None
+    with pytest.raises(ConfigError, match="use_vllm: vLLM failed at sampling answers") as told:
+        engine.generate(policy, PROMPTS, draw(4))
+    assert "run the same command to resume" in told.value.problems[0].remedy
 
 
 def test_a_server_that_is_not_there_or_not_what_is_needed_is_refused(stub, monkeypatch):

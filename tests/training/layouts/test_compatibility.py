@@ -180,7 +180,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
     ),
     (
         (PPO | {"use_transformers_continuous_batching": True}, FSDP),
-        [(PPO | {"use_transformers_continuous_batching": True}, DDP), (PPO | {"use_vllm": False}, FSDP)],
+        [(PPO | {"use_transformers_continuous_batching": True}, DDP), (PPO | {"use_vllm": True}, FSDP)],
     ),
     ((DISTIL | {"angle_weight": 0.5}, ZERO), [(DISTIL | {"angle_weight": 0.5}, DDP), (DISTIL, FSDP), (DISTIL, ZERO)]),
     (
@@ -246,7 +246,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, cut("fp8"), "8-bit layers take whole tensors"),
     ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
     (RLOO, ZERO, "DeepSpeed trains one model"),
-    (PPO | {"use_vllm": True}, FSDP, "takes over whole weights"),
+    (PPO | {"use_transformers_continuous_batching": True}, FSDP, "the policy's own modules"),
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),
     (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, ZERO, "outside of the forward"),
 ]

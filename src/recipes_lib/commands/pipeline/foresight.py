@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from recipes_lib.config.corpus import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
@@ -18,9 +18,6 @@ from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, read_state
 from recipes_lib.report.overview import format_rows
 from recipes_lib.shipped import find_launch_file
-
-MFU: Final = 0.4
-"""Share of the GPUs' peak that a plan counts on, as ``recipes plan`` does."""
 
 
 def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> None:
@@ -152,15 +149,17 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     rows.append(("in all", "", "", f"{total:.2f}", "" if price is None else f"{spent * price:,.2f}"))
     unknown = [stage.name for stage in pretended.stages if plans.get(stage.name, StagePlan(0)).hours is None]
     told = [f"without the time of {', '.join(unknown)}"] if unknown else []
-    return [*format_rows(rows), f"planned for {gpu} at {MFU:.0%} of the peak, not measured", *told]
+    return [*format_rows(rows), f"planned for {gpu} with published efficiencies, not measured", *told]
 
 
 def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
-    from recipes_lib.commands.plan import build_layout, find_planned_model
-    from recipes_lib.planning.compute import RL_STAGES, compute_flops_per_token, compute_hours, count_step, find_peak
+    from recipes_lib.commands.planning.plan import find_planned_model
+    from recipes_lib.planning.compute import RL_STAGES, compute_flops_per_token, compute_hours, count_step
+    from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
     from recipes_lib.planning.memory import plan_memory
     from recipes_lib.planning.pretraining import plan_pretraining
     from recipes_lib.training.layouts.launch_environment import plan_launch
+    from recipes_lib.training.layouts.memory_layout import build_layout
 
     config = load_config(stage.recipe, stage.argv)
     file = find_launch_file(stage.launch) if stage.launch else None
@@ -168,7 +167,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     model_config = find_planned_model(config)
     model_config.save_pretrained(stage.output)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
-    memory = plan_memory(config, model_config, layout).peak
+    memory = plan_memory(config, model_config, layout).place(choose_device(gpu).memory).peak
     num_steps = config.read("max_steps")
     if stage.recipe == "pretrain":
         tokens = plan_pretraining(config, launch.data_size)
@@ -177,4 +176,5 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
         return StagePlan(launch.world_size, memory)
     else:
         flops = num_steps * count_step(config, model_config, launch.data_size).num_flops
-    return StagePlan(launch.world_size, memory, compute_hours(flops, launch.world_size, find_peak(gpu, config), MFU))
+    hours = compute_hours(flops, launch.world_size, find_peak(gpu, config), find_efficiency(config)[0])
+    return StagePlan(launch.world_size, memory, hours)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -168,16 +168,8 @@ def read_commit(config: PreTrainedConfig) -> str | None:
     return getattr(config, "_commit_hash", None)
 
 
-def describe_weights(model: Any) -> list[tuple[str, str, list[int]]]:
-    """Name, dtype (``bfloat16``) and shape of what ``iterate_weights`` yields, in its order."""
-    return [
-        (name.replace(_BASE, "."), str(parameter.dtype).removeprefix("torch."), list(parameter.shape))
-        for name, parameter in _base_parameters(model)
-    ]
-
-
 @torch.no_grad()
-def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight once, under the name that it has without an adapter; the adapter that is on is added to it.
 
     One layer at a time has its adapter added, and afterwards the very bits that it had before: PEFT's ``unmerge``
@@ -185,6 +177,7 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
     Args:
         model: A model, or a PEFT model of low rank around it.
+        names: Of those parameters of the model below the adapter that are wanted; ``None``: all.
 
     Raises:
         ValueError: The adapter lies on bare tensors or trains modules whole, which have other names then.
@@ -193,6 +186,8 @@ def iterate_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     """
     layers = dict(unwrap_adapter(model).named_modules())
     for name, parameter in _base_parameters(model):
+        if names is not None and name not in names:
+            continue
         owner, is_adapted, rest = name.partition(_BASE)
         if not is_adapted or rest != "weight":
             yield name.replace(_BASE, "."), parameter.detach()

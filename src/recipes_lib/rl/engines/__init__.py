@@ -1,1 +1,1 @@
-"""Generation engines of RL: transformers' generate, continuous batching, vLLM server."""
+"""Generation engines of RL: transformers' generate and continuous batching, vLLM colocated and as a server."""

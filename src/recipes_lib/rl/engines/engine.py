@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import ContinuousBatchingConfig, PreTrainedTokenizerBase, TrainingArguments
 
-from recipes_lib.config.schema import EngineConfig, RecipeConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.models.generation import (
     GenerateBackend,
@@ -47,6 +47,7 @@ class ContinuousBatchingBackend:
 
     name = "continuous batching"
     follows_seed = False
+    uses_policy = True
     batch_size: int | None = None
 
     def __init__(self, sampling: Sampling, *, dtype: torch.dtype, options: Mapping[str, Any] | None) -> None:
@@ -77,9 +78,9 @@ class ContinuousBatchingBackend:
             return
         # Its thread knows nothing of this one's autocast, and the cache is kept in the dtype of the weights.
         if not self._is_copy:
-            self._model, self._is_copy = copy.deepcopy(own).requires_grad_(False), True
-            for parameter in self._model.parameters():
-                parameter.data = parameter.data.to(self._dtype)
+            # Their copies are named beforehand: there is never a second model in the dtype of the weights.
+            halves = {id(weight): nn.Parameter(weight.detach().to(self._dtype), False) for weight in own.parameters()}
+            self._model, self._is_copy = copy.deepcopy(own, halves), True
         with torch.no_grad():
             for mine, its in zip(self._model.parameters(), own.parameters(), strict=True):
                 mine.copy_(its)
@@ -138,38 +139,34 @@ MAX_GAP: Final = 1.0
 
 
 def build_generator(
-    config: EngineConfig,
-    sampling: Sampling,
-    *,
-    batch_size: int,
-    precision: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    is_main: bool,
+    config: RecipeConfig, args: TrainingArguments, sampling: Sampling, *, precision: Any, max_length: int
 ) -> Generator:
     """Build the engine that a run asks for; ``generate`` unless it asks for another.
 
     Args:
-        config: Which.
+        config: Which, and of what model.
+        args: Rows of a batch of ``generate``, precision and device, and whether this is the main process.
         sampling: How answers are sampled.
-        batch_size: Prompts of a batch of ``generate``.
         precision: Gives the context in which products are computed.
-        dtype: Of those products.
-        device: Of the models.
-        is_main: Whether this process sends weights to an engine apart.
+        max_length: Tokens of the longest prompt with its longest answer.
 
     Raises:
-        ConfigError: As ``ContinuousBatchingBackend`` and ``connect``.
+        ConfigError: As ``ContinuousBatchingBackend``, ``connect`` and ``start``.
     """
-    if config.use_vllm:
-        # Imports vLLM where it is installed.
+    engine = config.engine
+    # Both import vLLM where it is installed.
+    if engine.use_vllm and engine.vllm_mode == "server":
         from recipes_lib.rl.engines.vllm_server import connect
 
-        return connect(config, sampling, device=device, is_main=is_main)
-    if config.use_transformers_continuous_batching:
-        options = config.transformers_continuous_batching_config
-        return ContinuousBatchingBackend(sampling, dtype=dtype, options=options)
-    return GenerateBackend(sampling, batch_size=batch_size, precision=precision)
+        return connect(engine, sampling, device=args.device, is_main=args.process_index == 0)
+    if engine.use_vllm:
+        from recipes_lib.rl.engines.vllm_colocated import start
+
+        return start(config, args, sampling, max_length)
+    if engine.use_transformers_continuous_batching:
+        options = engine.transformers_continuous_batching_config
+        return ContinuousBatchingBackend(sampling, dtype=get_compute_dtype(args), options=options)
+    return GenerateBackend(sampling, batch_size=args.per_device_eval_batch_size, precision=precision)
 
 
 def verify_engine(rollout: Rollout, generator: Generator, dtype: torch.dtype) -> str:
@@ -241,15 +238,7 @@ def build_collector(
         temperature=config.rewards.temperature,
         beat=beat,
     )
-    generator = build_generator(
-        config.engine,
-        sampling,
-        batch_size=args.per_device_eval_batch_size,
-        precision=precision,
-        dtype=get_compute_dtype(args),
-        device=args.device,
-        is_main=args.process_index == 0,
-    )
+    generator = build_generator(config, args, sampling, precision=precision, max_length=max_length)
     return Collector(
         models=models,
         generator=generator,

@@ -12,8 +12,9 @@ from trl.generation import vllm_client
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.adapters.saved import describe_weights, iterate_weights
 from recipes_lib.models.generation import Generated, Sampling, join_answers
+from recipes_lib.rl.engines.link import check_vllm, iterate_policy, told
+from recipes_lib.training.layouts.fsdp import is_sharded
 
 REQUESTS: Final = 64
 """HTTP requests that wait at once; the prompts are shared out among them. As TRL's own client."""
@@ -35,6 +36,7 @@ class VLLMBackend:
 
     name = "vLLM"
     follows_seed = False
+    uses_policy = False
     batch_size: int | None = None
 
     def __init__(self, client: Any, sampling: Sampling, *, is_main: bool) -> None:
@@ -42,17 +44,36 @@ class VLLMBackend:
         self._client = client
         self._sampling = sampling
         self._is_main = is_main
+        self._described: list[tuple[str, str, list[int]]] = []
 
     def load(self, policy: Any) -> None:
-        """Send the weights, an adapter added to them, and make the server forget what it remembers of prompts."""
-        if self._is_main:
-            self._client.update_named_params(describe_weights(policy), iterate_weights(policy))
+        """Send the weights, an adapter added to them, and make the server forget what it remembers of prompts.
+
+        All ranks of a sharded policy must call: each layer is gathered by all of them.
+
+        Raises:
+            ConfigError: The server failed.
+        """
+        if not (self._is_main or is_sharded(policy)):
+            return
+        # The server has to know of every tensor before the first one comes.
+        self._described = self._described or [
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            for name, tensor in iterate_policy(policy)
+        ]
+        if not self._is_main:
+            for _ in iterate_policy(policy):
+                pass
+            return
+        with told("use_vllm", self.name, "taking over weights"):
+            self._client.update_named_params(self._described, iterate_policy(policy))
             self._client.reset_prefix_cache()
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
         """Answer every prompt once; ``uniforms`` are not used.
 
         Raises:
+            ConfigError: The server failed.
             RuntimeError: As ``join_answers``.
         """
         rows = range(len(prompts))
@@ -61,7 +82,8 @@ class VLLMBackend:
         with ThreadPoolExecutor(max_workers=len(parts)) as pool:
             waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
             for done in as_completed(waiting):
-                answers.update(zip(waiting[done], done.result(), strict=True))
+                with told("use_vllm", self.name, "sampling answers"):
+                    answers.update(zip(waiting[done], done.result(), strict=True))
                 self._sampling.beat()
         return join_answers([answers[row] for row in rows], self._sampling)
 
@@ -75,17 +97,6 @@ class VLLMBackend:
         # Of each token a list of one, its own.
         logps = [[token[0] for token in answer] for answer in output["logprobs"]]
         return list(zip(output["completion_ids"], logps, strict=True))
-
-
-def check_vllm() -> None:
-    """Refuse a run for which vLLM would have to be installed.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if not vllm_client.is_vllm_available():
-        remedy = "pip install 'trl[vllm]', or write `use_transformers_continuous_batching: true`, which needs nothing"
-        raise ConfigError(Problem("use_vllm", "vLLM is not installed", remedy))
 
 
 def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, is_main: bool) -> VLLMBackend:

@@ -19,7 +19,8 @@ from recipes_lib.models.heads.scoring import read_positions
 from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 from recipes_lib.models.parallel.tensor_parallel import find_data_group
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
-from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token, peak_flops
+from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token
+from recipes_lib.planning.devices import peak_flops
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs, Rows
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.user_metrics import load_metrics

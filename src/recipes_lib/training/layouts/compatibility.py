@@ -485,10 +485,10 @@ BLOCKED: Final = (
     ),
     Blocked(
         *_FSDP,
-        "this engine takes over whole weights, and under FSDP2 no process has them",
-        "delete the line: `generate` samples from the shards; or use accelerate_configs/ddp.yaml",
-        ("use_vllm", "use_transformers_continuous_batching"),
-        "PPO, RLOO, GRPO with `use_vllm`, `use_transformers_continuous_batching`",
+        "its threads run the policy's own modules, which under FSDP2 are whole for one forward pass alone",
+        "write `use_vllm: true`; or delete the line: `generate` samples from the gathered policy",
+        ("use_transformers_continuous_batching",),
+        "PPO, RLOO, GRPO with `use_transformers_continuous_batching: true`",
         _SAMPLES_ANSWERS,
     ),
     Blocked(

@@ -252,6 +252,12 @@ def keep_from_accelerate(launch: Launch) -> None:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
+def keep_engine_in_process() -> None:
+    """Have vLLM compute in this process, whose weights it gets, and report to nobody; before it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+
+
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
     """Tell the processes that this one becomes or starts how many they should be, and what should shard them.
 

@@ -10,13 +10,15 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from recipes_lib.commands.clean import plan as plan_corpus
+from recipes_lib.commands.planning.hardware import CURVE, Hardware, Row, format_rows
+from recipes_lib.commands.planning.search import search_plan
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import STAGES
@@ -30,48 +32,32 @@ from recipes_lib.planning.compute import (
     TOKENS_PER_PARAMETER,
     ModelSize,
     compute_flops_per_token,
-    compute_hours,
     compute_model_size,
     compute_training_flops,
     count_step,
-    find_peak,
 )
+from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
-from recipes_lib.planning.memory_plan import Held, Layout
+from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule
+from recipes_lib.planning.shapes import find_shape
+from recipes_lib.planning.steps import compute_steps
+from recipes_lib.proving.results import PASSED, read_rows
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
-    Launch,
     add_pipeline_flags,
     name_pipeline,
     plan_launch,
 )
+from recipes_lib.training.layouts.memory_layout import build_layout
 
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
-_CURVE_WIDTH: Final = 64
+CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
-_LABEL_WIDTH: Final = 16
-_MFU: Final = 0.4
-
-
-class Hardware(NamedTuple):
-    """What a run is to run on.
-
-    Attributes:
-        gpu: Name of the GPU, such as ``H100``.
-        num_gpus: How many.
-        mfu: Share of their peak that is of use, above 0 and at most 1.
-        failures: What interruptions of these GPUs together cost; ``None`` to tell nothing of them.
-    """
-
-    gpu: str
-    num_gpus: int
-    mfu: float
-    failures: Failures | None
 
 
 def main(argv: Sequence[str]) -> None:
@@ -79,59 +65,102 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
-            be had, or the PNG cannot be written.
+            be had, the PNG cannot be written, or the run does not fit the GPU that is named.
     """
     stage, rest = split_stage(argv, (*STAGES, "corpus"))
     if stage == "corpus":
         plan_corpus(rest)
         return
+    options, overrides = _build_parser().parse_known_args(argv)
+    config = load_for_command(stage, overrides, options.config)
+    if options.gpus:
+        batch_processes = options.num_processes
+        options.num_processes, options.gpu = _read_gpus(options.gpus)
+    if problems := list(_find_problems(config, options)):
+        raise ConfigError(*problems)
+    num_processes, num_gpus, layouts = _choose_layouts(config, options)
+    hardware = _choose_hardware(config, options, num_gpus)
+    model_config = find_planned_model(config)
+    if options.gpus:
+        assert hardware is not None
+        rows = search_plan(config, model_config, options, hardware, batch_processes or num_gpus)
+        sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
+        return
+    rows = list(hardware.describe()) if hardware else []
+    if stage == "pretrain":
+        plan = plan_pretraining(config, num_processes)
+        rows += describe_pretraining(config, model_config, plan, hardware)
+        if options.schedule:
+            _draw(options.schedule, config, plan.schedule)
+            rows.append(("drawn", str(options.schedule)))
+    elif stage not in RL_STAGES:
+        rows += describe_step(config, model_config, num_processes, hardware, options.num_rows)
+    has_memory = stage != "pretrain" or options.gpu or options.hardware
+    rows += [(CURVE, "")] if rows and has_memory else []
+    sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
+    if has_memory:
+        _tell_memory([plan_memory(config, model_config, layout) for layout in layouts], options, num_gpus)
+
+
+def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
+    """Print what a process holds in each layout.
+
+    Raises:
+        ConfigError: The GPU is not known, or holds it in none of the layouts: the exit code tells a pipeline.
+    """
+    devices = list_devices(options.gpu)
+    lines = [line for plan in plans for line in plan.describe(devices, explains=options.explain)]
+    sys.stdout.write("".join([f"{line}\n" for line in lines]))
+    if options.gpu is None:
+        return
+    device = choose_device(options.gpu)
+    least = min(plan.place(device.memory).peak for plan in plans)
+    if least > device.memory:
+        found = f"the run does not fit {device.name}: {least / 1e9:.1f} GB at least, of {device.memory / 1e9:g} GB"
+        remedy = f"`recipes plan --gpus {num_gpus}x{device.name}` searches for what does"
+        raise ConfigError(Problem("--gpu", found, remedy))
+
+
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
     add_recipe_flags(parser)
-    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU, or 1)")
+    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU)")
     parser.add_argument("--gpu", help="GPU that has to hold the run, and to tell the time on, such as H100")
     parser.add_argument("--num_gpus", type=int, help="pretraining: how many (default: one for each process)")
-    parser.add_argument("--mfu", type=float, help=f"share of the peak that is of use (default: {_MFU})")
+    parser.add_argument(
+        "--num_rows", type=int, help="packed rows of the training set, to tell the hours of fine-tuning"
+    )
+    parser.add_argument("--mfu", type=float, help="share of the peak that is of use (default: of published runs)")
+    parser.add_argument(
+        "--proof", type=Path, help="folder of `recipes prove`, for the shares that this GPU has reached"
+    )
+    parser.add_argument("--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="over `device_hour_price`")
+    parser.add_argument("--pue", type=float, default=1.0, help="energy of a data centre for that of its GPUs (1)")
+    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 of a kWh, to tell those of the run")
     parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: draw learning rate and batch")
     parser.add_argument(
         "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
     )
     parser.add_argument("--explain", action="store_true", help="say how each component of the memory is counted")
-    _add_failure_flags(parser)
-    add_pipeline_flags(parser)
-    options, overrides = parser.parse_known_args(argv)
-    config = load_for_command(stage, overrides, options.config)
-    if problems := list(_find_problems(config, options)):
-        raise ConfigError(*problems)
-    num_processes, num_gpus, layouts = _choose_layouts(config, options)
-    failures = None
-    if options.save_seconds:
-        mean_seconds = options.failure_hours * 3600 / num_gpus
-        failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
-    hardware = Hardware(options.gpu, num_gpus, options.mfu or _MFU, failures) if options.gpu else None
-    model_config, lines = find_planned_model(config), list[str]()
-    if stage == "pretrain":
-        plan = plan_pretraining(config, num_processes)
-        lines += describe_pretraining(config, model_config, plan, hardware)
-    elif stage not in RL_STAGES:
-        lines += describe_step(config, model_config, num_processes, hardware)
-    if stage != "pretrain" or hardware or options.hardware:
-        devices = list_devices(options.gpu)
-        lines += [""] if stage == "pretrain" else []
-        for layout in layouts:
-            lines += plan_memory(config, model_config, layout).describe(devices, explains=options.explain)
-    sys.stdout.write("".join([f"{line}\n" for line in lines]))
-    if options.schedule:
-        _draw(options.schedule, config, plan.schedule)
-        sys.stdout.write(f"{options.schedule}\n")
-
-
-def _add_failure_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
+    parser.add_argument("--budget", type=float, help="search: the most that the run may cost")
+    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest within these hours")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the first")
     told = "pretraining: seconds that training waits for a checkpoint; tells how often to save, and hours with failures"
     parser.add_argument("--save_seconds", type=float, help=told)
     told = "seconds from a failure to the first step after it (default: %(default)g)"
     parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
-    told = "hours of one GPU between failures (default: %(default).0f, those of Llama 3)"
+    told = "hours of one GPU between failures (default: %(default).0f, those of Llama 3); of spot machines far fewer"
     parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
+    add_pipeline_flags(parser)
+    return parser
+
+
+def _read_gpus(text: str) -> tuple[int, str]:
+    number, _, name = text.partition("x")
+    if not number.isdecimal() or int(number) < 1 or not name:
+        raise ConfigError(Problem("--gpus", f"{text!r} is no number of GPUs", "write it as 8xH100"))
+    return int(number), name
 
 
 def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
@@ -151,10 +180,45 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
     return launch.data_size, launch.world_size, [layout]
 
 
+def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus: int) -> Hardware | None:
+    """Return what the run is to run on; ``None`` where no GPU is named, or of reinforcement learning.
+
+    Raises:
+        ConfigError: The GPU is not known, or its peak.
+    """
+    if options.gpu is None or config.stage in RL_STAGES:
+        return None
+    failures = None
+    if options.save_seconds:
+        mean_seconds = options.failure_hours * 3600 / num_gpus
+        failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
+    measured = _read_proof(options.proof) if options.proof else None
+    share, source = find_efficiency(config, measured)
+    if options.mfu is not None:
+        share, source = options.mfu, "--mfu"
+    price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
+    peak = find_peak(options.gpu, config)
+    device = choose_device(options.gpu)
+    return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
+
+
+def _read_proof(folder: Path) -> dict[bool, float]:
+    """Return the shares of the peak that ``recipes prove`` has measured, without and with compilation.
+
+    Raises:
+        ConfigError: It has measured none there.
+    """
+    rows = [row for row in read_rows(folder).values() if row.status == PASSED]
+    figures = [row.figures for row in rows if row.figures.get("compiled_mfu")]
+    if not figures:
+        raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
+    return {compiles: float(figures[-1][f"{name}_mfu"]) for name, compiles in (("eager", False), ("compiled", True))}
+
+
 def describe_pretraining(
     config: RecipeConfig, model_config: PreTrainedConfig, plan: PretrainingPlan, hardware: Hardware | None
-) -> Iterator[str]:
-    """Yield what a pretraining run is, line by line.
+) -> Iterator[Row]:
+    """Yield what a pretraining run is, row by row.
 
     Args:
         config: The run.
@@ -163,86 +227,68 @@ def describe_pretraining(
         hardware: What to tell the hours on; ``None`` to tell none.
 
     Raises:
-        ConfigError: The model cannot be built, or the peak of the GPU is not known.
+        ConfigError: The model cannot be built.
     """
     size, num_tokens = compute_model_size(model_config), plan.num_tokens
     counted = compute_flops_per_token(model_config, plan.max_length).total(num_tokens, num_tokens)
-    yield _label("model", f"{model_config.model_type}, {size.total:,} parameters")
-    yield _label("", f"{size.non_embedding:,} without embeddings")
+    yield "model", f"{model_config.model_type}, {size.total:,} parameters"
+    yield "", f"{size.non_embedding:,} without embeddings"
     if size.active != size.total:
-        yield _label("", f"{size.active:,} active for a token")
-    yield _label("tokens", f"{num_tokens:,}, {_judge_tokens(size, num_tokens)}")
+        yield "", f"{size.active:,} active for a token"
+    yield "tokens", f"{num_tokens:,}, {_judge_tokens(size, num_tokens)}"
     yield from _describe_epochs(config, num_tokens)
-    yield _label("operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens")
-    yield _label("", f"{counted:.3g} counted, every token attending to the {plan.max_length:,} of its row")
-    yield from _describe_hours(counted, hardware, config)
-    if hardware and hardware.failures:
-        hours = compute_hours(counted, hardware.num_gpus, find_peak(hardware.gpu, config), hardware.mfu)
-        yield from _describe_failures(hours, hardware.failures, plan)
+    yield "operations", f"{compute_training_flops(size.active, num_tokens):.3g} by 6 x parameters x tokens"
+    yield "", f"{counted:.3g} counted, every token attending to the {plan.max_length:,} of its row"
+    if hardware is None:
+        yield "time", "name a GPU: --gpu H100 --num_processes 8"
+    else:
+        hours, gpus = hardware.compute_hours(counted), f"{hardware.num_gpus:,} {hardware.device.name}"
+        formula = (
+            f"{counted:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU x 3600 s)"
+        )
+        yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
+        if hardware.failures:
+            hours, told = _add_failures(hours, hardware.failures, plan)
+            yield from told
+        if math.isfinite(hours):
+            yield from hardware.describe_bill(hours)
     yield from _describe_schedule(config, plan.schedule)
 
 
 def describe_step(
-    config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int, hardware: Hardware | None
-) -> Iterator[str]:
-    """Yield what an optimizer step of fine-tuning is and takes, line by line.
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    num_processes: int,
+    hardware: Hardware | None,
+    num_rows: int | None,
+) -> Iterator[Row]:
+    """Yield what an optimizer step of fine-tuning is and takes, and the run, row by row.
 
     Args:
         config: The run.
         model_config: Of the model that is trained.
         num_processes: Its data-parallel processes.
         hardware: What to tell the time on; ``None`` to tell none.
+        num_rows: Packed rows of its training set; ``None`` where they are not known.
 
     Raises:
-        ConfigError: The teacher's configuration cannot be had, or the GPU is not known.
+        ConfigError: The teacher's configuration cannot be had.
     """
     step = count_step(config, model_config, num_processes)
-    yield f"a step: {step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
-    yield f"operations: {step.num_flops:.3g} a step"
+    yield "step", f"{step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
+    yield "operations", f"{step.num_flops:.3g} a step"
     if hardware is None:
         return
-    gpu, num_gpus, mfu, _ = hardware
-    peak = find_peak(gpu, config)
-    hours = compute_hours(step.num_flops, num_gpus, peak, mfu)
+    hours = hardware.compute_hours(step.num_flops)
     seconds, hours_per_token = hours * 3600, hours / step.num_tokens
-    told = f"{step.num_flops:.3g} / ({num_gpus} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU)"
-    yield f"time: {seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
-    yield f"      {hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
-    if (num_steps := config.read("max_steps")) > 0:
-        yield f"      {hours * num_steps:.1f} hours for {num_steps:,} steps"
-    if (price := config.evaluation.device_hour_price) is not None:
-        cost = hours_per_token * num_gpus * price * 1e9
-        yield f"cost: {cost:,.2f} for 1,000,000,000 tokens of rows, at {price:g} for a device hour"
-
-
-def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
-    """Return how the processes of a launch hold a model.
-
-    Args:
-        launch: Of ``plan_launch``.
-        name: Of the launch file.
-        num_batches: Micro-batches of an optimizer step.
-    """
-    layout, stages = launch.layout, launch.layout.stages
-    zero = {"FSDP": 3, "DEEPSPEED": layout.zero_stage}.get(launch.engine, 0)
-    size = launch.world_size // (launch.tensor_size * stages * layout.sizes.get("dp_replicate", 1))
-    weights, gradients, states = (size if zero >= least else 1 for least in (3, 2, 1))
-    if layout.offloads_optimizer or layout.offloads_weights:
-        weights, gradients, states = 0 if layout.offloads_weights else weights, 0, 0
-    # The first stage is ahead of the last by as many micro-batches as there are stages between them; of two chunks in
-    # turns it holds half of those twice (Narayanan et al. 2021, section 2.2).
-    in_flight = {"1f1b": min(stages, num_batches), "gpipe": num_batches, "interleaved": stages + (stages - 1) / 2}
-    return Layout(
-        launch_file=name,
-        num_processes=launch.data_size,
-        shards=Held(weights, gradients, states),
-        tensor=launch.tensor_size,
-        context=launch.context_size,
-        gathers_keys=launch.context_size > 1 and not launch.shares_by_heads,
-        stages=stages,
-        in_flight=in_flight[layout.schedule] if stages > 1 else 1,
-        is_deepspeed=launch.engine == "DEEPSPEED",
-    )
+    told = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
+    yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
+    yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
+    if num_steps := compute_steps(num_rows, config.training, num_processes).num_steps:
+        yield "", f"{hours * num_steps:.1f} hours for {num_steps:,} steps"
+        yield from hardware.describe_bill(hours * num_steps)
+    else:
+        yield from hardware.describe_bill(hours_per_token * 1e9, " for 1,000,000,000 tokens of rows")
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
@@ -276,13 +322,22 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterato
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
     if stage in RL_STAGES and options.mfu is not None:
         yield Problem("--mfu", f"of {stage} memory alone is told", "remove it")
-    for flag in ("num_processes", "num_gpus"):
+    yield from _find_search_problems(stage, options)
+    for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
     yield from _find_failure_problems(stage, options)
     if options.mfu is not None and not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", f"write a share above 0, at most 1; {_MFU} is usual")
+        yield Problem("--mfu", f"is {options.mfu}", "write a share above 0, at most 1; 0.3 to 0.4 is usual")
+
+
+def _find_search_problems(stage: str, options: argparse.Namespace) -> Iterator[Problem]:
+    if stage in RL_STAGES and options.gpus is not None:
+        yield Problem("--gpus", f"the time of {stage} is not counted, by which plans are compared", "write --gpu")
+    for flag in ("budget", "deadline", "write"):
+        if getattr(options, flag) is not None and options.gpus is None:
+            yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
 
 
 def _find_failure_problems(stage: str, options: argparse.Namespace) -> Iterator[Problem]:
@@ -303,9 +358,10 @@ def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
     Raises:
         ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
     """
-    architecture = config.model.model_config
+    if (architecture := config.model.model_config) is None:
+        return find_shape(config.model)
     tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
-    if architecture is not None and "vocab_size" not in architecture:
+    if "vocab_size" not in architecture:
         try:
             tokenizer = load_tokenizer(config.model, config.tokens)
         except ConfigError as error:
@@ -321,7 +377,7 @@ def _judge_tokens(size: ModelSize, num_tokens: int) -> str:
     return told + (f"over-trained by {factor:,.2f}" if factor >= 1 else f"under-trained by {1 / factor:,.2f}")
 
 
-def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[str]:
+def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
     """Yield how often each source is read, where all of them are corpora whose tokens `recipes clean` has counted."""
     entries = list_entries(config.data)
     sizes = [count_corpus_tokens(str(entry["name"])) for entry in entries]
@@ -331,7 +387,7 @@ def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[str]:
     for entry, share, size in zip(entries, compute_weights(config, known), known, strict=True):
         epochs = share * num_tokens / size
         warning = f"; beyond {MAX_EPOCHS} a repeated token teaches little" if epochs > MAX_EPOCHS else ""
-        yield _label("epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}")
+        yield "epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}"
 
 
 def count_corpus_tokens(name: str) -> int | None:
@@ -348,60 +404,43 @@ def count_corpus_tokens(name: str) -> int | None:
         return None
 
 
-def _describe_hours(num_flops: float, hardware: Hardware | None, config: RecipeConfig) -> Iterator[str]:
-    """Yield the hours, how they are computed, and their cost.
-
-    Raises:
-        ConfigError: The peak of the GPU is not known.
-    """
-    if hardware is None:
-        yield _label("time", f"name a GPU: --gpu H100 --num_processes 8 --mfu {_MFU}")
-        return
-    gpu, num_gpus, mfu, _ = hardware
-    peak = find_peak(gpu, config)
-    hours = compute_hours(num_flops, num_gpus, peak, mfu)
-    formula = f"{num_flops:.3g} / ({num_gpus} GPUs x {peak:.3g} FLOP/s x {mfu:g} MFU x 3600 s)"
-    yield _label("time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {num_gpus:,} {gpu}: {formula}")
-    if (price := config.evaluation.device_hour_price) is not None:
-        yield _label("cost", f"{hours * num_gpus * price:,.2f}, at {price:g} for a device hour")
-
-
-def _describe_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> Iterator[str]:
-    """Yield how often to save, and the hours with saving, restarts and work done twice."""
+def _add_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> tuple[float, list[Row]]:
+    """Return the hours with saving, restarts and work done twice, and how often to save, row by row."""
     step_seconds = hours * 3600 * plan.schedule.full_tokens / plan.num_tokens
     num_steps = max(round(failures.compute_interval() / step_seconds), 1)
     interval = num_steps * step_seconds
     goodput = failures.compute_goodput(interval)
-    yield _label("failures", f"one in {failures.mean_seconds / 3600:,.1f} hours, by the rate of --failure_hours")
-    yield _label("", f"save_steps: {num_steps:,}, every {interval / 60:,.1f} minutes, loses least")
     total = f"{hours / goodput:,.1f} hours in all" if goodput else "it would never end"
-    yield _label("", f"{goodput:.1%} of the time trains: {total}")
+    return hours / goodput if goodput else math.inf, [
+        ("failures", f"one in {failures.mean_seconds / 3600:,.1f} hours, by the rate of --failure_hours"),
+        ("", f"save_steps: {num_steps:,}, every {interval / 60:,.1f} minutes, loses least"),
+        ("", f"{goodput:.1%} of the time trains: {total}"),
+    ]
 
 
-def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[str]:
+def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row]:
     starts, peak = schedule.token_starts, float(config.training["learning_rate"])
     batches = np.diff(starts)
-    yield _label("steps", f"{schedule.num_steps:,}")
+    yield "steps", f"{schedule.num_steps:,}"
     if batches[0] == batches[-1]:
-        yield _label("batch", f"{batches[0]:,} tokens")
+        yield "batch", f"{batches[0]:,} tokens"
     else:
         full = int(np.argmax(batches == batches[-1]))
         grown = f"from {batches[0]:,} to {batches[-1]:,} tokens, reached at step {full:,}, {starts[full]:,} tokens"
-        yield _label("batch", grown)
-    yield _label("warm-up", f"{schedule.num_warmup_steps:,} steps, {schedule.warmup_tokens:,} tokens")
+        yield "batch", grown
+    yield "warm-up", f"{schedule.num_warmup_steps:,} steps, {schedule.warmup_tokens:,} tokens"
     if (first := schedule.first_decay_step) is not None:
-        yield _label("decay", f"from step {first:,}, {starts[first]:,} tokens, over {schedule.decay_tokens:,}")
+        yield "decay", f"from step {first:,}, {starts[first]:,} tokens, over {schedule.decay_tokens:,}"
     steps = [round(share * (schedule.num_steps - 1)) for share in _SHARES_OF_A_RUN]
     rates = ", ".join(f"{peak * factor:.3g}" for factor in schedule.factors(steps))
-    yield _label("learning rate", f"{rates} at 0, 25, 50, 75, 100 % of the steps")
-    steps = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, _CURVE_WIDTH))
-    yield ""
-    yield from draw_curve(schedule.factors(steps).tolist(), 6)
-    yield f"learning rate, up to {peak:.3g}, over the tokens trained on"
+    yield "learning rate", f"{rates} at 0, 25, 50, 75, 100 % of the steps"
+    steps = _find_steps(schedule, np.linspace(0, int(starts[-1]) - 1, CURVE_WIDTH))
+    curve = ["", *draw_curve(schedule.factors(steps).tolist(), 6)]
+    curve.append(f"learning rate, up to {peak:.3g}, over the tokens trained on")
     if batches[0] != batches[-1]:
-        yield ""
-        yield from draw_curve(batches[steps].tolist(), 3)
-        yield f"tokens in a step, up to {batches[-1]:,}, over the tokens trained on"
+        curve += ["", *draw_curve(batches[steps].tolist(), 3)]
+        curve.append(f"tokens in a step, up to {batches[-1]:,}, over the tokens trained on")
+    yield from ((CURVE, line) for line in curve)
 
 
 def _find_steps(schedule: Schedule, tokens: Any) -> Any:
@@ -421,7 +460,3 @@ def _draw(path: Path, config: RecipeConfig, schedule: Schedule) -> None:
     steps = np.append(steps, steps[-1])  # The last step lasts to the end of the run.
     rates = float(config.training["learning_rate"]) * schedule.factors(steps)
     draw_schedule(path, tokens.tolist(), rates.tolist(), np.diff(starts)[steps].tolist())
-
-
-def _label(name: str, text: str) -> str:
-    return f"{name:{_LABEL_WIDTH}}{text}"

@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 from tests.forked import ROOT
 
 from recipes_lib.cli import main
-from recipes_lib.commands.plan import build_layout, draw_curve
+from recipes_lib.commands.planning.plan import draw_curve
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.pretraining import plan_pretraining
-from recipes_lib.shipped import find_launch_file
-from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
 
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = {
@@ -73,7 +71,6 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert main(["plan", "--config", str(path), *map(str, flags)]) == code
         told = capsys.readouterr()
         assert "Traceback" not in told.err
-        assert not (code and told.out)
         return told.err if code else told.out
 
     plan.file = plan_file
@@ -107,7 +104,7 @@ def test_a_ramp_is_told_with_where_it_ends(plan, tmp_path: Path) -> None:
     ("name", "published"), [("gpt3-175b", "3.14e+23"), ("chinchilla-70b", "5.46e+23"), ("llama2-70b", "8.28e+23")]
 )
 def test_the_operations_are_those_of_the_papers(plan, name: str, published: str) -> None:
-    told = plan.file(CONFIGS / name / "pretrain.yaml", "--num_processes", 16, "--gpu", "H100", "--num_gpus", 128)
+    told = plan.file(CONFIGS / name / "pretrain.yaml", "--num_processes", 16)
     assert f"{published} by 6 x parameters x tokens" in told
 
 
@@ -338,10 +335,11 @@ def plan_stage(plan, tiny_model_dir: Path, tmp_path: Path):
 
 def test_the_command_tells_time_layouts_and_verdict(plan_stage) -> None:
     told = plan_stage("sft", "--num_processes", 4, "--gpu", "H100", "--mfu", 0.5, max_steps=1000)
-    assert "a step: 24 rows of 64 tokens, 1,536 in all" in told
+    assert "step            24 rows of 64 tokens, 1,536 in all" in told
     assert re.search(r"4 GPUs x 9\.89e\+14 FLOP/s x 0\.5 MFU", told)
     assert "hours for 1,000 steps" in told
     assert "cost" not in told
+    assert "at most 0.0 kWh: 700 W a board, PUE 1" in told
     assert "accelerate_configs/ddp.yaml: a copy" in told
     assert "accelerate_configs/fsdp2.yaml: shared by 4" in told
     for part in told.split("accelerate_configs/")[1:]:
@@ -352,8 +350,8 @@ def test_the_command_tells_time_layouts_and_verdict(plan_stage) -> None:
 
 def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
     told = plan_stage("sft", "--num_processes", 4, "--gpu", "H100", device_hour_price=2)
-    cost = float(re.search(r"cost: ([\d.]+) for 1,000,000,000 tokens of rows, at 2 for a device hour", told)[1])
-    seconds, tokens = float(re.search(r"operations: ([\d.e+]+) a step", told)[1]) / (9.89e14 * 0.4), 24 * 64
+    cost = float(re.search(r"cost +([\d.]+) for 1,000,000,000 tokens of rows, at 2 for a GPU hour", told)[1])
+    seconds, tokens = float(re.search(r"operations +([\d.e+]+) a step", told)[1]) / (9.89e14 * 0.338), 24 * 64
     assert cost == pytest.approx(seconds / 3600 * 2 / tokens * 1e9, abs=0.01)
 
 
@@ -361,8 +359,8 @@ def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
     ("stage", "flags", "changes", "words"),
     [
         ("sft", ["--num_processes", "0"], {}, "write 1 or more"),
-        ("sft", ["--mfu", "2"], {}, "0.4 is usual"),
-        ("sft", ["--gpu", "Abacus"], {}, "'Abacus' in bfloat16 is not known"),
+        ("sft", ["--mfu", "2"], {}, "is usual"),
+        ("sft", ["--gpu", "Abacus"], {}, "the GPU 'Abacus' is not known"),
         ("sft", ["--num_gpus", "8"], {}, "write --num_processes"),
         ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
@@ -372,7 +370,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
         ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
-        ("ppo", ["--gpu", "Abacus"], {}, "the memory of 'Abacus' is not known"),
+        ("ppo", ["--gpu", "4090"], {}, "did you mean `RTX 4090`?"),
         ("ppo", ["--mfu", "0.5"], {}, "memory alone"),
         ("ppo", [], {"kl_coeff": 1}, "kl_coeff"),
         ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is a flag of pretraining"),
@@ -405,7 +403,8 @@ def test_terms_add_up_to_phases_and_the_largest_is_told(plan_stage) -> None:
 def test_a_batch_that_no_device_holds_fits_none(plan_stage) -> None:
     rows = {"per_device_eval_batch_size": 10_000_000}
     assert "does not fit 24 GB, 48 GB, 80 GB, 141 GB, 192 GB" in plan_stage("ppo", **rows)
-    assert "does not fit H100" in plan_stage("ppo", "--gpu", "H100", **rows)
+    # A pipeline that asks before it rents learns it from the exit code.
+    assert "the run does not fit H100" in plan_stage("ppo", "--gpu", "H100", code=2, **rows)
     assert "fits NVIDIA A100-SXM4-80GB" in plan_stage("ppo", "--gpu", "NVIDIA A100-SXM4-80GB")
 
 
@@ -421,45 +420,13 @@ def test_several_processes_are_told_both_ways(plan_stage) -> None:
 def test_a_launch_file_decides_on_layout_rows_and_time(plan, plan_stage) -> None:
     """Of 16 processes, 8 share the tensors of a row: two groups take rows, all take time."""
     told = plan_stage("sft", "--hardware", "fsdp2_cp", "--gpu", "H100")
-    assert "a step: 12 rows of 64 tokens" in told
+    assert "step            12 rows of 64 tokens" in told
     assert "/ (8 GPUs x" in told
     assert told.count("accelerate_configs/") == 1
     assert "fsdp2_cp.yaml: shared by 8 processes; context parallel over 4\n" in told
     staged = plan("--num_processes", 4, "--pipeline_stages", 2, "--hardware", "fsdp2", warmup_steps=10)
     assert "fsdp2.yaml: shared by 2 processes; pipeline parallel over 2\n" in staged
     assert "batch           2,048 tokens" in staged
-
-
-SHARDS = {
-    "single_gpu": (1, 1, 1),
-    "ddp": (1, 1, 1),
-    "zero1": (1, 1, 8),
-    "zero2": (1, 8, 8),
-    "zero3": (8, 8, 8),
-    "zero3_offload": (8, 0, 0),
-    "zero3_sp": (8, 8, 8),
-    "fsdp2": (8, 8, 8),
-    "fsdp2_cp": (8, 8, 8),
-    "fsdp2_offload": (0, 0, 0),
-    "fsdp2_tp": (2, 2, 2),
-    "hsdp": (8, 8, 8),
-}
-
-
-@pytest.mark.parametrize("name", SHARDS)
-def test_a_launch_file_says_who_shares_weights_gradients_and_states(name) -> None:
-    layout = build_layout(plan_launch(find_launch_file(name)), name, 4)
-    assert layout.shards == SHARDS[name]
-    assert layout.is_deepspeed == name.startswith("zero")
-    sizes = {"fsdp2_tp": (8, 1, False), "fsdp2_cp": (1, 4, True), "zero3_sp": (1, 4, False)}
-    assert (layout.tensor, layout.context, layout.gathers_keys) == sizes.get(name, (1, 1, False))
-
-
-@pytest.mark.parametrize(("schedule", "in_flight"), [("1f1b", 4), ("gpipe", 16), ("interleaved", 5.5)])
-def test_a_schedule_says_how_many_micro_batches_are_in_flight(schedule, in_flight) -> None:
-    launch = plan_launch(find_launch_file("ddp"), 8, name_pipeline(4, schedule))
-    assert build_layout(launch, "ddp", 16).in_flight == in_flight
-    assert build_layout(launch, "ddp", 16).num_processes == 2
 
 
 def test_groups_have_no_critic(plan_stage) -> None:

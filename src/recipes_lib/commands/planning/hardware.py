@@ -1,0 +1,73 @@
+"""What a run is to run on: GPUs, the share of their peak, price, power, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from recipes_lib.planning.compute import compute_hours
+from recipes_lib.planning.devices import Device
+from recipes_lib.planning.failures import Failures
+
+_LABEL_WIDTH: Final = 16
+CURVE: Final = "curve"
+"""Name of a row that begins where names do."""
+
+Row = tuple[str, str]
+"""A name, empty where it is that of the row before, and what is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a run is to run on, and what that costs.
+
+    Attributes:
+        device: The GPU.
+        num_gpus: How many.
+        peak: FLOP/s of one of them, for the products of the run.
+        mfu: Share of their peak that is of use, above 0 and at most 1.
+        source: Where that share is from.
+        measured: Shares that ``recipes prove`` has measured, without and with compilation; ``None`` for published ones.
+        failures: What interruptions of these GPUs together cost; ``None`` to tell nothing of them.
+        price: Of a GPU hour.
+        pue: Energy of the machines and their cooling for that of the GPUs.
+        grid: Grams of CO2 of a kWh.
+    """
+
+    device: Device
+    num_gpus: int
+    peak: float
+    mfu: float
+    source: str
+    measured: Mapping[bool, float] | None
+    failures: Failures | None
+    price: float | None
+    pue: float
+    grid: float | None
+
+    def compute_hours(self, num_flops: float) -> float:
+        """Return the hours of so many operations, without failures."""
+        return compute_hours(num_flops, self.num_gpus, self.peak, self.mfu)
+
+    def describe(self) -> Iterator[Row]:
+        """Yield which GPU it is taken to be, and where the share of its peak is from."""
+        device = self.device
+        told = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:g} TFLOP/s"
+        yield "GPU", told + (f"; taken to be {device.taken}" if device.taken else "")
+        yield "share of peak", f"{self.mfu:g}: {self.source}"
+
+    def describe_bill(self, hours: float, of: str = "") -> Iterator[Row]:
+        """Yield cost, energy and CO2 of so many hours, as far as prices, power and grid are known."""
+        total = hours * self.num_gpus
+        if self.price is not None:
+            yield "cost", f"{total * self.price:,.2f}{of}, at {self.price:g} for a GPU hour"
+        if self.device.watts:
+            energy = total * self.device.watts / 1000 * self.pue
+            told = f"at most {energy:,.1f} kWh{of}: {self.device.watts} W a board, PUE {self.pue:g}"
+            yield "energy", told + (f"; {energy * self.grid / 1000:,.1f} kg of CO2" if self.grid is not None else "")
+
+
+def format_rows(rows: Iterable[Row]) -> list[str]:
+    """Return a line for each row: its name in a column, and what is told."""
+    return [text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}" for name, text in rows]

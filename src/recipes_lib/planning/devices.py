@@ -1,0 +1,172 @@
+"""GPUs: peak, memory, bandwidth, link and power by name, and the share of the peak that kinds of training reach."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import yaml
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+
+TORCHTITAN: Final = "torchtitan, Llama 3.1 8B on 8 H100 (benchmarks/llama3_h100_202412_torchtitan.md, table 1)"
+_TOKENS_PER_SECOND: Final = {False: 5762, True: 6667}
+"""Of one GPU there, without and with ``torch.compile``; no matrix product is computed twice in either.
+
+Source: ``TORCHTITAN``; rows of 8,192 tokens, by which each token takes ``_FLOPS_PER_TOKEN``.
+"""
+_FLOPS_PER_TOKEN: Final = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 4096 * 8192
+_PEAK: Final = 989e12
+_DEQUANTIZING: Final = 0.75
+"""What is left where weights of 4 or 8 bits become numbers before each product; an estimate, without a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU; sizes in bytes, rates per second.
+
+    Attributes:
+        name: As it was asked for.
+        flops: Dense 16-bit matrix products with 32-bit accumulation; 0 where only the memory is known.
+        memory: Bytes.
+        bandwidth: Bytes a second of that memory.
+        link: Bytes a second to another GPU of the machine, in one direction.
+        watts: Rated power of a board; ``None`` where it is not known.
+        has_bf16: Whether products in bfloat16 are as fast as in float16.
+        taken: Which of several boards a short name is taken for; may be empty.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float = 0
+    link: float = 0
+    watts: int | None = None
+    has_bf16: bool = True
+    taken: str = ""
+
+
+@functools.cache
+def _read_devices() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text("utf-8"))
+    return found
+
+
+def find_device(name: str) -> Device | None:
+    """Return the GPU of a name as a maker, ``nvidia-smi -L`` or a user writes it; ``None`` where it is not known.
+
+    Args:
+        name: A number of GB in it decides, as in ``A100-SXM4-80GB``, or is all there is, as in ``48GB``.
+    """
+    told = re.search(r"(\d+) ?GB\b", name, re.IGNORECASE)
+    for pattern, row in _read_devices().items():
+        if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
+            memory, taken = row["memory"], row.get("taken", "")
+            # In the name of a GH200 the number is, or may be, the memory of the processor beside it.
+            if told and not pattern.startswith("GH200"):
+                memory = float(told[1])
+            if name.upper() != pattern:
+                taken = ""
+            return Device(
+                name,
+                flops=row["flops"] * 1e12,
+                memory=memory * 1e9,
+                bandwidth=row["bandwidth"] * 1e9,
+                link=row["link"] * 1e9,
+                watts=row.get("watts"),
+                has_bf16=row.get("bf16", True),
+                taken=taken,
+            )
+    return Device(name, 0, float(told[1]) * 1e9) if told else None
+
+
+def choose_device(name: str) -> Device:
+    """Return the GPU that a user names.
+
+    Raises:
+        ConfigError: It is not known; the nearest names are told.
+    """
+    if (device := find_device(name)) is not None:
+        return device
+    names = [pattern.removesuffix("?") for pattern in _read_devices()]
+    near = [known for known in names if name.upper() in known.upper()] or difflib.get_close_matches(
+        name.upper(), names, n=3
+    )
+    remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB, or a size such as 80GB"
+    if near:
+        remedy = f"did you mean {' or '.join(f'`{known}`' for known in near)}?"
+    raise ConfigError(Problem("--gpu", f"the GPU {name!r} is not known", remedy))
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the dense peak of one device in FLOP/s; ``None`` where it is not known: a CPU, ``float32``, a new GPU.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
+        dtype: Of the matrix products: ``bfloat16`` or ``float16``.
+    """
+    device = find_device(device_name)
+    if device is None or not device.flops:
+        return None
+    return device.flops if dtype == torch.float16 or (dtype == torch.bfloat16 and device.has_bf16) else None
+
+
+def find_peak(device_name: str, config: RecipeConfig) -> float:
+    """Return the dense peak of one device in FLOP/s for the products of a run.
+
+    Args:
+        device_name: As for ``choose_device``.
+        config: The run; its products have 16 bits unless it says ``bf16: false``.
+
+    Raises:
+        ConfigError: The device is not known, or its peak for products of that type.
+    """
+    device, dtype = choose_device(device_name), _choose_product_type(config)
+    if (peak := peak_flops(device_name, dtype)) is not None:
+        return peak
+    remedy = "write a name as `nvidia-smi -L` has it, such as H100 or A100-80GB"
+    if device.flops:
+        remedy = "write `fp16: true`" if dtype == torch.bfloat16 else "write `bf16: true`, or leave out --gpu"
+    found = f"the peak of {device_name!r} in {str(dtype).removeprefix('torch.')} is not known"
+    raise ConfigError(Problem("--gpu", found, remedy))
+
+
+def _choose_product_type(config: RecipeConfig) -> torch.dtype:
+    if config.training.get("fp16"):
+        return torch.float16
+    if config.training.get("bf16") is not False:
+        return torch.bfloat16
+    # Without autocast products have the type of the weights.
+    return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+
+
+def find_efficiency(config: RecipeConfig, measured: Mapping[bool, float] | None = None) -> tuple[float, str]:
+    """Return the share of the peak that a run may reach, and where that is from.
+
+    Of use are the operations that a model needs, so that recomputing layers takes its share of the time: of the three
+    passes of full training one is made again, of the two under an adapter too.
+
+    Args:
+        config: The run.
+        measured: Shares that a machine has reached without and with compilation; ``None`` for those of published runs.
+    """
+    compiles = config.training.get("torch_compile")
+    compiles = config.stage == "pretrain" if compiles is None else bool(compiles)
+    share = measured[compiles] if measured else _TOKENS_PER_SECOND[compiles] * _FLOPS_PER_TOKEN / _PEAK
+    told = [f"{share:.0%} {'compiled' if compiles else 'eager'} by {'recipes prove' if measured else TORCHTITAN}"]
+    options = config.training.get("activation_checkpointing_kwargs") or {}
+    if config.read("activation_checkpointing") and not options.get("save_matmuls"):
+        passes = 2 if config.adapter.use_peft else 3
+        share *= passes / (passes + 1 / (options.get("every_n_layers") or 1))
+        told.append("less what is recomputed")
+    if config.quantization.load_in_4bit or config.quantization.load_in_8bit:
+        share *= _DEQUANTIZING
+        told.append("less a quarter, estimated, for quantized weights")
+    return round(share, 3), ", ".join(told)

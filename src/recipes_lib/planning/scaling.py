@@ -1,0 +1,248 @@
+"""Scaling laws of loss, parameters and tokens: fitted to runs, or as published; optimal sizes, with intervals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize
+
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.planning.compute import FORWARD_AND_BACKWARD
+
+FLOPS_PER_TOKEN: Final = 2 * FORWARD_AND_BACKWARD
+"""Of each parameter: ``C = 6 N D``."""
+MAX_EXTRAPOLATION: Final = 10.0
+"""Times the operations of the largest run that a law without an interval is asked about."""
+NUM_RESAMPLES: Final = 200
+_INTERVAL: Final = (5.0, 95.0)
+_DELTA: Final = 1e-3
+_MIN_RUNS: Final = 6
+_STARTS: Final = tuple(itertools.product((0, 10, 20), (0, 10, 20), (-0.5, 0.5), (0.3, 0.8), (0.3, 0.8)))
+_REPEATS: Final = 15.4
+"""``R*`` of Muennighoff et al. 2023, table 1: repetitions after which a token has lost most of what it teaches."""
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class Optimum(NamedTuple):
+    """The best use of a number of operations.
+
+    Attributes:
+        num_parameters: ``N``.
+        num_tokens: ``D``.
+        loss: In nats a token.
+    """
+
+    num_parameters: float
+    num_tokens: float
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """``L = E + A / N^alpha + B / D^beta``.
+
+    Attributes:
+        irreducible: ``E``.
+        size_factor: ``A``.
+        token_factor: ``B``.
+        size_exponent: ``alpha``.
+        token_exponent: ``beta``.
+    """
+
+    irreducible: float
+    size_factor: float
+    token_factor: float
+    size_exponent: float
+    token_exponent: float
+
+    def compute_loss(self, num_parameters: float, num_tokens: float) -> float:
+        """Return the expected loss in nats a token."""
+        size = self.size_factor / num_parameters**self.size_exponent
+        return float(self.irreducible + size + self.token_factor / num_tokens**self.token_exponent)
+
+    def find_optimum(self, num_flops: float) -> Optimum:
+        """Return the parameters and tokens of least loss for so many operations.
+
+        Source: Hoffmann et al. 2022, equation 4.
+        """
+        alpha, beta = self.size_exponent, self.token_exponent
+        ratio = (alpha * self.size_factor / (beta * self.token_factor)) ** (1 / (alpha + beta))
+        num_parameters = ratio * (num_flops / FLOPS_PER_TOKEN) ** (beta / (alpha + beta))
+        num_tokens = num_flops / FLOPS_PER_TOKEN / num_parameters
+        return Optimum(num_parameters, num_tokens, self.compute_loss(num_parameters, num_tokens))
+
+    def find_overtrained(self, loss: float, num_parameters: float) -> float:
+        """Return the tokens by which a smaller model reaches a loss; infinite where it never does.
+
+        Source: Sardana et al. 2023, equation 2, solved for the tokens.
+        """
+        rest = loss - self.irreducible - self.size_factor / num_parameters**self.size_exponent
+        return (self.token_factor / rest) ** (1 / self.token_exponent) if rest > 0 else math.inf
+
+
+PUBLISHED: Final[Mapping[str, Law]] = {
+    "Besiroglu et al. 2024": Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
+    "Hoffmann et al. 2022, as printed": Law(1.69, 406.4, 410.7, 0.34, 0.28),
+}
+"""Both of Chinchilla's runs; the first mends the second, and agrees with its 20 tokens a parameter."""
+
+
+class Run(NamedTuple):
+    """What is known of a run that has decayed its rate to the end.
+
+    Attributes:
+        num_parameters: With or without embeddings, as all runs of a fit have it.
+        num_tokens: That it was trained on.
+        loss: Held-out, in nats a token.
+    """
+
+    num_parameters: float
+    num_tokens: float
+    loss: float
+
+    @property
+    def num_flops(self) -> float:
+        """``6 N D``."""
+        return FLOPS_PER_TOKEN * self.num_parameters * self.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A law of one's own runs.
+
+    Attributes:
+        law: The best.
+        resampled: Those of resampled runs, whose spread is the interval; may be empty.
+        max_flops: Of the largest run.
+    """
+
+    law: Law
+    resampled: Sequence[Law]
+    max_flops: float
+
+    def verify_reach(self, num_flops: float) -> None:
+        """Refuse to say a number of which nobody knows how wrong it is.
+
+        Raises:
+            ConfigError: It is more than ``MAX_EXTRAPOLATION`` times what was fitted to, and there is no interval.
+        """
+        if num_flops > MAX_EXTRAPOLATION * self.max_flops and not self.resampled:
+            found = f"{num_flops:.3g} operations are {num_flops / self.max_flops:,.0f} times those of the largest run"
+            raise ConfigError(Problem("fit", found, "fit again with --resamples 200, for an interval"))
+
+    def compute_interval(self, read: Any) -> tuple[float, float] | None:
+        """Return the 5th and 95th percentile of what ``read`` returns of a law; ``None`` without resampled runs."""
+        if not self.resampled:
+            return None
+        low, high = np.percentile([read(law) for law in self.resampled], _INTERVAL)
+        return float(low), float(high)
+
+
+def fit_law(runs: Sequence[Run], num_resamples: int = NUM_RESAMPLES, *, seed: int = 0) -> Fit:
+    """Fit a law to runs: Huber loss of log losses, summed, by L-BFGS-B from a grid of starts.
+
+    Args:
+        runs: At least six, of several sizes and several numbers of tokens.
+        num_resamples: Fits to runs drawn with replacement, each from the best of all runs.
+        seed: Of these draws.
+
+    Raises:
+        DataError: There are too few runs, or all have one size or one number of tokens.
+
+    Source: Hoffmann et al. 2022, section D.2. Besiroglu et al. 2024: the objective is summed, not averaged, and solved
+    to the end, or it stops early; ``tests/planning/test_scaling.py``.
+    """
+    sizes, tokens = ({run[column] for run in runs} for column in (0, 1))
+    if len(runs) < _MIN_RUNS or len(sizes) < 3 or len(tokens) < 3:
+        found = f"{len(runs)} runs of {len(sizes)} sizes and {len(tokens)} numbers of tokens determine no law"
+        raise DataError(Problem("runs", found, f"train {_MIN_RUNS} or more, of three sizes and three lengths at least"))
+    logs = np.log(np.array(runs, dtype=np.float64))
+    best = min((_solve(logs, np.array(start, dtype=np.float64)) for start in _STARTS), key=lambda found: found[1])[0]
+    random = np.random.default_rng(seed)
+    draws = (logs[random.integers(len(logs), size=len(logs))] for _ in range(num_resamples))
+    resampled = [_build_law(_solve(draw, best)[0]) for draw in draws]
+    return Fit(_build_law(best), resampled, max(run.num_flops for run in runs))
+
+
+def _solve(logs: Array, start: Array) -> tuple[Array, float]:
+    found = minimize(_judge, start, (logs,), "L-BFGS-B", True, options={"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-10})
+    return found.x, float(found.fun)
+
+
+def _judge(values: Array, logs: Array) -> tuple[float, Array]:
+    """Return the sum of Huber losses and its gradient, of ``log A, log B, log E, alpha, beta``."""
+    log_size, log_token, log_rest, alpha, beta = values
+    size, token, loss = logs.T
+    terms = np.stack([log_size - alpha * size, log_token - beta * token, np.full_like(size, log_rest)])
+    top = terms.max(axis=0)
+    weights = np.exp(terms - top)
+    total = weights.sum(axis=0)
+    weights /= total
+    error = top + np.log(total) - loss
+    slope = np.clip(error, -_DELTA, _DELTA)
+    value = np.where(np.abs(error) <= _DELTA, error**2 / 2, _DELTA * (np.abs(error) - _DELTA / 2)).sum()
+    parts = slope * weights
+    return float(value), np.array([*parts.sum(axis=1), -(parts[0] * size).sum(), -(parts[1] * token).sum()])
+
+
+def _build_law(values: Array) -> Law:
+    log_size, log_token, log_rest, alpha, beta = map(float, values)
+    return Law(math.exp(log_rest), math.exp(log_size), math.exp(log_token), alpha, beta)
+
+
+def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
+    """Fit a parabola in log N to the runs of each budget, and a power law to their minima.
+
+    Args:
+        runs: Of at least two budgets, three of each; budgets within 10 % are one.
+
+    Returns:
+        The exponent ``a`` of ``N ~ C^a``, and the minimum of each budget.
+
+    Raises:
+        DataError: There are too few, or a budget has no minimum.
+
+    Source: Hoffmann et al. 2022, section 3.2.
+    """
+    budgets: list[list[Run]] = []
+    for run in sorted(runs, key=lambda run: run.num_flops):
+        if budgets and run.num_flops <= 1.1 * budgets[-1][0].num_flops:
+            budgets[-1].append(run)
+        else:
+            budgets.append([run])
+    minima = []
+    for alike in (alike for alike in budgets if len(alike) >= 3):
+        curve, slope, start = np.polyfit(np.log([run.num_parameters for run in alike]), [run.loss for run in alike], 2)
+        if curve <= 0:
+            found = f"the losses at {alike[0].num_flops:.3g} operations have no minimum"
+            raise DataError(Problem("runs", found, "train smaller and larger models there"))
+        size, flops = math.exp(-slope / (2 * curve)), alike[0].num_flops
+        minima.append(Optimum(size, flops / FLOPS_PER_TOKEN / size, float(start - slope**2 / (4 * curve))))
+    if len(minima) < 2:
+        raise DataError(Problem("runs", "fewer than two budgets have three runs", "train three sizes at two budgets"))
+    at = [math.log(FLOPS_PER_TOKEN * one.num_parameters * one.num_tokens) for one in minima]
+    return float(np.polyfit(at, np.log([one.num_parameters for one in minima]), 1)[0]), minima
+
+
+def fit_power(values: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
+    """Return ``(X_c, alpha)`` of ``L = (X_c / X)^alpha``, where X alone limits the loss.
+
+    Source: Kaplan et al. 2020, equations 1.1 to 1.3, whose parameters are without embeddings.
+    """
+    slope, start = np.polyfit(np.log(values), np.log(losses), 1)
+    return math.exp(-start / slope), -float(slope)
+
+
+def count_effective_tokens(num_unique: float, num_tokens: float) -> float:
+    """Return how many fresh tokens teach as much as ``num_tokens`` of which ``num_unique`` are different.
+
+    Source: Muennighoff et al. 2023, equation 5.
+    """
+    repeats = max(num_tokens / num_unique - 1, 0)
+    return min(num_tokens, num_unique) + num_unique * _REPEATS * -math.expm1(-repeats / _REPEATS)

@@ -1,0 +1,83 @@
+"""Between a policy and an engine that holds weights of its own: what goes over, and what is told when that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from trl.generation import vllm_client
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.adapters.saved import iterate_weights
+from recipes_lib.models.inference import unwrap_adapter
+from recipes_lib.training.layouts.fsdp import is_sharded
+
+RESUME = "the last complete checkpoint is whole: see to the engine, and run the same command to resume"
+
+
+def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight of a policy once, as ``iterate_weights``; all ranks of a sharded one must iterate to the end.
+
+    Where FSDP2 shards it, one layer is gathered at a time, in the type of products: no process ever holds the model
+    beside its shards. A receiver may keep what it was given: it is a copy, for the layer is freed behind it.
+
+    Args:
+        policy: Whole or sharded; with an adapter, which is added to the weights.
+
+    Source: ``tests/rl/engines/test_link.py``; of two processes ``tests/distributed/test_engines.py``.
+    """
+    if not is_sharded(policy):
+        yield from iterate_weights(policy)
+        return
+    for unit, names in _find_units(policy):
+        unit.unshard()
+        for name, tensor in iterate_weights(policy, names):
+            yield name, tensor.clone()
+        unit.reshard()
+
+
+def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
+    """What FSDP2 gathers at once, with the names of its parameters below an adapter; the same order on all ranks."""
+    base = unwrap_adapter(policy)
+    prefixes: dict[str, Any] = {name: unit for name, unit in base.named_modules() if isinstance(unit, FSDPModule)}
+    # Under an adapter the root is the model around the base.
+    prefixes[""] = policy
+    units: dict[str, set[str]] = {}
+    for name, _ in base.named_parameters():
+        owner = max((prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}." if prefix else "")), key=len)
+        units.setdefault(owner, set()).add(name)
+    for prefix, names in units.items():
+        yield prefixes[prefix], names
+
+
+@contextmanager
+def told(key: str, name: str, doing: str) -> Iterator[None]:
+    """Make an engine's failure one of the run's environment, exit code 2: no update is lost by it.
+
+    Args:
+        key: That asks for the engine.
+        name: Of the engine.
+        doing: What it was asked to do: ``sampling answers``.
+
+    Raises:
+        ConfigError: The engine failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(Problem(key, f"{name} failed at {doing}: {reason}", RESUME)) from error
+
+
+def check_vllm() -> None:
+    """Refuse a run for which vLLM would have to be installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not vllm_client.is_vllm_available():
+        remedy = "install it (docs/ppo.md), or write `use_transformers_continuous_batching: true`, which needs nothing"
+        raise ConfigError(Problem("use_vllm", "vLLM is not installed", remedy))

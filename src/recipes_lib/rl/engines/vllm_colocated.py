@@ -1,0 +1,186 @@
+"""vLLM colocated with training: an engine in each process, which gets the policy's weights every iteration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import TrainingArguments, set_seed
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.generation import Generated, Sampling, join_answers
+from recipes_lib.models.inference import RandomStates
+from recipes_lib.rl.engines.link import check_vllm, iterate_policy, told
+from recipes_lib.training.layouts.launch_environment import keep_engine_in_process
+from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+_KEY: Final = "use_vllm"
+_MIN_BATCHED_TOKENS: Final = 4096
+"""Tokens of a step of the engine, as TRL has it: vLLM sets aside memory for the activations of so many."""
+
+
+class ColocatedVLLM:
+    """Answers come from an engine in this process, from all of its prompts at once.
+
+    It draws from this process's random generators, which are seeded for it and put back: a batch of the same prompts,
+    weights and seed has the same answers, up to rounding. Log-probabilities are those of its kernels, after the
+    temperature. Asleep it holds neither weights nor keys and values; weights come with the next ``load``.
+
+    Source: the order of calls is that of ``trl.generation.VLLMGeneration`` (docs/decisions/0020-colocated-engine.md);
+    ``tests/rl/engines/test_vllm_colocated.py``, and with vLLM itself ``make test-vllm``.
+    """
+
+    name = "vLLM"
+    follows_seed = False
+    uses_policy = False
+    batch_size: int | None = None
+
+    def __init__(self, engine: Any, sampling: Sampling, parameters: Any, *, sleeps: bool) -> None:
+        """Answer by way of ``engine``.
+
+        Args:
+            engine: vLLM's ``LLMEngine``.
+            sampling: How.
+            parameters: vLLM's ``SamplingParams`` of every answer.
+            sleeps: Whether the engine gives its memory back while nothing is sampled.
+        """
+        self._engine = engine
+        self._sampling = sampling
+        self._parameters = parameters
+        self._sleeps = sleeps
+        self._awake = {"weights", "kv_cache"}
+        self._count = 0
+        self._sleep()
+
+    def load(self, policy: Any) -> None:
+        """Take over the weights, an adapter added to them, and forget what is remembered of prompts.
+
+        Raises:
+            ConfigError: The engine failed.
+        """
+        with told(_KEY, self.name, "taking over weights"):
+            self._wake("weights")
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterate_policy(policy)})
+            self._engine.reset_prefix_cache()
+
+    def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
+        """Answer every prompt once; the first of ``uniforms`` is the seed.
+
+        Raises:
+            ConfigError: The engine failed.
+            RuntimeError: As ``join_answers``.
+        """
+        states = RandomStates.read()
+        set_seed(int(uniforms[0, 0] * 2**31))
+        try:
+            answers = self._answer(prompts)
+        finally:
+            states.restore()
+        self._sleep()
+        return join_answers(answers, self._sampling)
+
+    def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
+        engine, self._count = self._engine, self._count + 1
+        names = [f"{self._count}-{row}" for row in range(len(prompts))]
+        failing: Callable[[], Any] = partial(told, _KEY, self.name, "sampling answers")
+        with failing():
+            self._wake("kv_cache")
+            for name, prompt in zip(names, prompts, strict=True):
+                engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters)
+        answers: dict[str, tuple[list[int], list[float]]] = {}
+        while len(answers) < len(names):
+            with failing():
+                if not engine.has_unfinished_requests():
+                    raise RuntimeError(f"it ended after {len(answers)} of {len(names)} answers")
+                for request in engine.step():
+                    if request.finished:
+                        answers[request.request_id] = _read(request.outputs[0])
+            try:
+                self._sampling.beat()
+            except BaseException:
+                # Whoever leaves does not wait for the answers that are under way.
+                engine.abort_request(names)
+                raise
+        return [answers[name] for name in names]
+
+    def _wake(self, part: str) -> None:
+        if part not in self._awake:
+            # What training has freed is the allocator's, until it is given back to the device.
+            torch.cuda.empty_cache()
+            self._engine.wake_up(tags=[part])
+            self._awake.add(part)
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            # 2: weights are dropped, not kept on the host.
+            self._engine.sleep(level=2)
+            self._awake.clear()
+
+
+def _read(answer: Any) -> tuple[list[int], list[float]]:
+    """Tokens of an answer and their log-probabilities; of each token vLLM has a mapping with its own, at least."""
+    ids = list(answer.token_ids)
+    return ids, [found[token].logprob for token, found in zip(ids, answer.logprobs, strict=True)]
+
+
+def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max_length: int) -> ColocatedVLLM:
+    """Start an engine on this process's device; every process must call.
+
+    Args:
+        config: The model, and how much of the device the engine may have.
+        args: Device, precision and number of processes.
+        sampling: How answers are sampled.
+        max_length: Tokens of the longest prompt with its longest answer.
+
+    Raises:
+        ConfigError: vLLM is not installed, or it cannot run this model in the memory that is left.
+    """
+    check_vllm()
+    keep_engine_in_process()
+    from vllm import EngineArgs, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    states = RandomStates.read()
+    try:
+        settings = EngineArgs(
+            model=str(config.model.model_name_or_path),
+            revision=config.model.model_revision,
+            trust_remote_code=config.model.trust_remote_code,
+            skip_tokenizer_init=True,
+            # Tokens that end answers are those of training, whatever the model's own file says.
+            generation_config="vllm",
+            dtype=str(get_compute_dtype(args)).removeprefix("torch."),
+            max_model_len=max_length,
+            max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, max_length),
+            gpu_memory_utilization=config.engine.vllm_gpu_memory_utilization,
+            enable_sleep_mode=config.engine.vllm_enable_sleep_mode,
+            # At the temperature of sampling, as the training graph's.
+            logprobs_mode="processed_logprobs",
+            # CUDA graphs are for GPUs; compiling for a CPU takes longer than it saves.
+            enforce_eager=args.device.type == "cpu",
+            # The processes are there already: an engine of one would start a process group of its own.
+            distributed_executor_backend="external_launcher" if args.world_size > 1 else "uni",
+            seed=args.seed,
+        ).create_engine_config()
+        engine = LLMEngine(settings, Executor.get_class(settings), log_stats=False)
+    except Exception as error:  # vLLM raises nothing more specific where it cannot start.
+        found = f"vLLM did not start: {' '.join(str(error).split())}"
+        remedy = "lower `vllm_gpu_memory_utilization` where memory is short, or write `vllm_mode: server`"
+        raise ConfigError(Problem(_KEY, found, remedy)) from error
+    finally:
+        states.restore()
+    parameters = SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.response_length,
+        stop_token_ids=list(sampling.stop_ids),
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    return ColocatedVLLM(engine, sampling, parameters, sleeps=config.engine.vllm_enable_sleep_mode)

@@ -1,0 +1,66 @@
+"""Engines beside a policy that FSDP2 shards over two processes: its weights every iteration, and never a whole copy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed import sharding
+from tests.distributed.cells import FULL_PRECISION
+from tests.distributed.test_ppo import build_groups
+from tests.forked import ROOT, find_free_port, run_forked
+from tests.rl import keys_task
+from tests.rl.vllm_fake import ASKED_AT
+from tests.rows import read_events
+from tests.test_accelerate_configs import read_environment
+
+RATE = {"learning_rate": 1e-3, "use_vllm": True}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("engines")
+    policy = keys_task.write_policy(folder / "policy", 0, num_steps=30)
+    keys_task.write_prompts(folder / "prompts.jsonl", 100, seed=5)
+    port = find_free_port()
+    served = {"vllm_mode": "server", "vllm_server_base_url": f"http://127.0.0.1:{port}"}
+
+    def build(**keys: Any) -> sharding.Job:
+        return build_groups(folder, 2, "grpo", **RATE | keys)
+
+    jobs: dict[str, sharding.Job] = {
+        "colocated": build(vllm_enable_sleep_mode=True),
+        "adapter": build(use_peft=True, learning_rate=3e-3),
+        "server": build(**served),
+        # The answers of an iteration take eight steps at most: it is the second one.
+        "asked": {**build(num_sample_prompts=0), "variables": {ASKED_AT: "12"}},
+    }
+    of_file = read_environment(ROOT / "accelerate_configs" / "fsdp2.yaml", "--num_processes=2", *FULL_PRECISION)
+    _, *arguments = sharding.prepare_jobs(jobs, folder / "two")
+    variables = {**of_file, "SERVER": f"{policy} {port}"}
+    told = run_forked("tests.rl.vllm_fake", *arguments, variables=variables, num_processes=2)
+    return folder / "two", sharding.read_end(folder / "two", told)["codes"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["colocated", "adapter", "server"])
+def test_an_engine_has_the_weights_of_each_iteration(runs: tuple[Path, dict[str, Any]], name: str) -> None:
+    folder, codes = runs
+    assert codes[name] == 0
+    events = read_events(folder / name)
+    assert [event["step"] for event in events] == [4, 8]
+    for event in events:
+        assert abs(event["rollout/engine_mismatch_kl"]) < 1e-5
+        assert event["rollout/is_weight_max"] == pytest.approx(1, abs=1e-4)
+    # The weights of the first iteration would not do for the second.
+    assert events[-1]["kl"] > 1e-3
+
+
+@pytest.mark.multiprocess
+def test_one_who_is_asked_while_it_samples_stops_with_the_others(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, codes = runs
+    assert codes["asked"] == [75, 0]
+    assert json.loads((folder / "asked" / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+    assert [event["step"] for event in read_events(folder / "asked")] == [4, 8]

@@ -1,0 +1,112 @@
+"""Published laws and their known answers, and fits that find the law which runs were drawn from."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.planning.scaling import (
+    PUBLISHED,
+    Fit,
+    Law,
+    Run,
+    count_effective_tokens,
+    fit_isoflops,
+    fit_law,
+    fit_power,
+)
+
+BESIROGLU, HOFFMANN = PUBLISHED.values()
+
+
+def draw_runs(law: Law, noise: float = 0.0, *, num_outliers: int = 0) -> list[Run]:
+    random, runs = np.random.default_rng(0), []
+    for flops, size in itertools.product(np.geomspace(6e18, 3e21, 6), np.geomspace(5e7, 1.6e10, 9)):
+        tokens = flops / 6 / size
+        if 0.3 < tokens / size < 3000:
+            runs.append(Run(size, tokens, law.compute_loss(size, tokens) * np.exp(random.normal(0, noise))))
+    return [run._replace(loss=run.loss * 1.05) if at < num_outliers else run for at, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize(
+    ("law", "size", "tokens", "loss"), [(HOFFMANN, 32.2e9, 2.98e12, 1.9307), (BESIROGLU, 72.2e9, 1.329e12, 1.9744)]
+)
+def test_the_budget_of_chinchilla_by_both_laws(law, size, tokens, loss) -> None:
+    """At 5.76e23 they differ: 92.6 tokens a parameter as printed, 18.4 once mended."""
+    best = law.find_optimum(5.76e23)
+    assert best == pytest.approx((size, tokens, loss), rel=2e-3)
+    # First-order condition: neither parameters nor tokens would gain from the other.
+    by_size = law.size_exponent * law.size_factor / best.num_parameters**law.size_exponent
+    assert by_size == pytest.approx(law.token_exponent * law.token_factor / best.num_tokens**law.token_exponent)
+    assert law.find_overtrained(best.loss, best.num_parameters) == pytest.approx(best.num_tokens)
+    assert law.find_overtrained(best.loss, best.num_parameters / 2) > 2 * best.num_tokens
+    assert law.find_overtrained(best.loss, 1e6) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens", "losses"),
+    [
+        (70e9, 1.4e12, (1.9366, 1.9739)),
+        (280e9, 300e9, (1.9933, 1.9996)),
+        (175e9, 300e9, (2.0023, 2.0085)),
+    ],
+)
+def test_losses_of_chinchilla_gopher_and_gpt_3(size, tokens, losses) -> None:
+    assert [law.compute_loss(size, tokens) for law in (HOFFMANN, BESIROGLU)] == pytest.approx(losses, abs=6e-5)
+
+
+@pytest.mark.parametrize("law", PUBLISHED.values(), ids=PUBLISHED)
+def test_a_fit_finds_the_law_of_the_runs(law) -> None:
+    found = fit_law(draw_runs(law), 0).law
+    for name in Law.__slots__:
+        assert getattr(found, name) == pytest.approx(getattr(law, name), rel=1e-3)
+
+
+def test_outliers_do_not_move_it_and_noise_widens_the_interval() -> None:
+    found = fit_law(draw_runs(BESIROGLU, num_outliers=4), 0).law
+    assert found.size_exponent == pytest.approx(0.348, abs=0.015)
+    fit = fit_law(draw_runs(BESIROGLU, 0.003), 20)
+    low, high = fit.compute_interval(lambda law: law.compute_loss(70e9, 1.4e12))
+    assert low < BESIROGLU.compute_loss(70e9, 1.4e12) < high
+    assert high - low < 0.1
+
+
+def test_without_an_interval_nothing_is_said_of_runs_ten_times_as_large() -> None:
+    fit = Fit(BESIROGLU, [], 1e20)
+    fit.verify_reach(9.9e20)
+    with pytest.raises(ConfigError, match="20 times those of the largest run"):
+        fit.verify_reach(2e21)
+    Fit(BESIROGLU, [BESIROGLU], 1e20).verify_reach(2e21)
+
+
+def test_too_few_runs_determine_nothing() -> None:
+    with pytest.raises(DataError, match="determine no law"):
+        fit_law([Run(1e6, 10.0**power, 3.0) for power in range(7, 14)])
+
+
+def test_parabolas_have_the_exponent_of_the_law() -> None:
+    around = [
+        Run(size, flops / 6 / size, BESIROGLU.compute_loss(size, flops / 6 / size))
+        for flops in (1e19, 1e20, 1e21)
+        for size in BESIROGLU.find_optimum(flops).num_parameters * np.geomspace(0.5, 2, 5)
+    ]
+    exponent, minima = fit_isoflops(around)
+    assert exponent == pytest.approx(0.3658 / (0.3478 + 0.3658), abs=0.005)
+    assert minima[1].num_parameters == pytest.approx(BESIROGLU.find_optimum(1e20).num_parameters, rel=0.03)
+    with pytest.raises(DataError, match="fewer than two budgets"):
+        fit_isoflops(around[:5])
+
+
+def test_kaplans_power_law_is_found() -> None:
+    sizes = [1e6, 1e7, 1e9]
+    assert fit_power(sizes, [(8.8e13 / size) ** 0.076 for size in sizes]) == pytest.approx((8.8e13, 0.076))
+
+
+def test_repeated_tokens_teach_less_and_less() -> None:
+    """Muennighoff et al. 2023: up to four epochs are nearly as good as new, beyond 40 nothing is gained."""
+    assert count_effective_tokens(1e9, 5e8) == 5e8
+    assert count_effective_tokens(1e9, 4e9) == pytest.approx(4e9, rel=0.08)
+    assert count_effective_tokens(1e9, 1e12) == pytest.approx(16.4e9, rel=1e-3)

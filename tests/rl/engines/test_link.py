@@ -1,0 +1,74 @@
+"""What goes from a policy to an engine: the weights of a sharded policy are those of a whole one, a layer at a time."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.models.adapters.test_merged_weights import adapt, build_model
+from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.inference import unwrap_adapter
+from recipes_lib.rl.engines.link import check_vllm, iterate_policy, told
+
+
+@pytest.fixture
+def shard():
+    """Shards each layer and the rest of a model, over one process."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+    def apply(model, dtype=None):
+        mesh = distributed.init_device_mesh("cpu", (1,))
+        for module in (*unwrap_adapter(model).model.layers, model):
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+        return model
+
+    try:
+        yield apply
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_sharded_policy_has_the_weights_of_a_whole_one(shard, tied, is_adapted):
+    whole = adapt(build_model(tied)) if is_adapted else build_model(tied)
+    sharded = shard(copy.deepcopy(whole))
+    expected, shards = dict(iterate_policy(whole)), {n: v.full_tensor() for n, v in sharded.state_dict().items()}
+    # What a receiver keeps outlives the layer that it was gathered in.
+    got = dict(iterate_policy(sharded))
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=0)
+    assert all(torch.equal(value.full_tensor(), shards[name]) for name, value in sharded.state_dict().items())
+
+
+def test_no_more_than_one_layer_is_whole_at_a_time(shard):
+    sharded = shard(build_model())
+    most = 0
+    for _ in iterate_policy(sharded):
+        whole = [name for name, value in sharded.named_parameters() if not hasattr(value, "device_mesh")]
+        units = {name.split(".")[2] if ".layers." in name else "rest" for name in whole}
+        most = max(most, len(units))
+    assert most == 1
+    assert all(hasattr(value, "device_mesh") for value in sharded.parameters())
+
+
+def test_they_go_over_in_the_type_of_products(shard):
+    sharded = shard(build_model(), torch.bfloat16)
+    assert {tensor.dtype for _, tensor in iterate_policy(sharded)} == {torch.bfloat16}
+
+
+def test_a_failure_is_told_in_one_line_with_its_key():
+    with pytest.raises(ConfigError) as refused, told("use_vllm", "vLLM", "sampling answers"):
+        raise RuntimeError("out of\n blocks")
+    (problem,) = refused.value.problems
+    assert (problem.where, problem.found) == ("use_vllm", "vLLM failed at sampling answers: out of blocks")
+
+
+def test_without_vllm_the_run_is_refused():
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        check_vllm()

@@ -1,0 +1,97 @@
+"""vLLM itself, colocated with GRPO on a CPU: ``make test-vllm`` makes its environment and runs this."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from tests.forked import ROOT
+from tests.rl import real_vllm
+from tests.rows import read_events
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+
+VARIABLES = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vllm")
+    real_vllm.write_inputs(folder)
+    return folder
+
+
+def run(folder, name, failing=0, num_processes=1, variables=(), **keys):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+    command = [
+        sys.executable,
+        *(launcher if num_processes > 1 else []),
+        "-m",
+        "tests.rl.real_vllm",
+        folder,
+        name,
+        failing,
+    ]
+    given = [f"{key}={value}" for key, value in keys.items()]
+    environment = os.environ | VARIABLES | dict(variables)
+    return subprocess.run(
+        [*map(str, command), *given],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+
+
+def read_gaps(folder, name):
+    return [float(line) for line in (folder / f"{name}.gaps").read_text().splitlines()]
+
+
+def test_an_engine_that_ends_costs_its_iteration_and_each_iteration_has_its_weights(folder):
+    """Five iterations; the engine ends in the third, and the same command resumes behind the second."""
+    ended = run(folder, "run", failing=2 * 8 + 3, num_sample_prompts=0)
+    assert ended.returncode == 2, ended.stderr[-3000:]
+    told = ended.stderr.split("use_vllm: ")[1]
+    assert told.startswith("vLLM failed at sampling answers: EngineCore encountered an issue.\n")
+    assert "run the same command to resume" in told
+    assert "Traceback" not in told
+    resumed = run(folder, "run", num_sample_prompts=0)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert json.loads((folder / "run" / "run.json").read_text())["resumed_from"] == "checkpoint-8"
+    gaps = read_gaps(folder, "run")
+    assert len(gaps) == 5
+    assert max(gaps) < 1e-3
+    assert [event["step"] for event in read_events(folder / "run")] == [4, 8, 12, 16, 20]
+    # A policy that had not moved would have these log-probabilities with any weights that it ever had.
+    assert read_events(folder / "run")[-1]["kl"] > 0.01
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"), [("adapter", {"use_peft": True, "learning_rate": 1e-2}), ("bf16", {"bf16": True})]
+)
+def test_adapters_are_in_the_engine_and_half_precision_is_corrected(folder, name, keys):
+    done = run(folder, name, **keys)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert max(read_gaps(folder, name)) < (1e-3 if name == "adapter" else 0.2)
+
+
+@pytest.mark.parametrize("engine", ["", "FSDP"])
+def test_two_processes_have_an_engine_each(folder, engine):
+    variables = {}
+    if engine:
+        from tests.test_accelerate_configs import read_environment
+
+        variables = read_environment(
+            ROOT / "accelerate_configs" / "fsdp2.yaml", "--num_processes=2", "--mixed_precision=no"
+        )
+    done = run(folder, f"two{engine}", num_processes=2, variables=variables.items(), per_device_train_batch_size=16)
+    assert done.returncode == 0, done.stderr[-3000:]
+    gaps = read_gaps(folder, f"two{engine}")
+    assert len(gaps) == 5
+    assert max(gaps) < 1e-3

@@ -1,0 +1,118 @@
+"""vLLM in the process that trains, over a fake of its engine; ``make test-vllm`` has the real one."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from tests.models.adapters.test_merged_weights import adapt
+from tests.models.test_generation import PROMPTS, build_sampling, draw, measure_gap
+from tests.rl import keys_task
+from tests.rl.test_rollout import build_policy
+from tests.rl.vllm_fake import FakeEngine, build_fake, colocated
+from transformers import LlamaForCausalLM
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.models.inference import RandomStates
+from recipes_lib.training.guards.preemption import LeftError
+
+
+@pytest.fixture
+def engine():
+    """With other weights than the policy's."""
+    other = copy.deepcopy(build_policy("llama"))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1)
+    return FakeEngine(other)
+
+
+@pytest.mark.parametrize(("temperature", "sleeps"), [(1.0, False), (0.7, True)])
+def test_it_answers_by_the_weights_as_they_are_now_with_their_log_probabilities(engine, temperature, sleeps):
+    policy, beats = build_policy("llama"), []
+    backend = build_fake(engine, build_sampling(temperature, beat=lambda: beats.append(1)), sleeps=sleeps)
+    for _ in range(2):
+        backend.load(policy)
+        prompts = [*PROMPTS, *PROMPTS[::-1]]
+        answers = backend.generate(policy, prompts, draw(8))
+        assert measure_gap(policy, prompts, answers, temperature) < 1e-5
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.1)
+    assert len(beats) == engine.num_steps
+    once = ["wake weights", "reload", "reset", "wake kv_cache", "sleep"]
+    assert engine.calls == (["sleep", *once, *once] if sleeps else ["reload", "reset"] * 2)
+
+
+def test_it_answers_for_the_adapter_that_is_on(engine):
+    policy = adapt(build_policy("llama"))
+    backend = build_fake(engine, build_sampling())
+    backend.load(policy)
+    assert measure_gap(policy, PROMPTS, backend.generate(policy, PROMPTS, draw(4)), 1.0) < 1e-5
+
+
+def test_the_same_seed_has_the_same_answers_and_moves_no_generator_of_training(engine):
+    policy, backend = build_policy("llama"), build_fake(engine, build_sampling())
+    backend.load(policy)
+    before = RandomStates.read()
+    first, again, other = (backend.generate(policy, PROMPTS, uniforms) for uniforms in (draw(4), draw(4), 1 - draw(4)))
+    assert torch.equal(first.response_ids, again.response_ids)
+    assert not torch.equal(first.response_ids, other.response_ids)
+    assert torch.equal(before._torch, RandomStates.read()._torch)
+
+
+def test_who_leaves_while_it_samples_does_not_wait_for_the_answers(engine):
+    def leave():
+        raise LeftError
+
+    backend = build_fake(engine, build_sampling(beat=leave, response_length=200, stop_ids=[99]))
+    backend.load(build_policy("llama"))
+    with pytest.raises(LeftError):
+        backend.generate(None, PROMPTS, draw(4))
+    assert engine.num_steps == 1
+    assert not engine.has_unfinished_requests()
+
+
+def test_an_engine_that_ends_is_told_with_the_way_to_go_on(engine):
+    backend = build_fake(engine, build_sampling(response_length=200, stop_ids=[99]))
+    backend.load(build_policy("llama"))
+    engine.fails_at = 3
+    with pytest.raises(ConfigError, match=r"use_vllm: vLLM failed at sampling answers: EngineCore encountered") as told:
+        backend.generate(None, PROMPTS, draw(4))
+    assert "run the same command to resume" in told.value.problems[0].remedy
+
+
+@pytest.fixture
+def flags(tmp_path):
+    policy = keys_task.write_policy(tmp_path / "policy", seed=0, num_steps=30)
+    prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 32, seed=1)
+
+    def build(**keys):
+        keys = {"use_vllm": True, "max_steps": 12, "save_strategy": "steps", "save_steps": 4, **keys}
+        return keys_task.build_group_flags(policy, tmp_path / "out", prompts, **keys)
+
+    return build
+
+
+def test_a_run_of_grpo_ends_with_its_engine_and_resumes_behind_the_last_checkpoint(flags, tmp_path):
+    """Three iterations of four steps; the engine ends in the second."""
+
+    def run(fails_in=None):
+        engine = FakeEngine(LlamaForCausalLM.from_pretrained(tmp_path / "policy"))
+        engine.fails_at = None if fails_in is None else (fails_in - 1) * keys_task.MAX_ANSWER + 2
+        with colocated(engine):
+            keys_task.train(flags(vllm_enable_sleep_mode=True), "grpo")
+        return engine
+
+    with pytest.raises(ConfigError, match="vLLM failed at sampling answers"):
+        run(fails_in=2)
+    assert json.loads((tmp_path / "out" / "checkpoint-4" / "COMPLETE.json").read_text())["step"] == 4
+    engine = run()
+    assert engine.calls.count("reload") == 2
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    gaps = {row["step"]: row["rollout/engine_mismatch_kl"] for row in rows if "rollout/engine_mismatch_kl" in row}
+    assert [*gaps] == [4, 8, 12]
+    assert all(abs(gap) < 1e-5 for gap in gaps.values())
+    assert all(row["rollout/is_weight_max"] < 1.001 for row in rows if "rollout/is_weight_max" in row)
