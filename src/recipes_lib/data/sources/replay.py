@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import DataConfig, RecipeConfig
@@ -123,6 +122,8 @@ class EpochOrder:
     def _permute(self, epoch: int) -> IntArray:
         if self.seed is None:
             return np.arange(self.num_rows)
+        import torch  # seconds that a set which is only found does not need
+
         generator = torch.Generator().manual_seed(self.seed + epoch)
         permutation: IntArray = torch.randperm(self.num_rows, generator=generator).numpy()
         return permutation
