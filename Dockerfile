@@ -9,16 +9,18 @@ FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_CACHE_DIR=/tmp/pip PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/venv
 WORKDIR /build
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY src src
+COPY accelerate_configs accelerate_configs
+COPY recipes recipes
 ARG PIP_EXTRA_INDEX_URL
 RUN --mount=type=cache,target=/tmp/pip \
-    /opt/venv/bin/pip install -c constraints.txt ".[track]"
+    /opt/venv/bin/pip install -c constraints.txt ".[track,corpus,eval]"
 
 # The default build of torch brings its own CUDA libraries; the host needs the driver and the container toolkit only.
 FROM build AS build-cuda
 RUN --mount=type=cache,target=/tmp/pip \
-    /opt/venv/bin/pip install -c constraints.txt ".[track,gpu,deepspeed]"
+    /opt/venv/bin/pip install -c constraints.txt ".[track,corpus,eval,gpu,deepspeed]"
 
 # A compiler stays in the image: torch.compile and DeepSpeed build kernels while they run.
 FROM python:3.11.14-slim-bookworm AS runtime

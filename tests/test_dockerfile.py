@@ -96,7 +96,7 @@ def test_the_file_keeps_its_laws():
         ("USER 1000\n", "", "there is no USER"),
         ("COPY src src", "COPY sources src", "sources is not there"),
         ("COPY src src", "COPY tests tests", "tests is kept out"),
-        ("[track,gpu,deepspeed]", "[track,gpus]", "there is no extra gpus"),
+        ("[track,corpus,eval,gpu,deepspeed]", "[track,gpus]", "there is no extra gpus"),
         ("-c constraints.txt ", "", "not locked"),
         ("ARG VERSION=unknown", "ARG HF_TOKEN", "a secret would stay"),
         ("--no-install-recommends ", "", "recommended packages"),
