@@ -5,20 +5,8 @@ import json
 import pytest
 from datatrove.data import Document
 
-from recipes_lib.corpus.documents import PART_END
-from recipes_lib.corpus.output import load_tokenizer, restore_row, write_lines
+from recipes_lib.corpus.output import load_tokenizer, write_lines
 from recipes_lib.errors import DataError
-
-
-def test_a_chat_gets_its_texts_back():
-    image = [{"type": "image", "url": "x"}]
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": image}, {"content": "b", "n": 1}]}
-    restored = restore_row(row, f"A{PART_END}B")
-    assert restored == {
-        "messages": [{"role": "user", "content": "A"}, {"role": "user", "content": image}, {"content": "B", "n": 1}]
-    }
-    assert restore_row({**row, "tools": [1]}, f"A{PART_END}B")["tools"] == [1]
-    assert restore_row({"prompt": "p", "completion": "c"}, f"P{PART_END}") == {"prompt": "P", "completion": ""}
 
 
 def test_lines_have_text_id_source_and_metadata(tmp_path):

@@ -38,7 +38,7 @@ def build(tmp_path):
         ("README.md", lambda file: file.write_text("")),
     ],
 )
-def test_what_is_missing_is_made_again_and_one_line_tells_the_paths(build, name, harm, capsys):
+def test_what_is_missing_is_made_again_and_the_last_lines_tell_the_paths(build, name, harm, capsys):
     run = build(finished=True)
     names = ("README.md", "report.html")
     finish_run(run)
@@ -48,8 +48,8 @@ def test_what_is_missing_is_made_again_and_one_line_tells_the_paths(build, name,
     harm(run.output_dir / name)
     capsys.readouterr()
     finish_run(run)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert all(str(run.output_dir / name) in line for name in names)
+    told = capsys.readouterr().out
+    assert all(str(run.output_dir / name) in told for name in names)
     # With the curve, which the report has drawn.
     after = {name: (run.output_dir / name).read_text().replace("![loss](report/loss.png)\n\n", "") for name in names}
     assert after == before

@@ -78,7 +78,7 @@ def test_a_base_in_few_bits_is_no_base_to_merge_into(tmp_path):
     base, adapter, _ = make_adapter(tmp_path, "llama")
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(settings | {"quantization_config": {"quant_method": "bitsandbytes"}}))
-    with pytest.raises(ConfigError, match="few bits, into which nothing can be merged"):
+    with pytest.raises(ConfigError, match="quantised weights, into which nothing can be merged"):
         plan_merge(ModelConfig(model_name_or_path=str(base)), adapter, QuantizationConfig(), None)
 
 

@@ -148,6 +148,7 @@ class Engine:
 
     def __init__(self, generator):
         self.generator, self.calls = generator, []
+        self.uses_policy = generator.uses_policy
 
     def load(self, policy):
         self.calls.append("load")

@@ -37,7 +37,7 @@ OTHER_VALUES = {
     "eos_token": "<|im_end|>",
     "pad_token": "<|im_end|>",
 }
-TOLD_BY_CONTENT = {"dataset_name", "dataset_revision", "chat_template_path", "prepared_dir"}
+TOLD_BY_CONTENT = {"dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"}
 
 
 def key_of(config, sources=SOURCES) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.training.layouts.launch_environment import find_launch_file, name_pipeline, plan_launch
+from recipes_lib.shipped import find_launch_file
+from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 SHARDS = {
