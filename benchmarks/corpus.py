@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from harness import build_parser, run_interleaved, spread, write_results
 
-from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.corpus_keys import CorpusConfig
 
 THRESHOLD, BANDS, ROWS, NGRAM = 0.8, 14, 8, 5
 _WORD = re.compile(r"\w+")
@@ -188,7 +188,7 @@ def list_ngrams(text: str) -> set[str]:
 
 
 def _run_pipeline(texts: Sequence[str], data: Path) -> list[int]:
-    from recipes_lib.corpus.pipeline import make_corpus
+    from recipes_lib.corpus.cleaning import make_corpus
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "a.jsonl"

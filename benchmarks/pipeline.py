@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from transformers import LlamaConfig
 
 from recipes_lib.models.parallel.pipeline_parallel import PipelinePart, build_pipeline_stage_class
-from recipes_lib.training.layouts.pipeline import Pipeline, build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import Pipeline, build_stage_mesh
 
 LAYERS: Final = 16
 FORWARD_SECONDS: Final = 0.01

@@ -15,7 +15,7 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.data.pairs.sets import load_pair_data
+from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe

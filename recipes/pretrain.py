@@ -24,7 +24,7 @@ from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.forgetting.weight_penalty import load_penalty
 from recipes_lib.training.layouts.context_rows import join_context
-from recipes_lib.training.layouts.pipeline import choose_trainer
+from recipes_lib.training.layouts.pipeline_schedule import choose_trainer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.pretraining_rows import build_rows

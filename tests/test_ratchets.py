@@ -111,7 +111,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         # A trainer is built by upstream's arguments alone.
         (
             "src/recipes_lib/training/layouts/launch_environment.py",
-            "src/recipes_lib/training/layouts/pipeline.py",
+            "src/recipes_lib/training/layouts/pipeline_schedule.py",
             "src/recipes_lib/training/trainers/recipe_trainer.py",
             "src/recipes_lib/training/checkpoints/saver.py",
             "src/recipes_lib/training/forgetting/fisher_command.py",
@@ -250,6 +250,15 @@ def find_full_folders(paths: Collection[str]) -> list[str]:
     ]
 
 
+def find_shared_names(paths: Collection[str]) -> list[str]:
+    """Modules of the library that have one name in several folders: an import or a traceback does not say which."""
+    folders: dict[str, list[str]] = {}
+    for path in sorted(paths):
+        if Path(path).name != "__init__.py":
+            folders.setdefault(Path(path).stem, []).append(Path(path).parent.as_posix())
+    return [f"{name}: {', '.join(places)}" for name, places in folders.items() if len(places) > 1]
+
+
 def find_circles(sources: Mapping[str, str]) -> list[list[str]]:
     """Modules that import each other, directly or through others, at the top or inside functions; not types alone.
 
@@ -366,6 +375,15 @@ def test_a_missing_term_is_found() -> None:
 
 def test_folders_are_kept_small() -> None:
     assert find_full_folders(list(read_python("src/"))) == []
+
+
+def test_modules_of_different_folders_have_different_names() -> None:
+    assert find_shared_names(list(read_python("src/"))) == []
+
+
+def test_a_shared_name_is_found() -> None:
+    planted = ["house/a.py", "yard/a.py", "yard/b.py", "house/__init__.py", "yard/__init__.py"]
+    assert find_shared_names(planted) == ["a: house, yard"]
 
 
 def test_no_modules_import_each_other() -> None:

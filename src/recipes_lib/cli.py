@@ -28,7 +28,7 @@ COMMANDS = {
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
     "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
     "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
-    "run": Command("recipes_lib.commands.pipeline.run:main", "run a pipeline of stages from one YAML file"),
+    "run": Command("recipes_lib.commands.pipeline.run_pipeline:main", "run a pipeline of stages from one YAML file"),
     "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
     "preview": Command(
         "recipes_lib.commands.prepare:preview", "show what the model will be trained on, token by token"

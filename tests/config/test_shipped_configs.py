@@ -9,7 +9,7 @@ import pytest
 import yaml
 from tests.forked import ROOT
 
-from recipes_lib.config.corpus import parse_corpus_command
+from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import TABLES, load_table

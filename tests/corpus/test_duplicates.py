@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.corpus.texts import jaccard, keep_first, make_text, vary
 
-from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus import duplicates
 from recipes_lib.corpus.duplicates import (
     BYTES_COMPARED,

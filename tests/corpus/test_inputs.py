@@ -11,7 +11,7 @@ from datasets.packaged_modules.json.json import Json
 from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
-from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Part, Read, SpreadSource, count_input_bytes, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source

@@ -9,10 +9,10 @@ import pytest
 from datatrove.data import Document
 from tests.corpus.texts import make_text, read_corpus
 
-from recipes_lib.config.corpus import PII_KINDS, CorpusConfig
+from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.config.values import SECRET, SECRET_HINTS
+from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.corpus.pii import PII, is_card, is_iban, is_luhn, mask
-from recipes_lib.corpus.pipeline import make_corpus
 
 FOUND = [
     ("email", "ada.lovelace+x@mail.example.co.uk"),

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from recipes_lib.data.sources.formats import canonicalize, detect_format
-from recipes_lib.demo.corpus import QUESTIONS, Chat, build_chats, load_modules, parse_module, standard_library
+from recipes_lib.demo.stdlib_texts import QUESTIONS, Chat, build_chats, load_modules, parse_module, standard_library
 from recipes_lib.demo.walkthrough import ask, build_pairs, shorten
 from recipes_lib.rl.verifiers import exact_match
 

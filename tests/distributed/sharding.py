@@ -128,7 +128,7 @@ def break_something(fault: str | None) -> Iterator[None]:
     from torch.nn.parallel import DistributedDataParallel
 
     from recipes_lib.models.generation import GenerateBackend
-    from recipes_lib.training.layouts.pipeline import Pipeline, PipelineTrainer
+    from recipes_lib.training.layouts.pipeline_schedule import Pipeline, PipelineTrainer
     from recipes_lib.training.trainers import recipe_trainer
     from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
     from recipes_lib.training.trainers.recipe_trainer import RunSampler

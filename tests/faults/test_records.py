@@ -28,7 +28,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.packed.encoding import build_encoder
 from recipes_lib.data.packed.training_data import load_training_data
-from recipes_lib.data.pairs.sets import load_pair_data
+from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.models.heads.scoring import read_scale
 from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
@@ -37,7 +37,7 @@ from recipes_lib.publish.card import write_card
 from recipes_lib.report.page import build_report
 from recipes_lib.report.run_files import read_run
 from recipes_lib.training.checkpoints.manifest import find_damage, write_complete
-from recipes_lib.training.guards.replay import Rollback, Rollbacks, read_rollbacks
+from recipes_lib.training.guards.replay_check import Rollback, Rollbacks, read_rollbacks
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch_file
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 from recipes_lib.training.run import start_run

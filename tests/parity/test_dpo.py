@@ -14,7 +14,7 @@ from trl import DPOConfig
 from trl import DPOTrainer as TRLTrainer
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.data.pairs.sets import load_pair_data
+from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer

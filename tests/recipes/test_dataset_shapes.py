@@ -11,7 +11,7 @@ from tests.rows import read_events, write_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
-from recipes_lib.data.pairs.sets import prepare_pairs
+from recipes_lib.data.pairs.preference_sets import prepare_pairs
 
 ASKED, GOOD, BAD = "What is {n} plus {n}?", "It is {twice}.", "It is not {twice}, or is it?"
 TURN, TEXT = "<|im_end|>", "<|endoftext|>"

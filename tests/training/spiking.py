@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.errors import DivergedError
-from recipes_lib.training.guards.replay import compute_checksums
+from recipes_lib.training.guards.replay_check import compute_checksums
 from recipes_lib.training.guards.step_guard import Spike
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from recipes_lib.config.corpus import CorpusConfig, parse_corpus_command
+from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 MEGABYTES_PER_SECOND: Final = 1.7
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> None:
     config = _parse(argv)
     if config is None:
         return
-    from recipes_lib.corpus.pipeline import make_corpus
+    from recipes_lib.corpus.cleaning import make_corpus
 
     manifest = make_corpus(config)
     if manifest is None:
@@ -88,7 +88,7 @@ def check(argv: Sequence[str]) -> int:
     config = _parse(argv)
     if config is None:
         return EXIT_DONE
-    from recipes_lib.corpus.pipeline import try_steps
+    from recipes_lib.corpus.cleaning import try_steps
 
     for line in try_steps(config):
         sys.stdout.write(f"{line}\n")

@@ -77,7 +77,7 @@ def compare(argv: Sequence[str]) -> None:
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
     _verify_installed()
-    from recipes_lib.evaluation.compare import compare_folders, format_rows
+    from recipes_lib.evaluation.score_comparison import compare_folders, format_rows
 
     rows = compare_folders([_find_evaluation(folder) for folder in options.folders])
     sys.stdout.write("".join(f"{line}\n" for line in format_rows(rows)))

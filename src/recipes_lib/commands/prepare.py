@@ -66,8 +66,8 @@ def _prepare(stage: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) 
         places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
     if stage in ("reward", "dpo"):
-        from recipes_lib.data.pairs.sets import prepare_pairs as prepare_rows
-        from recipes_lib.data.pairs.sets import render_summary
+        from recipes_lib.data.pairs.preference_sets import prepare_pairs as prepare_rows
+        from recipes_lib.data.pairs.preference_sets import render_summary
     else:
         from recipes_lib.data.packed.prepared_set import prepare as prepare_rows
         from recipes_lib.data.packed.prepared_set import render_summary
@@ -139,7 +139,7 @@ def report(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=told)
     options = parser.parse_args(argv)
     if options.compare:
-        from recipes_lib.report.compare import write_comparison
+        from recipes_lib.report.run_comparison import write_comparison
 
         sys.stdout.write(f"{write_comparison(options.output_dir, options.output)}\n")
         return

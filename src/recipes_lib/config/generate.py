@@ -23,7 +23,7 @@ from typing import Any
 import jinja2
 
 from recipes_lib.config import schema as our_schema
-from recipes_lib.config.corpus import CORPUS_SECTIONS
+from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
 from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from recipes_lib.config.corpus import Mode
+from recipes_lib.config.corpus_keys import Mode
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import replacing
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus.shingles import HashArray, MinHash, ShingleArray, compute_jaccard, hash_shingles
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record, replacing

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from recipes_lib.config.corpus import CorpusConfig, label_entry
+from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
 from recipes_lib.corpus.documents import (
     CHAT,
     HTML,

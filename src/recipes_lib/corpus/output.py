@@ -13,7 +13,7 @@ import numpy.typing as npt
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from recipes_lib.config.corpus import MAX_SAMPLES, CorpusConfig
+from recipes_lib.config.corpus_keys import MAX_SAMPLES, CorpusConfig
 from recipes_lib.corpus.documents import CHAT, HTML, Ledger, count_bytes, join_chat, read_shard, write_shard
 from recipes_lib.corpus.duplicates import (
     KEPT,

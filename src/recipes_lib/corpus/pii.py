@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from datatrove.data import Document
 
-from recipes_lib.config.corpus import PII_KINDS
+from recipes_lib.config.corpus_keys import PII_KINDS
 from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.documents import PART_END
 

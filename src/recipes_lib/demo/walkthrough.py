@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from recipes_lib.demo.corpus import (
+from recipes_lib.demo.stdlib_texts import (
     QUESTIONS,
     Chat,
     QuestionTemplate,

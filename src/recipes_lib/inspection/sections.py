@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.paths import names_path
 from recipes_lib.config.schema import DatasetFormat, RecipeConfig
 from recipes_lib.config.settings import is_local
@@ -323,8 +323,8 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
     if importlib.util.find_spec("datatrove") is None:
         say("not looked at: pip install 'recipes-lib[corpus]'")
         return
-    from recipes_lib.corpus.audit import audit_texts
     from recipes_lib.corpus.inputs import SpreadSource
+    from recipes_lib.corpus.text_audit import audit_texts
 
     evaluations = _find_evaluations(config)
     protected = _index_protected(config, evaluations, say)

@@ -156,7 +156,7 @@ class PairInspection(Inspection):
 
     def look_at_data(self, say: Say) -> None:
         """How many pairs there are, how long they are, and the audit."""
-        from recipes_lib.data.pairs.sets import load_pair_data
+        from recipes_lib.data.pairs.preference_sets import load_pair_data
 
         if self.tokenizer is None:
             return

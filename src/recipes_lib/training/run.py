@@ -51,7 +51,7 @@ from recipes_lib.training.checkpoints.resume import (
     keep_batch,
     verify_checkpoint_fits,
 )
-from recipes_lib.training.guards.replay import read_rollbacks
+from recipes_lib.training.guards.replay_check import read_rollbacks
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (

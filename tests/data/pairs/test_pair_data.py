@@ -14,7 +14,7 @@ import torch
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.data import store
 from recipes_lib.data.pairs.collator import PairCollator
-from recipes_lib.data.pairs.sets import load_pair_data
+from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.errors import DataError
 from recipes_lib.training.evaluation.samples import build_prompts
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from recipes_lib.data.pairs.sets import UnfinishedAnswers
+from recipes_lib.data.pairs.preference_sets import UnfinishedAnswers
 
 END = 7
 TOKENIZER = SimpleNamespace(added_tokens_decoder={}, eos_token_id=END)

@@ -12,7 +12,7 @@ from recipes_lib.data.packed import encoding
 from recipes_lib.data.packed import training_data as streaming
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
-from recipes_lib.data.pairs.sets import prepare_pairs
+from recipes_lib.data.pairs.preference_sets import prepare_pairs
 from recipes_lib.data.sources import broken_rows
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.canonical import load_source, read_rows

@@ -10,8 +10,8 @@ import pytest
 
 from recipes_lib.config.schema import DataConfig, PretrainingConfig, TokensConfig
 from recipes_lib.data.store import compute_key
-from recipes_lib.data.tokens import sets as token_sources
-from recipes_lib.data.tokens.sets import WITHOUT_EFFECT, load_corpora, load_held_out, select_options
+from recipes_lib.data.tokens import token_sets as token_sources
+from recipes_lib.data.tokens.token_sets import WITHOUT_EFFECT, load_corpora, load_held_out, select_options
 from recipes_lib.errors import ConfigError, DataError
 
 SECTIONS = (DataConfig, TokensConfig, PretrainingConfig)
@@ -135,7 +135,7 @@ def find_needed_modules(module: str) -> set[str]:
 
 
 def test_what_is_left_out_of_the_key_writes_nothing(build_config, texts):
-    needed = find_needed_modules("tokens/sets.py") | find_needed_modules("chat/encoder.py")
+    needed = find_needed_modules("tokens/token_sets.py") | find_needed_modules("chat/encoder.py")
     assert {"sources/formats.py", "chat/templates.py", "tokens/shards.py", "sources/readers.py"} <= needed
     assert not needed & WITHOUT_EFFECT
     assert not WITHOUT_EFFECT - {path.relative_to(ROOM).as_posix() for path in ROOM.rglob("*.py")}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from recipes_lib.data.sources import splits
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap
-from recipes_lib.data.tokens.sets import halve_digests, load_corpora
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter
 from recipes_lib.data.tokens.token_data import refuse_repeats
+from recipes_lib.data.tokens.token_sets import halve_digests, load_corpora
 from recipes_lib.errors import DataError
 
 digest_lists = st.lists(st.integers(0, 12) | st.integers(2**64 - 3, 2**64 - 1), min_size=1, max_size=30)

@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.training.checkpoints.manifest import write_complete
-from recipes_lib.training.guards.replay import ROLLBACKS_FILE, Rollback, Rollbacks, find_step_before, read_rollbacks
+from recipes_lib.training.guards.replay_check import (
+    ROLLBACKS_FILE,
+    Rollback,
+    Rollbacks,
+    find_step_before,
+    read_rollbacks,
+)
 
 FIRST = Rollback(step=27, cause="loss 5", back_to=25, skipped=(50, 58), steps=(26, 29))
 SECOND = Rollback(step=31, cause="loss 6", back_to=25, skipped=(58, 66), steps=(30, 33))

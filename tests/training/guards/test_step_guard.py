@@ -17,7 +17,7 @@ from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.data.tokens.dataset import RowOrder
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.checkpoints.manifest import find_last_complete, is_complete, supersede
-from recipes_lib.training.guards.replay import Rollbacks, read_rollbacks
+from recipes_lib.training.guards.replay_check import Rollbacks, read_rollbacks
 from recipes_lib.training.guards.step_facts import MAX_SKIPPED
 from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor, StepGuard
 

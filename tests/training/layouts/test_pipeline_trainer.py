@@ -9,7 +9,7 @@ import pytest
 
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
-from recipes_lib.training.layouts.pipeline import PipelineTrainer, _describe, choose_trainer
+from recipes_lib.training.layouts.pipeline_schedule import PipelineTrainer, _describe, choose_trainer
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
 

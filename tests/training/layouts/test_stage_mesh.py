@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_mesh
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
-from recipes_lib.training.layouts.pipeline import build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import build_stage_mesh
 
 
 def clear() -> None:

@@ -10,7 +10,7 @@ from tests.training.trajectories import make_packs, make_trainer
 from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import Trainer
 
-from recipes_lib.data.sources.replay import EpochOrder
+from recipes_lib.data.sources.replay_dataset import EpochOrder
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.training.trainers.recipe_trainer import EpochRows, RunSampler, shard_evenly
 

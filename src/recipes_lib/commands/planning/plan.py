@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from recipes_lib.commands.clean import plan as plan_corpus
-from recipes_lib.commands.planning.hardware import CURVE, Hardware, Row, format_rows
-from recipes_lib.commands.planning.search import search_plan
+from recipes_lib.commands.planning.plan_search import search_plan
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, format_rows
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import STAGES

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from transformers import AutoConfig
 
-from recipes_lib.commands.planning.hardware import Row, format_rows
+from recipes_lib.commands.planning.planned_hardware import Row, format_rows
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.models.loading import explained

@@ -16,14 +16,6 @@ from rich.table import Table
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
-from recipes_lib.data.packed.audit import (
-    Finding,
-    SplitAudit,
-    describe_overlong,
-    pack_split,
-    refuse_errors,
-    sort_findings,
-)
 from recipes_lib.data.packed.encoding import (
     Encode,
     EncodedMixture,
@@ -36,6 +28,14 @@ from recipes_lib.data.packed.encoding import (
     read_seed,
 )
 from recipes_lib.data.packed.packing import Bins, Examples, IntArray
+from recipes_lib.data.packed.supervision_audit import (
+    Finding,
+    SplitAudit,
+    describe_overlong,
+    pack_split,
+    refuse_errors,
+    sort_findings,
+)
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.splits import find_overlap, refuse_overlap, split_rows

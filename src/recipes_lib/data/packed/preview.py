@@ -17,7 +17,7 @@ from recipes_lib.data.packed.encoding import build_encoder, encode_chunk, read_s
 from recipes_lib.data.packed.packing import Examples, build_examples
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.sources.rows import EncodedRow
-from recipes_lib.data.tokens.sets import load_corpora, select_options
+from recipes_lib.data.tokens.token_sets import load_corpora, select_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,16 +15,6 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
-from recipes_lib.data.packed.audit import (
-    Finding,
-    FindPlaces,
-    PackedSplit,
-    SplitAudit,
-    describe_overlong,
-    pack_split,
-    refuse_errors,
-    sort_findings,
-)
 from recipes_lib.data.packed.encoding import (
     ROWS_PER_CHUNK,
     build_encoder,
@@ -34,9 +24,19 @@ from recipes_lib.data.packed.encoding import (
 )
 from recipes_lib.data.packed.packing import Examples
 from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.packed.supervision_audit import (
+    Finding,
+    FindPlaces,
+    PackedSplit,
+    SplitAudit,
+    describe_overlong,
+    pack_split,
+    refuse_errors,
+    sort_findings,
+)
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
-from recipes_lib.data.sources.replay import (
+from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
     build_order,
     describe_replay,

@@ -17,10 +17,11 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_ids
 from recipes_lib.data.packed.encoding import TokenizerLoader, build_encoder
 from recipes_lib.data.sources.mixtures import compute_weights
-from recipes_lib.data.sources.replay import find_replayed
+from recipes_lib.data.sources.replay_dataset import find_replayed
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for_set
-from recipes_lib.data.tokens.sets import (
+from recipes_lib.data.tokens.shards import TokenSource
+from recipes_lib.data.tokens.token_sets import (
     Corpus,
     halve_digests,
     load_corpora,
@@ -30,7 +31,6 @@ from recipes_lib.data.tokens.sets import (
     open_side,
     select_options,
 )
-from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.errors import DataError, Problem, raise_problems
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.user_metrics import load_metrics
 from recipes_lib.training.layouts.context_rows import shard_batch
-from recipes_lib.training.layouts.pipeline import build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import build_stage_mesh
 from recipes_lib.training.monitoring.callbacks import EarlyStopping, EvaluationHook, MetricsCallback, Observer
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.monitoring.progress import build_progress

@@ -133,7 +133,7 @@ def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_ra
         rows = build_rows(config, tokens, 1).train
         return (rows[number] for number in range(len(rows)))
     from recipes_lib.data.packed.training_data import load_training_data
-    from recipes_lib.data.sources.replay import EpochOrder
+    from recipes_lib.data.sources.replay_dataset import EpochOrder
 
     train: Any = load_training_data(config, tokenizer, local_rank=local_rank).train
     if not hasattr(train, "__len__"):

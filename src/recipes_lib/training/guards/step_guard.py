@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.training.checkpoints.manifest import supersede
 from recipes_lib.training.collectives import broadcast_object
-from recipes_lib.training.guards.replay import (
+from recipes_lib.training.guards.replay_check import (
     STEPS_AFTER,
     STEPS_BEFORE,
     ReplayCheck,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from trl import DPOConfig
 
 from recipes_lib.config.schema import PreferenceConfig, RecipeConfig
-from recipes_lib.data.pairs.sets import PairData, PairRows
+from recipes_lib.data.pairs.preference_sets import PairData, PairRows
 from recipes_lib.data.store import find_root
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.losses.preference import (

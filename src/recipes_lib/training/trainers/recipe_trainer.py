@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.data.sources.replay import EpochOrder, Order
+from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.activation_checkpointing import read_selective

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import recipes_lib.losses
 import recipes_lib.models
-from recipes_lib.data.pairs.sets import PairData, PairRows
+from recipes_lib.data.pairs.preference_sets import PairData, PairRows
 from recipes_lib.data.store import (
     choose_staging,
     compute_key,

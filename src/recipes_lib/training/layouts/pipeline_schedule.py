@@ -123,7 +123,7 @@ class Chunk(nn.Module):
 class Pipeline(nn.Module):
     """The model that the stages are together: what it computes and the gradients it leaves are those of the whole one.
 
-    Source: torch ``torch.distributed.pipelining``; ``tests/training/layouts/test_pipeline.py``,
+    Source: torch ``torch.distributed.pipelining``; ``tests/training/layouts/test_pipeline_schedule.py``,
     ``tests/distributed/test_pipeline.py``.
     """
 

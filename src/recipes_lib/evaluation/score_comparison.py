@@ -143,7 +143,7 @@ def compute_interval(differences: Any) -> tuple[float, float]:
         differences: ``(N,)``, a difference for each question.
 
     Source: Bonett and Price 2012; McNemar 1947 (``scipy.stats.binomtest``); Efron 1979. Coverage and the tests they
-    stand for in ``tests/evaluation/test_compare.py``.
+    stand for in ``tests/evaluation/test_score_comparison.py``.
     """
     number = len(differences)
     if number < 2:

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 WITHOUT_EFFECT: Final = frozenset(
     {
-        "packed/audit.py",
+        "packed/supervision_audit.py",
         "packed/collators.py",
         "packed/prepared_set.py",
         "packed/preview.py",
         "packed/training_data.py",
-        "sources/replay.py",
+        "sources/replay_dataset.py",
         "tokens/dataset.py",
         "tokens/token_data.py",
     }

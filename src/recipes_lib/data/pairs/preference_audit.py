@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recipes_lib.data.packed.audit import Finding, judge_loss, sort_findings
 from recipes_lib.data.packed.encoding import EncodedMixture
 from recipes_lib.data.packed.packing import IntArray
+from recipes_lib.data.packed.supervision_audit import Finding, judge_loss, sort_findings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.commands.planning.hardware import CURVE, Hardware, format_rows
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, format_rows
 from recipes_lib.planning.devices import choose_device
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from recipes_lib.config.corpus import CORPUS_SECTIONS, CorpusConfig, label_entry, list_values, parse_corpus_command
+from recipes_lib.config.corpus_keys import CORPUS_SECTIONS, CorpusConfig, label_entry, list_values, parse_corpus_command
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError
 

@@ -28,12 +28,19 @@ from datatrove.pipeline.base import PipelineStep
 from loguru import logger
 
 from recipes_lib import __version__
-from recipes_lib.config.corpus import MAX_SAMPLES, STAGE_NAMES, CorpusConfig, DuplicateKeys, label_entry, list_values
+from recipes_lib.config.corpus_keys import (
+    MAX_SAMPLES,
+    STAGE_NAMES,
+    CorpusConfig,
+    DuplicateKeys,
+    label_entry,
+    list_values,
+)
+from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish, read_versions
 from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
 from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
 from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, describe_hashes, find_duplicates
 from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
-from recipes_lib.corpus.manifest import MANIFEST, Finish, read_versions
 from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
 from recipes_lib.corpus.pii import PII
 from recipes_lib.corpus.quality import Quality, choose_thresholds

@@ -16,7 +16,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib import __version__
-from recipes_lib.config.corpus import CorpusConfig, list_values
+from recipes_lib.config.corpus_keys import CorpusConfig, list_values
 from recipes_lib.corpus.documents import MAX_SAMPLE_CHARACTERS, Ledger, read_shard
 from recipes_lib.corpus.duplicates import describe_hashes
 from recipes_lib.corpus.inputs import CorpusInput
@@ -235,7 +235,7 @@ def compute_mixture(config: CorpusConfig, num_tokens: Sequence[int]) -> list[flo
     A source that would be read more than ``max_epochs`` times has just so many tokens, and the others share the rest by
     their weights. When all are at the cap, there are fewer tokens than ``mixture_tokens``, and shares are proportional.
 
-    Source: UniMax, Chung et al. 2023, algorithm 1, is this with equal weights; ``tests/corpus/test_manifest.py``.
+    Source: UniMax, Chung et al. 2023, algorithm 1, is this with equal weights.
 
     Args:
         config: Its mixture keys, and the sources' ``weight``.

@@ -9,7 +9,7 @@ from tests.report.test_overview import SFT, write_run
 from tests.report.test_page import HOSTILE, Page
 
 from recipes_lib.cli import main as run_recipes
-from recipes_lib.report.compare import compare_figures, compare_keys
+from recipes_lib.report.run_comparison import compare_figures, compare_keys
 from recipes_lib.report.run_files import read_run
 
 

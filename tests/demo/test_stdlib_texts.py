@@ -9,8 +9,8 @@ import zipfile
 import pytest
 
 from recipes_lib.data.sources.formats import canonicalize, detect_format
-from recipes_lib.demo import corpus
-from recipes_lib.demo.corpus import (
+from recipes_lib.demo import stdlib_texts
+from recipes_lib.demo.stdlib_texts import (
     QUESTIONS,
     Module,
     build_chats,
@@ -83,7 +83,7 @@ def many_modules(tmp_path):
 
 
 def test_no_document_is_on_both_sides_whatever_module_it_was_copied_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "MIN_CHARACTERS", 1)
+    monkeypatch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
     many_modules(tmp_path)
     (tmp_path / "heapq.py").write_text(SOURCE)  # trained on
     (tmp_path / "collections.py").write_text(SOURCE)  # held out
@@ -98,7 +98,7 @@ def test_no_document_is_on_both_sides_whatever_module_it_was_copied_to(tmp_path,
 
 
 def test_a_zipped_library_reads_the_same_as_a_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "MIN_CHARACTERS", 1)
+    monkeypatch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
     folder = tmp_path / "folder"
     folder.mkdir()
     many_modules(folder)
@@ -128,7 +128,7 @@ def test_a_definition_is_cut_where_python_ends_its_lines_and_after_a_few_of_its_
 
 
 def test_folders_and_broken_links_that_look_like_modules_are_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "MIN_CHARACTERS", 1)
+    monkeypatch.setattr(stdlib_texts, "MIN_CHARACTERS", 1)
     (tmp_path / "package.py").mkdir()
     (tmp_path / "package.py" / "inner.py").write_text('"""Inner."""\n')
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.packed.training_data import count_trained_tokens, load_training_data
-from recipes_lib.data.pairs.sets import load_pair_data
-from recipes_lib.data.sources.replay import EpochOrder, ReplayOrder, find_replayed
+from recipes_lib.data.pairs.preference_sets import load_pair_data
+from recipes_lib.data.sources.replay_dataset import EpochOrder, ReplayOrder, find_replayed
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import ConfigError, DataError
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.config.schema import TokensConfig
-from recipes_lib.data.packed.audit import (
+from recipes_lib.data.packed.packing import LengthCounts, build_examples, choose_bins, fit_to_length, pack_best_fit
+from recipes_lib.data.packed.supervision_audit import (
     Finding,
     SplitAudit,
     compute_split_audit,
@@ -19,7 +20,6 @@ from recipes_lib.data.packed.audit import (
     pack_split,
     refuse_errors,
 )
-from recipes_lib.data.packed.packing import LengthCounts, build_examples, choose_bins, fit_to_length, pack_best_fit
 from recipes_lib.data.sources.rows import EncodedRow, Remark, build_bits
 from recipes_lib.errors import DataError
 

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.training.layouts.pipeline import Pipeline, build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import Pipeline, build_stage_mesh
 
 
 @pytest.fixture(autouse=True)

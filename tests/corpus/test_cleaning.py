@@ -19,10 +19,10 @@ from tests.corpus.texts import ENGLISH, GERMAN, jaccard, make_text, read_corpus,
 from tests.forked import ROOT
 
 from recipes_lib.commands.clean import describe
-from recipes_lib.config.corpus import CorpusConfig
+from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.corpus import pipeline
-from recipes_lib.corpus.pipeline import make_corpus
+from recipes_lib.corpus import cleaning
+from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.errors import ConfigError, DataError
 
@@ -118,7 +118,7 @@ def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
 def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch, workers):
     folder, _, manifest = planted
     config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=workers)
-    original = pipeline.open_inputs
+    original = cleaning.open_inputs
 
     def open_in_small_tasks(config):
         from recipes_lib.corpus import inputs
@@ -133,7 +133,7 @@ def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch, work
             for source in original(config)
         ]
 
-    monkeypatch.setattr(pipeline, "open_inputs", open_in_small_tasks)
+    monkeypatch.setattr(cleaning, "open_inputs", open_in_small_tasks)
     cut = make_corpus(config)
     assert len(cut["shards"]) > 3
     texts = [[document["text"] for document in read_corpus(path)] for path in (folder / "out", tmp_path / "out")]
@@ -152,7 +152,7 @@ COMMAND = (
     "        left -= 1\n"
     "        if left == 0: os.kill(os.getpid(), signal.SIGKILL)\n"
     "from recipes_lib.commands.clean import main\n"
-    "import recipes_lib.corpus.pipeline\n"
+    "import recipes_lib.corpus.cleaning\n"
     "sys.addaudithook(count)\n"
     "main(sys.argv[2:])\n"
     "print('left', left)\n"
@@ -220,7 +220,7 @@ def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
 
 
 def list_folders(config, folder):
-    stages, _ = pipeline.build_stages(config, pipeline.open_inputs(config), folder)
+    stages, _ = cleaning.build_stages(config, cleaning.open_inputs(config), folder)
     return {stage.folder.name.partition("-")[0]: stage.folder.name for stage in stages}
 
 
@@ -246,8 +246,8 @@ def list_folders(config, folder):
         ("recipes_lib.corpus.inputs", "clean compare shards finish"),
         ("recipes_lib.corpus.duplicates", "clean compare shards finish"),
         ("WriteShards", "shards finish"),
-        ("recipes_lib.corpus.manifest", "finish"),
-        ("recipes_lib.corpus.audit", ""),
+        ("recipes_lib.corpus.corpus_manifest", "finish"),
+        ("recipes_lib.corpus.text_audit", ""),
     ],
 )
 def test_what_changes_is_done_again_with_what_depends_on_it_and_no_more(
@@ -452,25 +452,25 @@ def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
 
 def test_two_processes_do_not_make_one_corpus(planted):
     folder, _, _ = planted
-    with pipeline._lock(folder / "out" / ".work"), pytest.raises(ConfigError, match="another process"):
+    with cleaning._lock(folder / "out" / ".work"), pytest.raises(ConfigError, match="another process"):
         make_corpus(build_config(folder))
 
 
 def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
     folder, _, _ = planted
-    stages, _ = pipeline.build_stages(build_config(folder), pipeline.open_inputs(build_config(folder)), tmp_path)
+    stages, _ = cleaning.build_stages(build_config(folder), cleaning.open_inputs(build_config(folder)), tmp_path)
     stage = replace(stages[0], num_tasks=2, pipeline=[_Die()])
     with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(ConfigError, match="killed"):
-        pipeline.run_together([stage], pool)
+        cleaning.run_together([stage], pool)
 
 
 BARRIER = get_context("fork").Barrier(2)
 
 
 def test_sources_of_one_task_are_cleaned_at_the_same_time(tmp_path):
-    stages = [pipeline.Stage(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
+    stages = [cleaning.Stage(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        pipeline.run_together(stages, pool)
+        cleaning.run_together(stages, pool)
 
 
 class _Meet:
@@ -571,7 +571,7 @@ def check_equal(ours, manifest, theirs, made):
 
 
 def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
-    stage = pipeline.Stage("comparing", tmp_path, [], 1, num_bytes=10**12)
+    stage = cleaning.Stage("comparing", tmp_path, [], 1, num_bytes=10**12)
     config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
-    assert pipeline.choose_options(stage, config) == {"mem_per_cpu_gb": 184, "cpus_per_task": 2}
-    assert pipeline.choose_options(replace(stage, name="writing"), config) == {"cpus_per_task": 2}
+    assert cleaning.choose_options(stage, config) == {"mem_per_cpu_gb": 184, "cpus_per_task": 2}
+    assert cleaning.choose_options(replace(stage, name="writing"), config) == {"cpus_per_task": 2}

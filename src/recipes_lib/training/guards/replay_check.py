@@ -155,7 +155,7 @@ class ReplayCheck:
     the same gradients, bit by bit. That is only so where the computation is deterministic: on a CPU, or with
     ``full_determinism``; elsewhere only weights are compared.
 
-    Source: ``tests/training/guards/test_replay.py``, ``tests/distributed/test_guards.py``.
+    Source: ``tests/training/guards/test_replay_check.py``, ``tests/distributed/test_guards.py``.
     """
 
     def __init__(self, trainer: TrainerView, every: int | None) -> None:

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
-from recipes_lib.data.packed.audit import Finding, judge_remarks
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, build_examples
 from recipes_lib.data.packed.prepared_set import (
@@ -27,7 +26,8 @@ from recipes_lib.data.packed.prepared_set import (
     read_batches,
     separate_sides,
 )
-from recipes_lib.data.pairs.audit import (
+from recipes_lib.data.packed.supervision_audit import Finding, judge_remarks
+from recipes_lib.data.pairs.preference_audit import (
     DropCounts,
     PairAudit,
     compute_pair_audit,
@@ -36,7 +36,7 @@ from recipes_lib.data.pairs.audit import (
     judge_pairs,
 )
 from recipes_lib.data.sources.mixtures import derive_eval_configs
-from recipes_lib.data.sources.replay import (
+from recipes_lib.data.sources.replay_dataset import (
     ReplayOrder,
     build_order,
     describe_replay,

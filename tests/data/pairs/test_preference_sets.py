@@ -18,9 +18,9 @@ from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding, prepared_set
 from recipes_lib.data.packed.prepared_set import prepare
-from recipes_lib.data.pairs import sets
+from recipes_lib.data.pairs import preference_sets
 from recipes_lib.data.pairs.pair_encoding import PairEncoder
-from recipes_lib.data.pairs.sets import identify_pairs, prepare_pairs
+from recipes_lib.data.pairs.preference_sets import identify_pairs, prepare_pairs
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.errors import ConfigError, DataError
 
@@ -107,8 +107,8 @@ def test_the_set_holds_every_pair_as_the_encoder_gives_it(
 
 
 def test_a_pair_takes_at_most_80_bytes_of_memory_however_long_it_is(build_pairs, load_tokenizer, monkeypatch):
-    seen, drop = [], sets.drop_pairs
-    monkeypatch.setattr(sets, "drop_pairs", lambda side, limit: (seen.append(side), drop(side, limit))[1])
+    seen, drop = [], preference_sets.drop_pairs
+    monkeypatch.setattr(preference_sets, "drop_pairs", lambda side, limit: (seen.append(side), drop(side, limit))[1])
     rows = make_pairs(40)
     for row in rows:
         row["rejected"][0]["content"] += " the baker opens" * 50
@@ -137,7 +137,7 @@ def test_a_second_process_imports_nothing_heavy(build_pairs, load_tokenizer):
     program = """
 import json, sys
 from recipes_lib.config.schema import SECTIONS, RecipeConfig
-from recipes_lib.data.pairs.sets import prepare_pairs
+from recipes_lib.data.pairs.preference_sets import prepare_pairs
 values = json.loads(sys.argv[1])
 sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
 assert not prepare_pairs(RecipeConfig(stage="dpo", path=None, training=values["training"], **sections), None).is_new

@@ -5,9 +5,9 @@ import re
 
 from tests.corpus.texts import ENGLISH, GERMAN, make_text, vary
 
-from recipes_lib.corpus import audit
-from recipes_lib.corpus.audit import audit_texts, count_languages
+from recipes_lib.corpus import text_audit
 from recipes_lib.corpus.decontamination import Index
+from recipes_lib.corpus.text_audit import audit_texts, count_languages
 
 
 def clean_texts(num=60):
@@ -66,9 +66,9 @@ def test_what_shares_words_with_a_benchmark_is_counted_once_a_document():
 
 
 def test_no_more_is_read_than_the_sample(monkeypatch):
-    monkeypatch.setattr(audit, "MAX_DOCUMENTS", 5)
+    monkeypatch.setattr(text_audit, "MAX_DOCUMENTS", 5)
     endless = iter(lambda: make_text(random.Random(), 20), None)
     assert "sample: 5 documents" in audit_texts(endless).facts[0]
-    monkeypatch.setattr(audit, "MAX_DOCUMENTS", 10**9)
-    monkeypatch.setattr(audit, "MAX_BYTES", 1000)
+    monkeypatch.setattr(text_audit, "MAX_DOCUMENTS", 10**9)
+    monkeypatch.setattr(text_audit, "MAX_BYTES", 1000)
     assert "0.0 MB" in audit_texts(endless).facts[0]

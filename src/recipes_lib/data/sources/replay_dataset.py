@@ -136,7 +136,7 @@ class ReplayOrder:
     they differ from it by less than one row. Rows are numbered over both data sets, the new ones first. Of either all
     come once before any comes again. An epoch is as many rows as all new ones with what is replayed in the first pass.
 
-    Source: ``tests/data/sources/test_replay.py``.
+    Source: ``tests/data/sources/test_replay_dataset.py``.
     """
 
     def __init__(self, terms: IntArray, replayed_terms: IntArray, share: float, *, seed: int | None) -> None:

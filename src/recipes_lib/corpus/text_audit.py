@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from datatrove.data import Document
 
-from recipes_lib.config.corpus import PII_KINDS, CorpusConfig
+from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.corpus.documents import count_bytes
 from recipes_lib.corpus.duplicates import (

@@ -10,7 +10,7 @@ from tests.training.trajectories import assert_equal_weights, weights_of
 
 from recipes_lib.config.schema import GuardsConfig
 from recipes_lib.errors import DivergedError
-from recipes_lib.training.guards.replay import compute_checksums, find_differences
+from recipes_lib.training.guards.replay_check import compute_checksums, find_differences
 
 CHECKED = GuardsConfig(verify_steps=2)
 KEYS = {"max_steps": 5, "save_strategy": "no", "gradient_accumulation_steps": 2}

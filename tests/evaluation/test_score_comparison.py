@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from recipes_lib.errors import DataError
-from recipes_lib.evaluation.compare import Difference, compare_folders, compute_interval, format_rows
+from recipes_lib.evaluation.score_comparison import Difference, compare_folders, compute_interval, format_rows
 
 
 def write(

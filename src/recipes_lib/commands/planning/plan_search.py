@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.planning.hardware import CURVE, Hardware, Row
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import replace_text

@@ -17,9 +17,9 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding
 from recipes_lib.data.sources.rows import RawRow
 from recipes_lib.data.store import find_set
-from recipes_lib.data.tokens import sets as token_sets
 from recipes_lib.data.tokens import shards as token_shards
-from recipes_lib.data.tokens.sets import Corpus, load_corpora, make_token_set, open_side
+from recipes_lib.data.tokens import token_sets
+from recipes_lib.data.tokens.token_sets import Corpus, load_corpora, make_token_set, open_side
 from recipes_lib.errors import DataError, Problem
 
 KEY = "0123456789abcdef" * 4
