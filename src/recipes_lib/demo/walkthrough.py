@@ -68,7 +68,7 @@ STUDENTS = {
     "labels": "a student of a quarter of its weights, on the texts alone",
     "distill": "the same student, distilled",
 }
-"""Output folder of a stage -> what is held against the others."""
+"""Output folder of a student -> its label in the comparison."""
 TRY_IT = """from transformers import pipeline
 ask = pipeline("text-generation", {model!r}, do_sample=False)
 print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""

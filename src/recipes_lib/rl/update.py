@@ -215,7 +215,7 @@ class Learner:
         return norm
 
     def discard(self) -> None:
-        """Forget the gradients, and go on with the schedule."""
+        """Clear the gradients, and advance the schedule."""
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
 

@@ -425,10 +425,10 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     except DataError as error:
         problems = error.problems
     if resume_from is not None:
-        sealed = (read_complete(resume_from) or {}).get("run") or {}
+        record = (read_complete(resume_from) or {}).get("run") or {}
         with suppress(DataError):
-            verify_fields(sealed, RECORDED, str(resume_from))
-            return dict(sealed)
+            verify_fields(record, RECORDED, str(resume_from))
+            return dict(record)
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}

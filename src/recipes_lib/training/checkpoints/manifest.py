@@ -20,7 +20,7 @@ from recipes_lib.files import Fields, fsync, hash_file, is_inside, read_record, 
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
-REHEARSAL: Final = "_rehearsal"
+DRY_RUN: Final = "_rehearsal"
 _TRASH: Final = "_deleted"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
@@ -71,7 +71,7 @@ def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[st
 
 
 def write_complete(checkpoint: Path, files: Mapping[str, Any] | None = None, **facts: Any) -> None:
-    """Seal a checkpoint: write ``COMPLETE.json`` with the sizes and hashes of its files, last.
+    """Complete a checkpoint: write ``COMPLETE.json`` with the sizes and hashes of its files, last.
 
     Args:
         checkpoint: Folder with every file of the checkpoint in place.
@@ -141,7 +141,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
         return wrong
     record = read_complete(checkpoint)
     assert record is not None, "it was complete a moment ago"
-    # By size, so that the large ones are shared out like the small ones.
+    # By size, so that large files are spread evenly over the ranks.
     by_size = sorted(record["files"].items(), key=lambda file: file[1]["size"], reverse=True)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         return next(filter(None, pool.map(find_change, by_size[rank::world_size])), None)
@@ -165,7 +165,7 @@ def clear_leftovers(output_dir: Path) -> None:
     for staged in list((output_dir / STAGING).glob("checkpoint-*")):
         if is_complete(staged):
             publish(staged)
-    for name in (STAGING, REHEARSAL, _TRASH):
+    for name in (STAGING, DRY_RUN, _TRASH):
         shutil.rmtree(output_dir / name, ignore_errors=True)
 
 
@@ -200,7 +200,7 @@ def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int],
         output_dir: Where the checkpoints are.
         keep_last: Complete checkpoints to keep; ``None`` keeps all.
         keep_steps: Steps whose checkpoints stay besides.
-        keep_every: The checkpoints of every so many steps stay besides.
+        keep_every: Also keep the checkpoints at multiples of this many steps.
     """
     if keep_last is None:
         return

@@ -37,7 +37,7 @@ from recipes_lib.models.saved_weights import (
 )
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.training.checkpoints.manifest import (
-    REHEARSAL,
+    DRY_RUN,
     STAGING,
     find_wrong_size,
     flush_files,
@@ -135,7 +135,7 @@ class HostCopy:
 
         Args:
             state: Nested mappings and sequences with tensors in them.
-            unchanging: Names in ``state`` that are handed on as they are: nothing changes them.
+            unchanging: Names in ``state`` that are not copied: nothing changes them.
         """
         self._is_taken = True
         shared = set(unchanging)
@@ -284,7 +284,7 @@ class Staged:
     Attributes:
         folder: Its own, under a name that is never resumed.
         step: Optimizer steps made before it.
-        tasks: They write the files that are not there yet, from copies where training goes on meanwhile.
+        tasks: They write the files that are not there yet, from copies if training continues meanwhile.
         verify: Opens the files again that this process wrote.
         is_shared: Whether all processes write it; otherwise the main one alone has it.
     """
@@ -400,7 +400,7 @@ class CheckpointSaver:
         model_bytes: int,
         num_besides: int = 0,
     ) -> None:
-        """Do all that saving takes once, hold it against what is trained, and leave nothing behind; every process must.
+        """Save once, compare with the live state, and remove it; every process must call.
 
         Args:
             stage: Puts a checkpoint together in the folder that it is given.
@@ -415,7 +415,7 @@ class CheckpointSaver:
             BrokenSaveError: What was saved is not what is trained; or as ``save``.
         """
         began = time.perf_counter()
-        # The very beginning may still be on its way to the disk, to be gone back to.
+        # ``checkpoint-0``, for rollbacks, may still be being written.
         self.finish()
         plan: Callable[[int], DiskPlan] = partial(
             plan_disk,
@@ -427,7 +427,7 @@ class CheckpointSaver:
         )
         if self._args.should_save:
             verify_disk(plan(count()), str(self._output_dir))
-        staged = stage(REHEARSAL)
+        staged = stage(DRY_RUN)
         self._write(staged, then=lambda: None)
         self.finish()
         if not self._args.should_save:
@@ -460,7 +460,7 @@ class CheckpointSaver:
 
         def job() -> None:
             if staged.is_shared:
-                self._seal_together(staged, facts)
+                self._complete_together(staged, facts)
             else:
                 for task in staged.tasks:
                     task()
@@ -474,8 +474,8 @@ class CheckpointSaver:
         else:
             job()
 
-    def _seal_together(self, staged: Staged, facts: Mapping[str, Any]) -> None:
-        """Have each process read what it wrote, at once; the main one seals what all of them found.
+    def _complete_together(self, staged: Staged, facts: Mapping[str, Any]) -> None:
+        """Each process verifies what it wrote, in parallel; the main one writes the manifest from all results.
 
         No process waits for more than the largest share, nor for ever where another one fails.
         """
@@ -486,7 +486,7 @@ class CheckpointSaver:
             staged.verify()
             return flush_files(staged.folder, self._args.process_index, self._args.world_size)
 
-        def seal() -> None:
+        def complete() -> None:
             if self.is_main:
                 write_complete(staged.folder, files, **facts)
                 if (wrong := find_wrong_size(staged.folder)) is not None:
@@ -494,7 +494,7 @@ class CheckpointSaver:
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
         files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
-        self._do_together(seal)
+        self._do_together(complete)
 
     def _do_together(self, do: Task) -> list[Any]:
         """Return what each process got; where one failed, all end.

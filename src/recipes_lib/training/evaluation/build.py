@@ -142,7 +142,7 @@ def _cut_after(
 
 
 def _count_flops(model: Any, length: int) -> TokenFlops:
-    # Of a model of its own, which has no weights for ZeRO-3 to share out.
+    # A separate model, without weights that ZeRO-3 could shard.
     with zero3_init_disabled():
         return compute_flops_per_token(model.config, length, is_frozen=hasattr(model, "peft_config"))
 

@@ -43,7 +43,7 @@ def share_rows(
     it in every forward pass.
 
     Raises:
-        PreemptedError: A process was asked to stop while training.
+        PreemptedError: A process received a stop request while training.
 
     Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_evaluation.py``.
     """

@@ -228,7 +228,7 @@ class GenerateSamples:
 
 
 class _StopTogether(StoppingCriteria):
-    """Ends no answer, but looks every few tokens whether the run is asked to stop.
+    """Never ends an answer, but polls for stop requests every few tokens.
 
     Each process looks as often as the longest answer would take, so that none waits for one that was done earlier.
     """

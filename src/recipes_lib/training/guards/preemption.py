@@ -21,7 +21,7 @@ GENERATION_STEPS: Final = 8
 
 
 def stop_if_agreed(group: distributed.ProcessGroup | None = None) -> None:
-    """Raise in every process of ``group`` if any of them was asked to stop; all of them must call it, in the same loop.
+    """Raise in every process of ``group`` if any has a stop request; all of them must call it, in the same loop.
 
     Raises:
         PreemptedError: One was asked.
@@ -44,7 +44,7 @@ class LeftError(Exception):
 
 
 def leave_if_asked() -> None:
-    """Tell of progress, and leave if this process was asked to stop: where no other process takes part.
+    """Report progress, and raise on a stop request; for work without other processes.
 
     Who catches the error calls ``stop_if_agreed`` next, as the others do when they are done.
 

@@ -37,7 +37,7 @@ class Rollback:
     Attributes:
         step: Whose loss or gradient was the spike; its update was never made.
         cause: What was seen, in words.
-        back_to: Step of the checkpoint that the run went on from.
+        back_to: Step of the checkpoint that the run resumed from.
         skipped: Rows left out, ``(first, stop)``, in the numbers of the run as it was then.
         steps: Steps that they were the rows of, first and last, from 1.
     """
@@ -148,9 +148,9 @@ def find_differences(checksums: Sequence[Figures]) -> dict[int, list[str]]:
 
 
 class ReplayCheck:
-    """Makes the machine prove itself, every so many steps.
+    """Verifies the hardware every ``verify_steps`` steps, by computing a step twice.
 
-    Before such a step the parameters and buffers that every process has are held against each other. After its forward
+    Before such a step the parameters and buffers that every process has are compared with each other. After its forward
     and backward passes these are made again from the same batches and random states, and must give the same loss and
     the same gradients, bit by bit. That is only so where the computation is deterministic: on a CPU, or with
     ``full_determinism``; elsewhere only weights are compared.

@@ -108,7 +108,7 @@ class AdapterChecks(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """See that the base has stood still, and that the adapter has not."""
+        """Verify that the base is unchanged, and that the adapter has changed."""
         verify_frozen(self._frozen, kwargs["model"])
         trained = _find_trained(kwargs["model"])
         if unmoved := [name for name in sorted(self._must_move) if _summarise(trained[name]) == self._initial[name]]:
@@ -196,7 +196,7 @@ def _summarise(parameter: nn.Parameter) -> tuple[float, float]:
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:
-    # ZeRO-3 puts something empty in the place of what it shares out.
+    # ZeRO-3 replaces sharded weights by empty placeholders.
     values = getattr(parameter, "ds_tensor", parameter).detach()
     values = (values.to_local() if hasattr(values, "to_local") else values).reshape(-1)
     # As bytes: 4-bit codes that are stored as floating-point numbers may look like NaN.
@@ -301,7 +301,7 @@ def verify_accumulation(trainer: TrainerView) -> str:
         What was found, in a line.
 
     Raises:
-        DivergedError: The loss is not finite; or they differ by more than rounding, so that how a batch is cut would
+        DivergedError: The loss is not finite; or they differ by more than rounding, so that gradient accumulation would
             decide what is learnt.
     """
     if trainer.compares_rows:

@@ -38,7 +38,7 @@ class StepInputs:
         row_ids: Numbers of the rows of each, ``int64``, as the data number them; ``None`` where they have none.
         num_terms: Terms of the objective in the whole step, over all processes.
         losses: This process's share of each micro-batch so far computed; they sum to the step's, times the processes.
-        kind: Of the objective, where a run has steps of several kinds: each is held against its own.
+        kind: Of the objective, where a run has steps of several kinds: each is compared with its own.
         num_tokens: Tokens of the whole step, over all processes, padding not counted; ``None`` where nobody counts.
     """
 

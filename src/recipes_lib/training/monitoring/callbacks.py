@@ -174,7 +174,7 @@ class EarlyStopping(TrainerCallback):
             self._progress.say(f"early stopping after step {state.global_step}: {told}")
 
     def _find_best(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
-        """Return the best evaluation if the run has to stop."""
+        """Return the best evaluation if early stopping ends the run."""
         metric = args.metric_for_best_model or "loss"
         name = metric if metric.startswith("eval_") else f"eval_{metric}"
         rises = bool(args.metric_for_best_model and args.greater_is_better)
@@ -223,7 +223,7 @@ class TermMetrics(TrainerCallback):
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Forget what a rollback has undone."""
+        """Drop the metrics of steps that were rolled back."""
         self._num_terms, self._sums = 0, {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
