@@ -107,14 +107,11 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
-            compare = partial(
-                self.layout.compare_own, staged.folder, self.model, self.name_parameters(), self.optimizer
-            )
+            compare = partial(self.layout.compare, staged.folder, self.model, self.name_parameters(), self.optimizer)
             return replace(staged, tasks=[*staged.tasks, compare])
 
         self._saver.dry_run(
             stage,
-            lambda checkpoint: self.layout.compare_whole(checkpoint, self.model, self.optimizer),
             lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),
             num_steps=self.state.max_steps,
             model_bytes=count_bytes(self._list_trained()),
