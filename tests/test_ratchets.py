@@ -131,8 +131,8 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 """Law -> (what must not stand anywhere, in files under these prefixes, except in these)."""
 
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jinja", ".txt", ".cfg", ""}
-MAX_PRIVATE_OVERRIDES = 21
-"""Private methods of upstream's trainers that ours override. This number may only shrink."""
+NUM_PRIVATE_OVERRIDES = 17
+"""Private methods of upstream's trainers that ours override, each class counted. This number may only shrink."""
 _UPSTREAM_VERSION = re.compile(r"#.*\b(transformers|trl|accelerate|peft) \d")
 
 LEFT_OUT = {
@@ -346,8 +346,8 @@ def test_overrides_of_upstreams_private_methods_are_explained_and_do_not_grow() 
     for path, source in read_python("src/").items():
         found |= find_private_overrides(path, source, private)
     assert [name for name, is_explained in found.items() if not is_explained] == []
-    assert len(found) <= MAX_PRIVATE_OVERRIDES, sorted(found)
-    assert f"override {MAX_PRIVATE_OVERRIDES} private methods" in (ROOT / "docs" / "design.md").read_text()
+    assert len(found) == NUM_PRIVATE_OVERRIDES, sorted(found)
+    assert f"override {NUM_PRIVATE_OVERRIDES} private methods" in (ROOT / "docs" / "design.md").read_text()
 
 
 def test_an_unexplained_override_is_found() -> None:

@@ -209,7 +209,6 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         [(PRETRAIN, stages(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 6}, stages(4))],
     ),
     ((PRETRAIN | {"batch_ramp_tokens": 4096}, stages()), [(PRETRAIN | {"batch_ramp_tokens": 4096}, DDP)]),
-    ((PRETRAIN | {"max_rollbacks": 1}, stages()), [(PRETRAIN | {"max_rollbacks": 0}, stages())]),
     ((PRETRAIN | {"verify_steps": 2}, stages()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
     ((PRETRAIN | {"metrics": "[mine:Score]"}, stages()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
     ((PRETRAIN | {"ewc_lambda": 1.0}, stages()), [(PRETRAIN | {"ewc_lambda": 1.0}, FSDP)]),
