@@ -95,6 +95,12 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("src/", "recipes/"),
         ("src/recipes_lib/files.py",),
     ),
+    "JSON files are read in one place": (
+        r"\bjson\.load\(|\bjson\.loads\((line\b|.*\bread_(text|bytes)\()",
+        ("src/", "recipes/"),
+        # The package's own table, which nobody else writes; `config` knows no files.
+        ("src/recipes_lib/files.py", "src/recipes_lib/config/table.py"),
+    ),
     "files are replaced in one place": (
         r"\bos\.(replace|rename)\(|\bpartial\.(replace|rename)\(",
         ("src/", "recipes/"),
@@ -108,12 +114,11 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "the launch is read where a command begins": (
         r"\bread_launch\(\)",
         ("src/",),
-        # A trainer is built by upstream's arguments alone.
         (
             "src/recipes_lib/training/layouts/launch_environment.py",
-            "src/recipes_lib/training/layouts/pipeline_schedule.py",
-            "src/recipes_lib/training/trainers/recipe_trainer.py",
-            "src/recipes_lib/training/checkpoints/saver.py",
+            # A trainer is built by upstream's arguments alone.
+            "src/recipes_lib/training/checkpoints/checkpointing.py",
+            # Here recipes begin, and commands that compute as a recipe does.
             "src/recipes_lib/training/forgetting/fisher_command.py",
             "src/recipes_lib/publish/final_model.py",
             "src/recipes_lib/commands/sampling.py",
@@ -435,6 +440,9 @@ def test_every_module_has_its_test_file() -> None:
         ("Python objects pass between ranks in one place", "distributed.all_gather_object(found, own)"),
         ("files are locked and hashed in one place", "fcntl.flock(file, fcntl.LOCK_EX)"),
         ("files are locked and hashed in one place", "hashlib.file_digest(file, 'sha256')"),
+        ("JSON files are read in one place", 'record = json.loads((folder / "run.json").read_text())'),
+        ("JSON files are read in one place", "rows = [json.loads(line) for line in file]"),
+        ("JSON files are read in one place", "record = json.load(file)"),
         ("files are replaced in one place", "os.replace(staging, target)"),
         ("files are replaced in one place", "partial.replace(path)"),
         ("the launch is read where a command begins", "size = read_launch().data_size"),
@@ -454,6 +462,7 @@ def test_planted_text_is_found(law: str, line: str) -> None:
         ("the environment is read in one place", "environment = template.environ"),
         ("the default of a training key has one owner", 'is_asked = config.training.get("push_to_hub")'),
         ("Python objects pass between ranks in one place", "used = torch.cuda.is_initialized()"),
+        ("JSON files are read in one place", "plain = json.loads(json.dumps(given, default=str))"),
         ("files are replaced in one place", "text = text.replace(old, new)"),
         ("no code from the Hub runs unasked", "'read it, then set trust_remote_code: true and model_revision'"),
         ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),

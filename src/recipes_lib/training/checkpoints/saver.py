@@ -48,7 +48,6 @@ from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
 from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import get_local
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import format_count
 from recipes_lib.training.run import RECORDED, read_run_record
 
@@ -302,14 +301,18 @@ class CheckpointSaver:
     Source: ``tests/training/checkpoints/test_saver.py``, ``tests/training/checkpoints/test_checkpointing.py``.
     """
 
-    def __init__(self, args: TrainingArguments, say: Callable[[str], None], *, engine: str = "") -> None:
+    def __init__(
+        self, args: TrainingArguments, say: Callable[[str], None], *, engine: str = "", data_size: int = 0
+    ) -> None:
         """Save nothing yet.
 
         Args:
             args: What is kept, and where; may have a ``save_keep_steps``.
             say: Tells of what is neither a figure nor an error.
             engine: ``FSDP``, ``DEEPSPEED`` or empty, as a launch names it.
+            data_size: Groups of processes that take rows of their own; 0 is every process.
         """
+        self._data_size = data_size
         self._args, self._say, self._engine = args, say, engine
         self._output_dir = Path(str(args.output_dir))
         self._keep_every: int | None = getattr(args, "save_keep_steps", None)
@@ -519,7 +522,7 @@ class CheckpointSaver:
         return {
             "step": step,
             "world_size": self._args.world_size,
-            "data_size": read_launch().data_size,
+            "data_size": self._data_size or self._args.world_size,
             **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
             "engine": self._engine,
             **{key: record.get(key) for key in ("config_fingerprint", "versions")},

@@ -26,7 +26,7 @@ from recipes_lib.models.parallel.pipeline_parallel import (
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, get_local, has_shards, reshard, shard_chunk
-from recipes_lib.training.layouts.launch_environment import Launch, read_launch
+from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import build_autocast, get_compute_dtype
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
@@ -313,7 +313,7 @@ class PipelineTrainer(PretrainTrainer):
             model: This process's part.
             **kwargs: As ``PretrainTrainer``.
         """
-        launch, args = read_launch(), kwargs["args"]
+        launch, args = self.launch, kwargs["args"]
         layout = launch.layout
         self._mesh = build_stage_mesh(layout.stages, launch.tensor_size)
         self.pipeline = Pipeline(model, self._mesh, schedule=layout.schedule, autocast=build_autocast(args))
