@@ -22,7 +22,7 @@ from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
-"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
+"""``recipe``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
 ``variables`` of the environment.
 
 A run that is asked to stop goes on by the same command.
@@ -106,9 +106,9 @@ def cut(source: Path, target: Path, step: int) -> None:
     (target / "run.json").write_text(json.dumps(record | {"status": "running"}))
 
 
-def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
+def run_recipe(recipe: str, keys: Mapping[str, Any]) -> int:
     """Run a recipe to its end in this process, without charts and a measured peak, and return its exit code."""
-    sys.argv = [str(ROOT / "recipes" / f"{stage}.py"), *(f"--{name}={value}" for name, value in keys.items())]
+    sys.argv = [str(ROOT / "recipes" / f"{recipe}.py"), *(f"--{name}={value}" for name, value in keys.items())]
 
     def leave(code: int) -> None:
         raise SystemExit(code)

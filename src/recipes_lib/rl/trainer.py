@@ -150,7 +150,7 @@ class PolicyTrainer:
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
         self._rank, self._world_size = int(args.process_index), int(args.world_size)
         self._dtype = get_compute_dtype(args)
-        self.method: Method = METHODS[config.stage](config, len(prompts.train), self._world_size)
+        self.method: Method = METHODS[config.recipe](config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
