@@ -94,10 +94,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     # Not by ``splitlines``, which splits at characters that JSON strings may hold.
     for line in text.split("\n"):
         if line.strip():
-            record = None
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            yield record if isinstance(record, dict) else None
+            yield parse_record(line)
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """Return the JSON object on a line; ``None`` where there is none."""
+    record = None
+    with suppress(ValueError, RecursionError):
+        record = json.loads(line)
+    return record if isinstance(record, dict) else None
 
 
 @contextmanager

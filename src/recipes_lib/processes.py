@@ -1,4 +1,4 @@
-"""Ranks of a launch and failed processes on this machine. Standard library only.
+"""Ranks of a launch and failed processes on this machine.
 
 torchrun and ``accelerate launch`` give each process a folder, named by its local rank, from which they read why it
 failed. Each process also writes its process id there, and removes it when it ends normally.
@@ -11,7 +11,10 @@ import os
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from recipes_lib.errors import DataError
+from recipes_lib.files import read_record
 
 _PID_FILE: Final = "pid"
 _POLL_SECONDS: Final = 0.1
@@ -118,8 +121,7 @@ def _find_folder() -> Path | None:
 
 def _read_reason(folder: Path) -> str:
     try:
-        record: dict[str, Any] = json.loads((folder / "error.json").read_text())
-        reason = str(record["message"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
+        reason = str(read_record(folder / "error.json", {"message": dict})["message"]["message"])
+    except (DataError, KeyError):
         return "it left no reason, so it was killed"
     return reason.splitlines()[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from tests import simulated_device
 from tests.forked import ROOT, run_forked
 
@@ -26,6 +27,10 @@ Job = Mapping[str, Any]
 
 A run that is asked to stop goes on by the same command.
 """
+
+SPIKE_STEP = 3
+LEFT_OUT = (8, 40)
+"""Rows of steps 2 to 5, of eight each, which a rollback from step 3 skips."""
 
 
 def take_cpus_for_gpus() -> None:
@@ -127,14 +132,16 @@ def break_something(fault: str | None) -> Iterator[None]:
     """Break what ``fault`` says while it lasts."""
     from torch.nn.parallel import DistributedDataParallel
 
+    from recipes_lib.data.tokens.dataset import RowOrder
     from recipes_lib.models.generation import GenerateBackend
+    from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor
     from recipes_lib.training.layouts.pipeline_schedule import Pipeline, PipelineTrainer
     from recipes_lib.training.trainers import recipe_trainer
     from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
     from recipes_lib.training.trainers.recipe_trainer import RunSampler
 
     compute, run, order = SFTTrainer.compute_loss, DistributedDataParallel.forward, RunSampler.__iter__
-    run_step = PipelineTrainer._run_step
+    run_step, locate, judged = PipelineTrainer._run_step, RowOrder.locate, []
 
     def spoil(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
@@ -159,6 +166,13 @@ def break_something(fault: str | None) -> Iterator[None]:
             self.model.get_input_embeddings().weight.grad[0, 0] = float("nan")
         return shares
 
+    def judge_a_spike(self: Any, loss: float, *_: Any) -> Spike | None:
+        judged.append(loss)
+        return Spike("loss", loss, 0.0, 0.0) if len(judged) == SPIKE_STEP else None
+
+    def leave_out(self: Any, rows: Any) -> Any:
+        return locate(self, np.delete(np.arange(1000), range(*LEFT_OUT))[rows])
+
     patches: dict[str, tuple[Any, str, Any]] = {
         # On the last process alone.
         "nan loss": (SFTTrainer, "compute_loss", spoil),
@@ -169,6 +183,8 @@ def break_something(fault: str | None) -> Iterator[None]:
         "shifted shard": (RunSampler, "__iter__", shift),
         "nan in the first stage": (PipelineTrainer, "_run_step", spoil_first_stage),
         "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
+        "spike": (SpikeMonitor, "judge", judge_a_spike),
+        "never saw it": (RowOrder, "locate", leave_out),
         "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
         # As accelerate would have it.
         "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),

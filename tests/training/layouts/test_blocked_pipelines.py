@@ -10,7 +10,7 @@ from recipes_lib.training.layouts.compatibility import BLOCKED, OF_PIPELINES
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 
 EVERYTHING: dict[str, Any] = {
-    **{"fp16": True, "batch_ramp_tokens": 1, "max_rollbacks": 1, "verify_steps": 1, "metrics": ["a:B"]},
+    **{"fp16": True, "batch_ramp_tokens": 1, "verify_steps": 1, "metrics": ["a:B"]},
     **{"torch_compile": True, "optim": "lion_8bit", "gradient_accumulation_steps": 1},
 }
 
