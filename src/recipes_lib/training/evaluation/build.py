@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class ObservedData(Protocol):
-    """What is known of a run's data by who watches it."""
+    """Protocol of a run's data for its observer."""
 
     @property
     def held_out(self) -> Mapping[str, Rows]:
@@ -50,7 +50,7 @@ class ObservedData(Protocol):
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What a user should know of the data, one sentence each."""
+        """Warnings about the data, one sentence each."""
         ...
 
     def iterate_examples(self) -> Iterator[Example]:
@@ -68,7 +68,7 @@ def build_observer(
     score_pairs: Callable[[nn.Module, Any], PairScores] | None = None,
     context: ContextParallelGroup | None = None,
 ) -> Observer:
-    """Build what watches a run: on every process, though only the main one writes and shows.
+    """Build the observer of a run, on every process; only the main one writes and displays.
 
     Args:
         config: What the hooks and the guards do.

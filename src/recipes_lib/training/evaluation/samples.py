@@ -244,7 +244,7 @@ class _StopTogether(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def finish(self) -> None:
-        """Look as often as is left."""
+        """Poll for the remaining number of times."""
         for _ in range(self._num_left):
             stop_if_agreed()
 

@@ -48,11 +48,11 @@ UPPER_TO_STD: Final = 1 / statistics.NormalDist().inv_cdf(0.9)
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """A figure out of the ordinary.
+    """A spike in a metric.
 
     Attributes:
         figure: ``loss`` or ``grad_norm``.
-        value: What it was.
+        value: Its value.
         median: Over the steps before.
         threshold: Above which it is a spike.
     """
@@ -68,7 +68,7 @@ class Spike:
 
 
 class SpikeMonitor:
-    """Holds the loss and the gradient norm of each step against the steps before.
+    """Detects spikes: compares loss and gradient norm of each step with the previous steps.
 
     A figure is a spike when it exceeds ``median + 6 * 1.4826 * MAD`` of the last 50 steps, where the deviation counts
     for at least 2 % of the median. Unlike mean and variance, median and MAD are not moved by the spike itself, nor by
@@ -84,7 +84,7 @@ class SpikeMonitor:
         self._windows: dict[str, deque[float]] = {}
 
     def judge(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
-        """Return what is a spike in a step, the loss first; then add the step to the window.
+        """Return the spikes of a step, the loss first; then add the step to the window.
 
         Args:
             loss: Mean of the step, finite, of any sign.
