@@ -171,7 +171,7 @@ def break_something(fault: str | None) -> Iterator[None]:
         "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
         "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
         # As accelerate would have it.
-        "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),
+        "narrow sums": (recipe_trainer, "settle_precision", lambda *_: None),
     }
     with contextlib.nullcontext() if fault is None else mock.patch.object(*patches[fault]):
         yield

@@ -120,7 +120,7 @@ class RecipeTrainer(CheckpointingTrainer):
             tensor_size=count_tensor_parallel_ranks(self.model),
             is_in_shards=has_shards(self.model),
         )
-        settle_precision(self.accelerator)
+        settle_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
