@@ -41,6 +41,8 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
 """Effective defaults of every stage that are not upstream's: key -> (value, reason)."""
 
 NOTES: Final[Mapping[str, str]] = {
+    "activation_checkpointing": "`auto`: the fastest of none, `save_matmuls`, every second layer and every layer by "
+    "which the run is planned to fit the GPU; none on a CPU.",
     "activation_checkpointing_kwargs": "`save_matmuls: true` recomputes everything but matrix products and attention.",
     "bf16": "Unset: on where the hardware multiplies bfloat16.",
     "dataloader_num_workers": "Unset: 2 on a GPU.",
@@ -492,6 +494,8 @@ ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"optim": ("muon", "adamw_bf16_stochastic")},
 }
 """Stage -> values of an upstream key that upstream has not."""
+ADDED_TEXTS: Final[Mapping[str, tuple[str, ...]]] = {"activation_checkpointing": ("auto",)}
+"""Texts that a boolean of upstream's may be in any stage."""
 
 
 def read_defaults(stage: str) -> Mapping[str, tuple[Any, str]]:
