@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    modeling_flash_attention_utils,
+)
 
-from recipes_lib.models.attention.varlen import register_varlen
+from recipes_lib.models.attention.varlen import attend_documents, register_varlen
+from recipes_lib.models.heads.loss_head import add_loss_head
 
 SHAPE = {
     "vocab_size": 61,
@@ -107,3 +117,45 @@ def test_on_cuda_a_packed_row_is_that_of_sdpa(sliding: bool) -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         expected, ours = (model.cuda()(**batch, use_cache=False).logits.float() for model in make_pair(sliding))
     torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host would wait for on a GPU."""
+
+    num = 0
+
+    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
+def test_with_flash_attention_a_forward_pass_waits_for_nothing_and_sees_no_mask(implementation, monkeypatch) -> None:
+    """The kernel is a stand-in, which needs no GPU; who calls it, and with what, is transformers."""
+    model, _ = make_pair()
+    batch = packed_batch()
+    batch["labels"] = batch["input_ids"]
+    add_loss_head(model)
+    expected = model(**batch, loss_head=True).nll_sum
+    calls = []
+
+    def attend_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False
+    ) -> torch.Tensor:
+        calls.append((max_seqlen_q, max_seqlen_k, causal))
+        lengths = {"cu_seq_lens_q": cu_seqlens_q, "cu_seq_lens_k": cu_seqlens_k}
+        with torch.utils._python_dispatch._disable_current_modes():
+            return attend_documents(q, k, v, {**lengths, "scaling": softmax_scale})
+
+    monkeypatch.setattr(
+        modeling_flash_attention_utils,
+        "_lazy_imports",
+        lambda *_, **__: (attend_varlen, attend_varlen, None, None, None),
+    )
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    model.config._attn_implementation_internal = implementation
+    with Waits() as waits:
+        found = model(**batch, loss_head=True, target_positions=torch.arange(12)).nll_sum
+    assert calls == [(7, 7, True)] * SHAPE["num_hidden_layers"]
+    assert waits.num == 0
+    torch.testing.assert_close(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def register_varlen() -> None:
@@ -26,6 +28,32 @@ def register_varlen() -> None:
     """
     AttentionInterface.register("varlen", _varlen_attention)
     AttentionMaskInterface.register("varlen", _varlen_mask)
+
+
+def takes_empty_mask(implementation: str) -> bool:
+    """Return whether an attention takes an empty mask where the lengths of documents come beside a row.
+
+    With a mask of four axes transformers does not search the positions for documents, for which the host would wait in
+    each forward pass. FlashAttention, which knows no such mask, is given none.
+
+    Source: transformers ``masking_utils._preprocess_mask_arguments``; ``tests/models/attention/test_varlen.py``.
+    """
+    if implementation != "varlen" and "flash" not in implementation:
+        return False
+    attend = ALL_ATTENTION_FUNCTIONS[implementation]
+    if implementation != "varlen" and not getattr(attend, "drops_empty_mask", False):
+
+        @functools.wraps(attend)
+        def attend_without(
+            module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+        ) -> Any:
+            return attend(
+                module, query, key, value, None if mask is not None and not mask.numel() else mask, **settings
+            )
+
+        attend_without.drops_empty_mask = True  # type: ignore[attr-defined]
+        AttentionInterface.register(implementation, attend_without)
+    return True
 
 
 def _varlen_mask(

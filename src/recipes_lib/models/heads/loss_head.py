@@ -25,6 +25,7 @@ from recipes_lib.losses.distillation import (
     compute_distillation,
 )
 from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
+from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
 
@@ -386,7 +387,8 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     """Last hidden states, ``(B, L, D)``, and the load-balancing loss of a model that asks for it."""
     inputs["use_cache"] = False
     config = model.config.get_text_config()
-    if config._attn_implementation == "varlen" and "cu_seq_lens_q" in inputs and inputs.get("attention_mask") is None:
+    is_flat = "cu_seq_lens_q" in inputs and inputs.get("attention_mask") is None
+    if is_flat and takes_empty_mask(config._attn_implementation):
         inputs["attention_mask"] = _build_empty_mask(inputs["cu_seq_lens_q"].device)
     token_mask = inputs.pop("token_mask", None)
     if _has_router_loss(model):
