@@ -4,11 +4,11 @@ import pytest
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.settings import DECISIONS, is_local
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 def test_every_decision_is_between_keys_of_the_table() -> None:
-    keys = {key for stage in STAGES for key in load_table(stage).keys}
+    keys = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
     assert all(decision.key in keys and decision.decider in keys for decision in DECISIONS)
 
 
@@ -21,12 +21,12 @@ def test_no_text_makes_the_existence_check_fail() -> None:
     assert not any(is_local(text) for text in ("", "\0", "x" * 5000, None, 3))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_activation_checkpointing_is_on_off_or_left_to_the_plan(recipes, problems_of, stage) -> None:
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_activation_checkpointing_is_on_off_or_left_to_the_plan(recipes, problems_of, recipe) -> None:
     for written, expected in {"true": True, "false": False, "null": None, "auto": "auto"}.items():
-        flags = ["--config", str(recipes[stage]), f"--activation_checkpointing={written}"]
-        assert load_config(stage, flags).training["activation_checkpointing"] == expected
-    (problem,) = problems_of("activation_checkpointing: often\n", stage=stage)
+        flags = ["--config", str(recipes[recipe]), f"--activation_checkpointing={written}"]
+        assert load_config(recipe, flags).training["activation_checkpointing"] == expected
+    (problem,) = problems_of("activation_checkpointing: often\n", recipe=recipe)
     assert problem.remedy == "write true or false or one of auto or null"
 
 

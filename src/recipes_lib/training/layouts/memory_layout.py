@@ -7,7 +7,7 @@ import dataclasses
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.hardware import read_device_memory
 from recipes_lib.planning.activations import AUTO, list_keys
-from recipes_lib.planning.compute import RL_STAGES
+from recipes_lib.planning.compute import RL_RECIPES
 from recipes_lib.planning.memory import plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout
 from recipes_lib.planning.shapes import find_planned_model
@@ -29,7 +29,7 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
     size = None if config.training.get("use_cpu") else read_device_memory()
     if size is None:
         mode, why = "none", "there is no GPU"
-    elif config.tokens.max_length is None and config.stage not in RL_STAGES:
+    elif config.tokens.max_length is None and config.recipe not in RL_RECIPES:
         mode, why = "every layer", "without `max_length` memory is not planned"
     else:
         layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
@@ -51,7 +51,7 @@ def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
         name: Of the launch file.
         num_batches: Micro-batches of an optimizer step.
     """
-    layout, stages = launch.layout, launch.layout.stages
+    layout, stages = launch.layout, launch.layout.pipeline_stages
     zero = {"FSDP": 3, "DEEPSPEED": layout.zero_stage}.get(launch.engine, 0)
     size = launch.world_size // (launch.tensor_size * stages * layout.sizes.get("dp_replicate", 1))
     weights, gradients, states = (size if zero >= least else 1 for least in (3, 2, 1))
@@ -67,7 +67,7 @@ def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
         tensor=launch.tensor_size,
         context=launch.context_size,
         gathers_keys=launch.context_size > 1 and not launch.shares_by_heads,
-        stages=stages,
+        pipeline_stages=stages,
         in_flight=in_flight[layout.schedule] if stages > 1 else 1,
         is_deepspeed=launch.engine == "DEEPSPEED",
     )
