@@ -9,10 +9,12 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen3Config,
     modeling_flash_attention_utils,
 )
 
@@ -159,3 +161,24 @@ def test_with_flash_attention_a_forward_pass_waits_for_nothing_and_sees_no_mask(
     assert calls == [(7, 7, True)] * SHAPE["num_hidden_layers"]
     assert waits.num == 0
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
+@pytest.mark.parametrize(("kind", "waits_less"), [(LlamaConfig, True), (MistralConfig, False), (Qwen3Config, True)])
+def test_rows_of_one_document_are_read_as_ever_and_sdpa_waits_for_nothing(kernel, kind, waits_less) -> None:
+    """A window of three tokens is kept: such layers have masks of their own."""
+    register_varlen()
+    torch.manual_seed(0)
+    window = {"sliding_window": 3} if kind is MistralConfig else {}
+    model = AutoModelForCausalLM.from_config(kind(**SHAPE, head_dim=8, **window, attn_implementation=kernel)).train()
+    add_loss_head(model)
+    ids = torch.arange(24).view(2, 12) % SHAPE["vocab_size"]
+    batch = {"input_ids": ids, "position_ids": torch.arange(12).expand(2, -1)}
+    picked = {"predictors": torch.tensor([0, 3, 13, 20]), "targets": torch.tensor([5, 6, 7, 8]), "token_logps": True}
+    with Waits() as before:
+        expected = model(**batch, **picked).logps
+    with Waits() as now:
+        found = model(**batch, **picked, one_document_a_row=True).logps
+    torch.testing.assert_close(found, expected)
+    if kernel == "sdpa":
+        assert (now.num == 0 < before.num) is waits_less

@@ -30,18 +30,24 @@ def register_varlen() -> None:
     AttentionMaskInterface.register("varlen", _varlen_mask)
 
 
-def takes_empty_mask(implementation: str) -> bool:
-    """Return whether an attention takes an empty mask where the lengths of documents come beside a row.
+def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
+    """Return whether an attention that is given an empty mask is causal attention, of each document for itself.
 
     With a mask of four axes transformers does not search the positions for documents, for which the host would wait in
-    each forward pass. FlashAttention, which knows no such mask, is given none.
+    each forward pass. Who knows no such mask is given none.
+
+    Args:
+        implementation: Of the attention.
+        is_flat: Whether the lengths of documents come beside a row; or each row is one document.
 
     Source: transformers ``masking_utils._preprocess_mask_arguments``; ``tests/models/attention/test_varlen.py``.
     """
-    if implementation != "varlen" and "flash" not in implementation:
+    if implementation == "varlen":
+        return is_flat
+    if "flash" not in implementation and (is_flat or implementation != "sdpa"):
         return False
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
-    if implementation != "varlen" and not getattr(attend, "drops_empty_mask", False):
+    if not getattr(attend, "drops_empty_mask", False):
 
         @functools.wraps(attend)
         def attend_without(
