@@ -60,7 +60,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "save_steps",
             "eval_steps",
             "save_total_limit",
-            *(["num_sample_prompts"] if recipe == "reward" else []),
+            *(["num_sample_prompts"] if name == "reward" else []),
         ]
         keys = {key: str(value) for key, value in keys.items() if key not in without}
         for count in ACCUMULATED:

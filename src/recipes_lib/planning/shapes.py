@@ -39,7 +39,7 @@ def find_shape(model: ModelConfig) -> PreTrainedConfig:
 
 
 def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
-    """Return the architecture; the tokenizer is asked for nothing but a ``vocab_size`` that the recipe leaves out.
+    """Return the architecture; the tokenizer is loaded only if the recipe leaves out ``vocab_size``.
 
     Raises:
         ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
@@ -51,6 +51,6 @@ def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
         try:
             tokenizer = load_tokenizer(config.model, config.tokens)
         except ConfigError as error:
-            remedy = "write `vocab_size` in `model_config`: a plan needs nothing else of the tokenizer"
+            remedy = "write `vocab_size` in `model_config`: planning needs nothing else from the tokenizer"
             raise ConfigError(*(Problem(one.where, one.found, remedy) for one in error.problems)) from error
     return find_model_config(config.model, tokenizer, config.tokens.max_length)[0]
