@@ -167,7 +167,8 @@ class Collector:
         set_seed((self.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
-        with held_whole(None if self.rewards.model is None else self.rewards.model.model):
+        own = None if self.rewards.model is None else self.rewards.model.model
+        with held_whole(own if self.models.reward is None else self.models.policy):
             scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
         known: dict[str, Any] = {
             "scored": torch.tensor([total is not None for total in scores.total]),

@@ -20,7 +20,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData
 from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.advantages import KLController, find_flat_groups
-from recipes_lib.rl.engines.engine import build_collector, verify_engine
+from recipes_lib.rl.engines.engine import EngineGuard, build_collector
 from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
@@ -160,13 +160,14 @@ class PolicyTrainer:
         self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
-        self._saved_step, self._first_iteration = 0, 0
+        self._saved_step = 0
         self._output_dir = Path(str(args.output_dir))
         self._saver = CheckpointSaver(args, self._log.progress.say, engine="FSDP" if models.is_sharded else "")
         self._guard = UpdateGuard(self._output_dir, self._find_prompt)
         self._watch = AnswerWatch(self._log.progress.say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
-        build = functools.partial(Learner, args=args, schedule=self.schedule)
+        is_alone = models.critic is None or not models.is_shared
+        build = functools.partial(Learner, args=args, schedule=self.schedule, is_alone=is_alone)
         num_idle = self.method.num_idle_iterations * self.schedule.steps_per_iteration
         policy_rate = args.learning_rate
         policy = build(
@@ -180,6 +181,9 @@ class PolicyTrainer:
             self._learners["critic"] = critic
         self._collector = build_collector(
             config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
+        )
+        self._engine_guard = EngineGuard(
+            self._collector.generator, self.method.objective, self._dtype, self._log.progress.say
         )
         asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
         self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
@@ -239,7 +243,6 @@ class PolicyTrainer:
             self._saved_step = self.state.step
         self._reward_guard.restore(self.state.rewards)
         self._watch.restore(self.state.watch)
-        self._first_iteration = self.state.iteration
         is_begun = self.state.iteration > 0
         is_evaluated = self.state.evaluated_step == self.state.step
         is_due = self._evaluates(self.state.iteration - 1) if is_begun else args.eval_on_start
@@ -280,8 +283,7 @@ class PolicyTrainer:
         rollout, sampling, num_answers, num_tokens = self._collect()
         if iteration == 0:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
-        if iteration == self._first_iteration:
-            self._log.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
+        self._engine_guard.judge(rollout, step=state.step + 1)
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
         self._reward_guard.judge(estimate.rewards, step=state.step + 1)

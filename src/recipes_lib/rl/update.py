@@ -149,6 +149,7 @@ class Learner:
         args: TrainingArguments,
         schedule: RolloutSchedule,
         num_idle: int = 0,
+        is_alone: bool = True,
     ) -> None:
         """Build the optimizer.
 
@@ -160,10 +161,14 @@ class Learner:
             args: Optimizer, decay, schedule and gradient norm.
             schedule: Length of the run.
             num_idle: Steps of the run before its first one.
+            is_alone: Whether no other learner trains a part of the model.
         """
         self.name = name
-        self.model = model
         self.parameters = parameters
+        self.is_sharded = is_sharded(model)
+        # Of two learners on one trunk each is saved by itself; dots are no part of a parameter's own name.
+        own = {name.replace(".", "/"): parameter for name, parameter in parameters.items()}
+        self.model = model if is_alone else nn.ParameterDict(own)
         self._max_norm = args.max_grad_norm
         decaying = set(get_decay_names(model, decay_embeddings=True))
         groups = [
@@ -185,11 +190,6 @@ class Learner:
     def learning_rate(self) -> float:
         """Of the next step."""
         return float(self.scheduler.get_last_lr()[0])
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process holds a share of the parameters, of their gradients and of the optimizer's states."""
-        return is_sharded(self.model)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of this process's share of a step's loss; the step is made from the sum of all shares."""

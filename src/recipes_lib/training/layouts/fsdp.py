@@ -45,6 +45,16 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
         plugin.transformer_cls_names_to_wrap = named
 
 
+def shard_head(head: nn.Module, trunk: nn.Module) -> None:
+    """Shard a head that stands beside a sharded trunk over the same processes, its products in ``float32``; in place.
+
+    Source: ``tests/distributed/test_ppo.py``.
+    """
+    group = next(module for module in trunk.modules() if isinstance(module, FSDPModule))
+    like = group._get_fsdp_state()._fsdp_param_group
+    fully_shard(head, mesh=like.mesh_info.mesh, mp_policy=_build_policy(None), offload_policy=like.offload_policy)
+
+
 def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Shard a chunk of a pipeline, layer by layer, over the processes that hold the same; in place.
 
