@@ -65,7 +65,8 @@ FEW_OF_STAGE: dict[str, dict[str, Any]] = {
     },
 }
 NOT_OF_STAGE = {"pretrain": ("max_steps",), "reward": ("num_sample_prompts",)}
-# Bits need a package that need not be here, and so does vLLM; answers of a random model are never right, and nothing is learnt from that.
+# Bits need a package that need not be here, and so does vLLM; answers of a random model are never right, and nothing is
+# learnt from that.
 INSTEAD = {
     "load_in_4bit": "false",
     "use_bnb_nested_quant": "true",

@@ -409,6 +409,8 @@ class EngineConfig:
     """Seconds to wait for it at the start."""
     vllm_group_port: int = 51216
     """Port over which the weights go to it."""
+    max_staleness: int = 0
+    """1: a server samples the answers of the next iteration, by the weights before it, while one is learnt from."""
 
 
 @dataclass(frozen=True, kw_only=True)

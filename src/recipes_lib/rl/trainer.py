@@ -17,9 +17,10 @@ from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArgu
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.prompts import PromptData
+from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.advantages import KLController, find_flat_groups
+from recipes_lib.rl.collect import OFF_POLICY_SHARE
 from recipes_lib.rl.engines.engine import EngineGuard, build_collector
 from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
@@ -231,6 +232,7 @@ class PolicyTrainer:
             except PreemptedError as request:
                 raise self._save_stopped(request) from None
             finally:
+                self._collector.close()
                 self._saver.settle()
                 self._log.progress.stop()
         self._log.end()
@@ -283,7 +285,7 @@ class PolicyTrainer:
         rollout, sampling, num_answers, num_tokens = self._collect()
         if iteration == 0:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
-        self._engine_guard.judge(rollout, step=state.step + 1)
+        self._engine_guard.judge(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
         self._reward_guard.judge(estimate.rewards, step=state.step + 1)
@@ -360,14 +362,12 @@ class PolicyTrainer:
 
     def _sample(self, first: int, count: int, *, is_loaded: bool) -> tuple[Rollout, dict[str, float]]:
         """The answers of all processes to the next prompts; which one sampled an answer changes nothing of it."""
-        chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
-        # Where processes cannot have equally many answers, some sample the last one too, which is the same everywhere.
-        rounds = math.ceil(count / self._world_size)
-        mine = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
-        asked, numbers = [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
+        asked, numbers = self._choose_prompts(first, count)
+        is_last = self.state.iteration + 1 == self.schedule.num_iterations
+        following = None if is_last or self._collector.ahead is None else self._choose_prompts(first + count, count)
         collected = None
         with suppress(LeftError):
-            collected = self._collector.collect(asked, numbers, is_loaded=is_loaded)
+            collected = self._collector.collect(asked, numbers, is_loaded=is_loaded, following=following)
         # Who was asked to stop is here at once, and the others when they have their answers.
         stop_if_agreed()
         assert collected is not None, "who leaves has been asked, and then all stop"
@@ -376,6 +376,14 @@ class PolicyTrainer:
         # Before any of them is left out.
         self._guard.judge_answers(rollout, step=self.state.step + 1)
         return rollout, seconds
+
+    def _choose_prompts(self, first: int, count: int) -> tuple[list[PromptRow], list[int]]:
+        """Prompts and numbers of this process's share of the ``count`` answers from number ``first``."""
+        chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
+        # Where processes cannot have equally many answers, some sample the last one too, which is the same everywhere.
+        rounds = math.ceil(count / self._world_size)
+        mine = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
+        return [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
 
     def _find_prompt(self, number: int) -> int:
         """The place of an answer's prompt among those that are trained on."""

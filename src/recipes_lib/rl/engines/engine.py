@@ -21,7 +21,7 @@ from recipes_lib.models.generation import (
     build_plain_generation,
     join_answers,
 )
-from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.collect import Ahead, Collector
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import TOLERANCE
 from recipes_lib.rl.policy_loss import PolicyObjective
@@ -192,12 +192,13 @@ class EngineGuard:
         self._generator, self._objective, self._dtype, self._say = generator, objective, dtype, say
         self._is_begun = self._is_told = False
 
-    def judge(self, rollout: Rollout, *, step: int) -> None:
+    def judge(self, rollout: Rollout, *, step: int, is_stale: bool = False) -> None:
         """Look at all answers of an iteration; of the first one of a process it is told what was found.
 
         Args:
             rollout: Before the updates.
             step: The next optimizer step, from 1.
+            is_stale: Whether earlier weights have sampled on purpose: then only ``MAX_GAP`` is looked at.
 
         Raises:
             DivergedError: They differ by more than ``MAX_GAP``: the engine answers for another model.
@@ -217,9 +218,9 @@ class EngineGuard:
         if not self._is_begun:
             end = "; its answers do not follow from the seed alone, so a resumed run takes another path"
             self._say(line if self._generator.follows_seed else line + end)
-        elif is_large and not self._is_told:
+        elif is_large and not self._is_told and not is_stale:
             self._say(f"warning: step {step}: {line}")
-        self._is_begun, self._is_told = True, self._is_told or is_large
+        self._is_begun, self._is_told = True, self._is_told or (is_large and not is_stale)
 
     def _describe_correction(self) -> str:
         objective = self._objective
@@ -284,6 +285,7 @@ def build_collector(
         device=args.device,
         precision=precision,
         progress=progress,
+        ahead=Ahead() if config.engine.max_staleness else None,
     )
 
 
