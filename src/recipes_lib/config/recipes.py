@@ -38,7 +38,7 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
     "save_steps": (0.1, "a tenth of the run is the most that a crash can cost, whatever its length"),
     "save_total_limit": (2, "the last checkpoint and the one before it; optimizer states fill disks"),
 }
-"""Effective defaults of every stage that are not upstream's: key -> (value, reason)."""
+"""Effective defaults of every recipe that are not upstream's: key -> (value, reason)."""
 
 NOTES: Final[Mapping[str, str]] = {
     "activation_checkpointing_kwargs": "`save_matmuls: true` recomputes everything but matrix products and attention.",
@@ -218,12 +218,12 @@ _GROUPS: Final[Mapping[str, tuple[Any, str]]] = {
     "per_device_eval_batch_size": _SAMPLED_AT_ONCE,
 }
 
-_STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
+_RECIPE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
     "sft": _FINE_TUNING,
     "lora": {
         **_FINE_TUNING,
         "learning_rate": (2e-4, "an adapter takes about ten times the rate of full fine-tuning"),
-        "use_peft": (True, "this stage trains an adapter"),
+        "use_peft": (True, "this recipe trains an adapter"),
     },
     "reward": {
         **_FINE_TUNING,
@@ -269,8 +269,10 @@ _STAGE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
 }
 
 _OF_PRETRAINING: Final = undecided("is a key of pretraining", "delete the line")
-_OF_ADAPTERS: Final = Retired("is not a key of this stage", "use the `lora` recipe", values={False: {}, None: {}})
-_OF_PAIRS: Final = undecided("is a key of the stages that learn from pairs", "use the `dpo` recipe, or delete the line")
+_OF_ADAPTERS: Final = Retired("is not a key of this recipe", "use the `lora` recipe", values={False: {}, None: {}})
+_OF_PAIRS: Final = undecided(
+    "is a key of the recipes that learn from pairs", "use the `dpo` recipe, or delete the line"
+)
 _OF_PPO: Final = undecided("is a key of PPO", "use the `ppo` recipe, or delete the line")
 _NO_MEMORY: Final = undecided("is a key of pretraining, fine-tuning and DPO", "delete the line")
 _OF_FULL_TRAINING: Final = undecided(
@@ -285,9 +287,9 @@ _WHOLE_PAIRS: Final = dropped("has no effect: every token of both answers counts
 _FIXED_REFERENCE: Final = dropped_at((False, None), "moves the reference, which is fixed here", "delete the line")
 
 _NO_ANSWERS: Final = dropped("has no effect: answers are sampled, and every token of them counts")
-_FEW_PROMPTS: Final = undecided("is not a key of this stage: prompts are few", "name one dataset by `dataset_name`")
+_FEW_PROMPTS: Final = undecided("is not a key of this recipe: prompts are few", "name one dataset by `dataset_name`")
 _LAST_MODEL: Final = dropped("is not done here: the model after the last iteration is the result")
-_NOT_HERE: Final = dropped("is not read by this stage")
+_NOT_HERE: Final = dropped("is not read by this recipe")
 _NO_LOADER: Final = dropped("has no effect: which prompts an iteration takes follows from `seed` alone")
 _NO_DDP: Final = dropped("has no effect: gradients are summed over the processes once an optimizer step")
 _NO_CRITIC: Final = dropped("has no effect: there is no critic")
@@ -380,7 +382,7 @@ _SAMPLED_IN_GROUPS: Final[Mapping[str, Retired]] = {
     "generation_kwargs": dropped_at((None,), _TRUE_SAMPLES, "delete the line"),
     "chat_template_kwargs": undecided("is a column of the rows here", "write it into the rows"),
     **each("cache_implementation use_transformers_paged", _BY_GENERATE),
-    "ds3_gather_for_generation": dropped("is not needed: weights are not sharded in this stage"),
+    "ds3_gather_for_generation": dropped("is not needed: weights are not sharded in this recipe"),
     **each("log_completions log_multimodal num_completions_to_print log_unique_prompts", _IN_SAMPLES),
     "sync_ref_model": _FIXED_REFERENCE,
     **each("ref_model_mixup_alpha ref_model_sync_steps", dropped("moves the reference, which is fixed here")),
@@ -474,7 +476,7 @@ _LOOP_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "save_strategy": ("no", "steps"),
 }
 """Of PPO, RLOO and GRPO, whose loop builds optimizer and schedule itself."""
-_STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str | bool, ...]]]] = {
+_RECIPE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str | bool, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
     "dpo": {"loss_type": PREFERENCE_LOSSES},
     "grpo": {
@@ -491,19 +493,19 @@ _STAGE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str | bool, ...]]]] = {
 ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"optim": ("muon", "adamw_bf16_stochastic")},
 }
-"""Stage -> values of an upstream key that upstream has not."""
+"""Recipe -> values of an upstream key that upstream has not."""
 
 
-def read_defaults(stage: str) -> Mapping[str, tuple[Any, str]]:
-    """Return the effective defaults of a stage that are not upstream's: key -> (value, reason)."""
-    return {**DEFAULTS, **_STAGE_DEFAULTS[stage]}
+def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
+    """Return the effective defaults of a recipe that are not upstream's: key -> (value, reason)."""
+    return {**DEFAULTS, **_RECIPE_DEFAULTS[recipe]}
 
 
-def read_refused(stage: str) -> Mapping[str, Retired]:
-    """Return the keys that upstream or another stage has and this one has not, each with what to say about it."""
-    return {**REFUSED, **_LEFT_OUT[stage]}
+def read_refused(recipe: str) -> Mapping[str, Retired]:
+    """Return the keys that upstream or another recipe has and this one has not, each with what to say about it."""
+    return {**REFUSED, **_LEFT_OUT[recipe]}
 
 
-def read_choices(stage: str) -> Mapping[str, tuple[str | bool, ...]]:
+def read_choices(recipe: str) -> Mapping[str, tuple[str | bool, ...]]:
     """Return the values honoured where upstream allows more."""
-    return {**CHOICES, **_STAGE_CHOICES.get(stage, {})}
+    return {**CHOICES, **_RECIPE_CHOICES.get(recipe, {})}

@@ -64,7 +64,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
-    stages = {str(run.facts.get("stage", "?")) for run in runs.values()}
+    recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
     images = path.with_suffix("")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     here = Path(__file__)
@@ -73,9 +73,9 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         page = environment.from_string(here.with_name("compare.html.jinja").read_text(encoding="utf-8")).render(
             names=list(runs),
             colours=_COLOURS,
-            stages=sorted(stages),
-            charts=draw_overlays(runs, images, is_one_recipe=len(stages) == 1),
-            figures=compare_figures(list(runs.values()), is_one_recipe=len(stages) == 1),
+            recipes=sorted(recipes),
+            charts=draw_overlays(runs, images, is_one_recipe=len(recipes) == 1),
+            figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
             style=here.with_name("page.css").read_text(encoding="utf-8"),
         )

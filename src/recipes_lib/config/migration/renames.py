@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from recipes_lib.config.recipes import read_refused
-from recipes_lib.config.table import STAGES, Retired, dropped, dropped_at, each, load_table, renamed, undecided
+from recipes_lib.config.table import RECIPE_NAMES, Retired, dropped, dropped_at, each, load_table, renamed, undecided
 
 _GONE_5 = "was removed in transformers 5.0"
 _LAUNCH = undecided("is hardware, which is not in a recipe", "put it into the accelerate YAML (accelerate_configs/)")
@@ -108,7 +108,7 @@ RETIRED: Final[Mapping[str, Retired]] = {
     ),
     **each("base_model_revision model_code_revision", _REMOTE_CODE),
     # adapters and preferences
-    "lora_task_type": dropped("follows from the stage"),
+    "lora_task_type": dropped("follows from the recipe"),
     "bnb_4bit_quant_storage": dropped("follows from the launch file and the precision"),
     "lora_target_parameters": dropped_at((None,), "is not done here", "name layers with `lora_target_modules`"),
     **each(
@@ -157,8 +157,8 @@ MIXTURE_RENAMED: Final[Mapping[str, str]] = {
 """Other spellings of the keys of a ``dataset_mixture`` entry."""
 
 
-def _of_stage(stage: str) -> Retired:
-    return undecided("is not a key of this stage", f"use the `{stage}` recipe, or delete the line")
+def _of_recipe(recipe: str) -> Retired:
+    return undecided("is not a key of this recipe", f"use the `{recipe}` recipe, or delete the line")
 
 
 _ACCELERATE = undecided("is a key of the accelerate YAML", "put it there: accelerate launch --config_file F")
@@ -178,14 +178,14 @@ _OF_ACCELERATE = (
 )
 
 ELSEWHERE: Final[Mapping[str, Retired]] = {
-    **each(_OF_DPO, _of_stage("dpo")),
-    **each("center_rewards_coefficient", _of_stage("reward")),
-    **each(_OF_GROUPS, _of_stage("grpo")),
-    **each(_OF_DISTILLATION, _of_stage("distill")),
+    **each(_OF_DPO, _of_recipe("dpo")),
+    **each("center_rewards_coefficient", _of_recipe("reward")),
+    **each(_OF_GROUPS, _of_recipe("grpo")),
+    **each(_OF_DISTILLATION, _of_recipe("distill")),
     **each(_OF_ACCELERATE, _ACCELERATE),
     **each("weight repeat split revision format", _IN_MIXTURE),
 }
-"""Keys of another stage, another file or another level of the file."""
+"""Keys of another recipe, another file or another level of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Meaning:
         advice: What to write for what it was, as a clause; ``None`` where there is nothing to decide.
         keys: It concerns files with one of these keys; none: all files.
         unless: It is settled where one of these is set.
-        decisive: A key of the stages that it concerns.
+        decisive: A key of the recipes that it concerns.
     """
 
     where: str
@@ -211,7 +211,7 @@ class Meaning:
     decisive: str = "output_dir"
 
     def concerns(self, present: AbstractSet[str], known: AbstractSet[str]) -> bool:
-        """Return whether a file with the keys ``present``, for a stage with the keys ``known``, leaves it to decide."""
+        """Return whether a file with the keys ``present`` leaves it open to a recipe with the keys ``known``."""
         is_there = not self.keys or bool(self.keys & present)
         return self.advice is not None and self.decisive in known and is_there and not self.unless & present
 
@@ -267,13 +267,16 @@ MEANINGS: Final = (
 
 
 @functools.cache
-def read_known(stage: str) -> Mapping[str, Retired]:
-    """Return every spelling that a stage understands only to refuse it; a corpus has none."""
-    if stage not in STAGES:
+def read_known(recipe: str) -> Mapping[str, Retired]:
+    """Return every spelling that a recipe understands only to refuse it; a corpus has none."""
+    if recipe not in RECIPE_NAMES:
         return {}
-    keys = load_table(stage).keys
-    known = {key: retired for key, retired in ELSEWHERE.items() if key not in keys} | {**RETIRED, **read_refused(stage)}
-    # A successor that the stage has not says itself what to do; and no remedy names a key that is refused in turn.
+    keys = load_table(recipe).keys
+    known = {key: retired for key, retired in ELSEWHERE.items() if key not in keys} | {
+        **RETIRED,
+        **read_refused(recipe),
+    }
+    # A successor that the recipe has not says itself what to do; and no remedy names a key that is refused in turn.
     led = {key: known.get(retired.new or "", retired) for key, retired in known.items()}
     return {
         key: replace(retired, remedy="delete the line") if known.keys() & _NAMED.findall(retired.remedy) else retired
