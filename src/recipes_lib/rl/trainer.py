@@ -167,19 +167,7 @@ class PolicyTrainer:
         self._guard = UpdateGuard(self._output_dir, self._find_prompt)
         self._watch = AnswerWatch(self._log.progress.say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
-        is_alone = models.critic is None or not models.is_shared
-        build = functools.partial(Learner, args=args, schedule=self.schedule, is_alone=is_alone)
-        num_idle = self.method.num_idle_iterations * self.schedule.steps_per_iteration
-        policy_rate = args.learning_rate
-        policy = build(
-            "policy", models.policy, models.policy_parameters(), learning_rate=policy_rate, num_idle=num_idle
-        )
-        self._learners, critic = {"policy": policy}, None
-        if models.critic is not None:
-            trunk = models.policy if models.is_shared else models.critic
-            critic_rate = config.critic.critic_learning_rate
-            critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
-            self._learners["critic"] = critic
+        self._learners = self._build_learners()
         self._collector = build_collector(
             config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
         )
@@ -190,8 +178,8 @@ class PolicyTrainer:
         self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
         self._updater = Updater(
             models=models,
-            policy=policy,
-            critic=critic,
+            policy=self._learners["policy"],
+            critic=self._learners.get("critic"),
             schedule=self.schedule,
             objective=self.method.objective,
             cliprange_value=config.ppo.cliprange_value,
@@ -208,6 +196,19 @@ class PolicyTrainer:
             guard=self._guard,
             progress=self._log.progress,
         )
+
+    def _build_learners(self) -> dict[str, Learner]:
+        """The policy's and, where there is a critic, the critic's."""
+        models, method = self._models, self.method
+        is_alone = models.critic is None or not models.is_shared
+        build = functools.partial(Learner, args=self._args, schedule=self.schedule, is_alone=is_alone)
+        num_idle, rate = method.num_idle_iterations * self.schedule.steps_per_iteration, self._args.learning_rate
+        parameters = models.policy_parameters()
+        learners = {"policy": build("policy", models.policy, parameters, learning_rate=rate, num_idle=num_idle)}
+        if models.critic is not None:
+            trunk, rate = models.policy if models.is_shared else models.critic, self._config.critic.critic_learning_rate
+            learners["critic"] = build("critic", trunk, models.critic_parameters(), learning_rate=rate)
+        return learners
 
     def train(self, resume_from: Path | None) -> None:
         """Train to the end, from the beginning or from a checkpoint; every process must call.

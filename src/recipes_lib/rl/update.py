@@ -133,8 +133,9 @@ class Learner:
 
     Attributes:
         name: ``policy`` or ``critic``.
-        model: Whose they are.
+        model: Whose they are; of two learners on one trunk, its own parameters alone.
         parameters: By name.
+        is_sharded: Whether each process holds a share of them, of their gradients and of the optimizer's states.
         optimizer: Of upstream, by ``optim``.
         scheduler: Its learning rate, step by step.
     """

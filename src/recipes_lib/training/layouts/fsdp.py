@@ -12,6 +12,7 @@ from accelerate.utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -50,8 +51,7 @@ def shard_head(head: nn.Module, trunk: nn.Module) -> None:
 
     Source: ``tests/distributed/test_ppo.py``.
     """
-    group = next(module for module in trunk.modules() if isinstance(module, FSDPModule))
-    like = group._get_fsdp_state()._fsdp_param_group
+    like = _list_groups(trunk)[0]
     fully_shard(head, mesh=like.mesh_info.mesh, mp_policy=_build_policy(None), offload_policy=like.offload_policy)
 
 
@@ -96,8 +96,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Source: ``tests/training/layouts/test_fsdp.py``, ``tests/distributed/test_ppo.py``.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # What a unit does after a forward pass can be set, and not asked for.
-    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    groups = _list_groups(model)
     before = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -108,6 +107,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for group, mesh_info in zip(groups, before, strict=True):
             group.post_forward_mesh_info = mesh_info
         reshard(model)
+
+
+def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
+    """What holds the parameters of each unit, with its options, which can be set, and not asked for."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
