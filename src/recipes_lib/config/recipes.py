@@ -98,7 +98,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         ),
         (
             {"minimum": 0, "maximum": 1},
-            "distillation_beta gamma lam ld_alpha lmbda max_broken_fraction max_truncated_fraction "
+            "distillation_beta gamma lam ld_alpha lmbda max_broken_fraction max_staleness max_truncated_fraction "
             "min_lr_ratio weight_decay",
         ),
         ({"minimum": 8}, "max_length"),

@@ -79,9 +79,7 @@ _BUCKET_SIZE: Final = 500_000_000
 def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
     """Yield the layouts that a run of so many processes may have."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
-    # A critic and a policy that share a base model are not sharded (``training.layouts.compatibility``).
-    is_whole = config.recipe == "ppo" and config.adapter.use_peft
-    if num_processes > 1 and not is_whole:
+    if num_processes > 1:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
