@@ -140,7 +140,7 @@ def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard) -> tup
 def sample_targets(
     hidden: Tensor, weight: Tensor, generator: torch.Generator, **transform: Unpack[LogitTransform]
 ) -> Tensor:
-    """Draw a token from what each place predicts; logits exist for a chunk of places at a time.
+    """Sample a token from the prediction at each position; logits exist for a chunk of places at a time.
 
     Args:
         hidden: Last hidden states, ``(N, D)``.
@@ -160,7 +160,7 @@ def sample_targets(
 
 
 class TokenLogps(NamedTuple):
-    """What a model says of ``N`` target tokens.
+    """Log-probabilities of ``N`` target tokens.
 
     Attributes:
         logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
