@@ -1,4 +1,4 @@
-"""Base trainer of all recipes: transformers' ``Trainer`` with one loss normaliser per step, a fixed row order, guards."""
+"""Base trainer of all recipes: transformers' ``Trainer`` with one loss normaliser per step, fixed row order, guards."""
 
 from __future__ import annotations
 
@@ -174,11 +174,13 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.args.activation_checkpointing and selective:
             # Upstream passes YAML values only, never a function.
             self.model.activation_checkpointing_enable(**selective)
+            # Else upstream's train() would enable it once more, without the function.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
         if compilation is not None and not is_compiled(self.model):
             num_layers = compile_layers(self.model, compilation)
             self.add_callback(CompilationCheck(num_layers, self.observer.progress))
+        # DeepSpeed's engine, which upstream's train() builds, registers its own.
         remove_gather_hooks(self.model)
         with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
             try:
@@ -189,6 +191,7 @@ class RecipeTrainer(CheckpointingTrainer):
                 # Who was asked during the last save would otherwise leave alone.
                 stop_if_agreed()
             except PreemptedError as request:
+                # All ranks have agreed to stop, so all of them are here and save together.
                 raise self._last_step.save(request) from None
             finally:
                 self.observer.progress.stop()
@@ -215,6 +218,7 @@ class RecipeTrainer(CheckpointingTrainer):
         # A trainer counts where its labels lie: on the host, or where the loader has brought them.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
         num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
+        # One tensor, so that terms, tokens and stop requests take a single all-reduce.
         counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
         counts = self.accelerator.reduce(counts, reduction="sum")
         # One synchronisation per optimizer step buys that all stop together and no update is ever made from nothing.
@@ -251,6 +255,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
+        # Upstream calls this for every micro-batch and walks all parameters each time.
         if self._num_parameters is None:
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         return 6 * int(inputs["input_ids"].numel()) * self._num_parameters // self.launch.tensor_size
@@ -263,6 +268,7 @@ class RecipeTrainer(CheckpointingTrainer):
             loss = torch.zeros((), device=self.args.device)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
+        # Stays on the device: the guard reads all losses of a step in one transfer.
         self.guard.inputs.losses.append(loss)
         return loss
 
