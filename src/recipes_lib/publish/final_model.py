@@ -46,7 +46,8 @@ def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
 
     Args:
         train: Trains ``run.config`` and exports the model; every process calls it. With another number of processes
-            than before, ``run.config`` has another accumulation than the given configuration.
+            than before, ``run.config`` has another accumulation than the given configuration; and where that says
+            ``activation_checkpointing: auto``, what was chosen.
 
     Raises:
         ConfigError: As ``start_run`` and ``publishing``.

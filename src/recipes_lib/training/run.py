@@ -60,6 +60,7 @@ from recipes_lib.training.layouts.launch_environment import (
     verify_expected,
     verify_rendezvous,
 )
+from recipes_lib.training.layouts.memory_layout import choose_checkpointing
 from recipes_lib.training.monitoring.callbacks import verify_trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
 from recipes_lib.training.monitoring.progress import build_progress
@@ -111,7 +112,8 @@ class Run:
     """A started run.
 
     Attributes:
-        config: The configuration, with gradient accumulation adjusted to the world size.
+        config: The configuration, with gradient accumulation adjusted to the world size and the activation
+            checkpointing that ``auto`` has chosen.
         output_dir: Directory of all files of the run.
         launch: How this process was launched.
         resume_from: The complete checkpoint to resume from unless it is damaged; ``None`` at the beginning.
@@ -250,6 +252,11 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         finished = False
         if launch.is_main:
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
+    checkpointing = ""
+    if not finished:
+        config, checkpointing = choose_checkpointing(config, launch)
+        if checkpointing:
+            say(f"activation checkpointing: {checkpointing}")
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
     if not run.finished:
         run.record(
@@ -264,6 +271,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             versions=read_versions(),
             git_commit=read_git_commit(),
             hardware=describe_hardware(),
+            activation_checkpointing=checkpointing or None,
             num_processes=launch.world_size,
             pipeline_stages=launch.layout.pipeline_stages,
             rows_per_step=count_rows_per_step(config.training, launch.data_size),

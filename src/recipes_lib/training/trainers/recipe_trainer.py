@@ -29,6 +29,7 @@ from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.attention.kernels import explain_choice
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.steps import compute_steps
@@ -52,7 +53,7 @@ from recipes_lib.training.optim.optimizers import (
     get_decay_names,
     split_loraplus_groups,
 )
-from recipes_lib.training.trainers.arguments import verify_fp8_layers
+from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
 Batch = dict[str, Any]
 
@@ -119,7 +120,7 @@ class RecipeTrainer(CheckpointingTrainer):
             tensor_size=count_tensor_parallel_ranks(self.model),
             is_in_shards=has_shards(self.model),
         )
-        settle_precision(self.accelerator)
+        settle_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
@@ -127,6 +128,8 @@ class RecipeTrainer(CheckpointingTrainer):
         self._last_step = LastStep(self)
         for callback in (*checks, self._last_step):
             self.add_callback(callback)
+        attention = getattr(model.config.get_text_config(), "_attn_implementation", "")
+        say(f"attention: {explain_choice(attention, model.config, args.device, get_compute_dtype(args))}")
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
         if self.has_own_objective:
