@@ -5,16 +5,7 @@ from __future__ import annotations
 import re
 import sys
 
-from tests.recipes.test_real_models import (
-    CONFIGS,
-    PAGE,
-    PLANNABLE,
-    PLANNED,
-    TRAINED,
-    USED,
-    tell_kernels,
-    tell_plan,
-)
+from tests.recipes.test_real_models import CONFIGS, PAGE, PLANNED, TRAINED, USED, tell_kernels, tell_plan
 
 
 def main() -> None:
@@ -28,7 +19,7 @@ def main() -> None:
     if "--kernels" in sys.argv:  # Without the plans, which take minutes.
         return
     page = PAGE.read_text(encoding="utf-8")
-    for name in PLANNABLE:
+    for name in CONFIGS:
         told = tell_plan(name)
         text = CONFIGS[name].read_text(encoding="utf-8")
         CONFIGS[name].write_text(PLANNED.sub(f"# Planned for H100: {told}", text), encoding="utf-8")

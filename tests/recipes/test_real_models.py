@@ -81,12 +81,16 @@ FEW_OF_RECIPE: dict[str, dict[str, Any]] = {
     },
 }
 NOT_OF_RECIPE = {"pretrain": ("max_steps",), "reward": ("num_sample_prompts",)}
-# Bits need a package that need not be here; answers of a random model are never right, and nothing is learnt from that.
+# Bits need a package that need not be here, and so does vLLM; answers of a random model are never right, and nothing is
+# learnt from that.
 INSTEAD = {
     "load_in_4bit": "false",
     "use_bnb_nested_quant": "true",
     "optim": "adamw_torch",
     "reward_funcs": "[tests.faults.recipe_runs:prefer_short]",
+    "use_vllm": "false",
+    "vllm_gpu_memory_utilization": "0.3",
+    "vllm_enable_sleep_mode": "false",
 }
 
 
@@ -203,11 +207,10 @@ OF_EACH_KIND = [
     *("gemma3-1b/sft", "smollm3-3b/sft", "mistral-7b/sft", "llama3-70b/lora_4bit", "smollm2-1.7b/pretrain_continued"),
     *("llama3-8b/reward", "qwen3-0.6b/dpo", "qwen3-8b/ppo_rlvr", "llama3-1b/distill"),
 ]
-PLANNABLE = [name for name in CONFIGS if find_recipe(name) not in ("grpo", "rloo")]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PLANNABLE]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
 def test_the_header_tells_what_the_planner_says(name) -> None:
     found = PLANNED.search(CONFIGS[name].read_text(encoding="utf-8"))

@@ -73,15 +73,13 @@ from recipes_lib.planning.shapes import find_shape, read_shapes
 
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 _BUCKET_SIZE: Final = 500_000_000
-"""Numbers of a bucket: ``reduce_bucket_size`` of DeepSpeed unless told otherwise."""
+"""Numbers of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
 
 
 def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
     """Yield the layouts that a run of so many processes may have."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
-    # A critic and a policy that share a base model are not sharded (``training.layouts.compatibility``).
-    is_whole = config.recipe == "ppo" and config.adapter.use_peft
-    if num_processes > 1 and not is_whole:
+    if num_processes > 1:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
@@ -163,7 +161,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, config: RecipeConfig, layout: Layout) -> Batch:
-        """Return the largest micro-batch of a run; in a layout that shares out the tokens of a row, a share of it."""
+        """Return the largest micro-batch of a run; under context parallelism, the tokens of one rank."""
         num_rows = config.read("per_device_train_batch_size") * (2 if config.recipe in PAIR_RECIPES else 1)
         if config.recipe in RL_RECIPES:
             answer = config.rewards.response_length
@@ -274,12 +272,12 @@ def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, i
 def count_kept(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool, num_built: int = 3
 ) -> Activations:
-    """Return the bytes that a micro-batch keeps for its backward pass, whoever holds the weights.
+    """Return the bytes that a micro-batch keeps for its backward pass, independent of where the weights are.
 
     Args:
         config: The run.
         model_config: What a process computes of the model that is trained.
-        layout: Shares out the tokens of a row.
+        layout: Context-parallel layouts divide the tokens of a row.
         is_half: As for ``plan_memory``.
         num_built: Layers that are counted; those beyond are like the last.
 

@@ -91,7 +91,7 @@ def search(
                     all_keys = {**batch, **keys, "torch_compile": compiles}
                     share, _ = find_efficiency(_change(config, all_keys), measured)
                     seconds = 3600 * compute_hours(num_flops, _count_gpus(layout), peak, share)
-                    # Traffic and products go on at once; what the host does, after them.
+                    # Communication and compute overlap; host work follows.
                     seconds = max(seconds, busy[0]) + busy[1]
                     fits = placed.peak <= device.memory
                     found.append(Candidate(layout, all_keys, mode, placed, fits, seconds))

@@ -26,7 +26,7 @@ class Rollout:
         finished: True where the answer ended by itself, ``bool (B,)``.
         scored: True where a reward says what the answer is worth, ``bool (B,)``; the others teach nothing.
         scores: Weighted rewards, before any penalty, ``float32 (B,)``; 0 of an answer that is not scored.
-        rewards: Each reward by itself, ``float32 (B, R)``; NaN where it says nothing.
+        rewards: The single rewards, ``float32 (B, R)``; NaN where one is ``None``.
         engine_logps: Of the engine that sampled, ``float32 (B, T)``.
         logps: Of the policy that answered, by the training graph.
         ref_logps: Of the reference.

@@ -132,7 +132,6 @@ class Learner:
 
     Attributes:
         name: ``policy`` or ``critic``.
-        model: Whose they are.
         parameters: By name.
         optimizer: Of upstream, by ``optim``.
         scheduler: Its learning rate, step by step.
@@ -162,7 +161,6 @@ class Learner:
             num_idle: Steps of the run before its first one.
         """
         self.name = name
-        self.model = model
         self.parameters = parameters
         self.layout = choose_learner_layout(model)
         self._max_norm = args.max_grad_norm
@@ -211,7 +209,7 @@ class Learner:
         return norm
 
     def discard(self) -> None:
-        """Forget the gradients, and go on with the schedule."""
+        """Clear the gradients, and advance the schedule."""
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
 

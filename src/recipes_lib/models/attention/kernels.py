@@ -29,7 +29,7 @@ from recipes_lib.models.parallel.context_parallel import (
 )
 
 Layout = Literal["rows", "flat"]
-"""``rows``: documents share the rows of a ``(B, L)`` batch, told apart by positions that restart. ``flat``: all in one
+"""``rows``: documents share the rows of a ``(B, L)`` batch, separated by positions that restart. ``flat``: all in one
 row, with ``cu_seq_lens_q``, ``cu_seq_lens_k`` (``int32``), ``max_length_q`` and ``max_length_k`` beside it."""
 
 LAYOUTS: Final[dict[str, Layout]] = {

@@ -102,7 +102,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
 
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
     ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
-    hidden state is scored on the one at its own place, as where rows are cut over processes (``shard_batch``). With
+    hidden state is scored on the one at its own place, as under context parallelism (``shard_batch``). With
     ``target_positions``, ``int64 (N,)``, where those that count stand among the flattened ``targets``, or without these
     among ``labels[:, 1:]``, the host does not wait until the device has found them.
 
@@ -329,7 +329,7 @@ def _compute_sums(
     if attention_mask is not None:
         raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
     if targets is not None:
-        # Rows are cut over processes. A mask of four axes is taken as it is, and here the attention knows without.
+        # Context parallelism. A mask of four axes is taken as it is, and here the attention knows without.
         inputs["attention_mask"] = _build_empty_mask(labels.device)
         hidden, aux_loss = _run_backbone(model, inputs)
         sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)

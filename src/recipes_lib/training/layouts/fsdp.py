@@ -13,6 +13,7 @@ from accelerate.utils import convert_to_fp32, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -52,6 +53,15 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
     finally:
         # accelerate would look for the layers of this model in the next one, which may be of another architecture.
         plugin.transformer_cls_names_to_wrap = named
+
+
+def shard_head(head: nn.Module, trunk: nn.Module) -> None:
+    """Shard a head that stands beside a sharded trunk over the same processes, its products in ``float32``; in place.
+
+    Source: ``tests/distributed/test_ppo.py``.
+    """
+    like = _list_groups(trunk)[0]
+    fully_shard(head, mesh=like.mesh_info.mesh, mp_policy=_build_policy(None), offload_policy=like.offload_policy)
 
 
 def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
@@ -106,8 +116,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Source: ``tests/training/layouts/test_fsdp.py``, ``tests/distributed/test_ppo.py``.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # What a unit does after a forward pass can be set, and not asked for.
-    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    groups = _list_groups(model)
     before = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -118,6 +127,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for group, mesh_info in zip(groups, before, strict=True):
             group.post_forward_mesh_info = mesh_info
         reshard(model)
+
+
+def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
+    """What holds the parameters of each unit, with its options, which can be set, and not asked for."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -94,7 +94,7 @@ KL_TO_BASE: Final = "kl_to_base"
 
 
 class SFTTrainer(NextTokenTrainer):
-    """``NextTokenTrainer`` of prepared rows; the model may be under an adapter, and held to its start.
+    """``NextTokenTrainer`` of prepared rows; with an optional adapter and KL penalty to the initial model.
 
     Source: ``trl.SFTTrainer``, whose losses and gradient norms it has on the same chats
     (``tests/parity/test_trl_preparation.py``).

@@ -76,7 +76,7 @@ class RecipeTrainer(CheckpointingTrainer):
     has_own_objective = True
     """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
     compares_rows = False
-    """Whether the rows of a micro-batch are compared with each other, so that how a batch is cut does change it."""
+    """Whether the loss compares rows of a micro-batch, so that it depends on gradient accumulation."""
     model: PreTrainedModel
     last_evaluated_step = -1
     is_evaluating = False
@@ -141,7 +141,7 @@ class RecipeTrainer(CheckpointingTrainer):
             penalty.prepare(self.accelerator, self.model)
             # Before the one that writes, which puts down what the figures are by then.
             self.callback_handler.callbacks.insert(1, penalty)
-        # The last, so that what it saves at the very beginning is what the first step starts from.
+        # Last, so that ``checkpoint-0`` is exactly what the first step starts from.
         self.add_callback(self.guard)
 
     @abstractmethod
@@ -170,12 +170,12 @@ class RecipeTrainer(CheckpointingTrainer):
         """Train, and evaluate once more at the end unless the last step was just evaluated.
 
         Raises:
-            PreemptedError: The run was asked to stop; a checkpoint of the last finished step is complete.
+            PreemptedError: On a stop request; a checkpoint of the last finished step is complete.
         """
         options: Any = self.args.activation_checkpointing_kwargs
         selective = read_selective(options)
         if self.args.activation_checkpointing and selective:
-            # Upstream hands on what a YAML file can hold, which no function is.
+            # Upstream passes YAML values only, never a function.
             self.model.activation_checkpointing_enable(**selective)
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
@@ -203,7 +203,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Take the micro-batches of one optimizer step and count their terms over all processes.
 
         Raises:
-            PreemptedError: A process was asked to stop; the step is not begun.
+            PreemptedError: A process has a stop request; the step is not begun.
             DivergedError: The whole step holds none: there is nothing to learn from it.
         """
         if self.stops_at_end():
@@ -287,7 +287,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return {"observer": replace(self.observer, counter=StepCounter())}
 
     def verify_first_loss(self, loss: float) -> None:
-        """Hold the loss of the very first step, before any update, against what is known of it."""
+        """Compare the loss of the first step, before any update, with its known value."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
