@@ -130,7 +130,7 @@ class Collector:
 
         Raises:
             ConfigError: As ``Rewards.score``.
-            LeftError: This process was asked to stop.
+            LeftError: This process received a stop request.
             PreemptedError: One was, and models are sharded.
         """
         self.models.set_training(training=False)
@@ -279,7 +279,7 @@ class Collector:
 def read_answers(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptRow], answers: Sequence[list[int]]
 ) -> list[str]:
-    """The texts of answers without special tokens; behind a plain prompt they go on as they do in the tokens."""
+    """The texts of answers without special tokens; after a plain prompt they continue it as the tokens do."""
     return [
         read_continuation(tokenizer, prompt.input_ids, ids)
         if isinstance(prompt.content, str)

@@ -58,14 +58,14 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
     """Have all weights of a model on every process meanwhile, so that nobody within waits for another; all must enter.
 
-    Whoever leaves by a ``LeftError`` calls ``stop_if_agreed`` next, and meets there those who came to the end.
+    A rank that leaves by a ``LeftError`` calls ``stop_if_agreed`` next, where it meets the ranks that came to the end.
 
     Args:
         model: Sharded; with any other there is nothing to do.
         is_needed: Whether weights are read at all; without, it is the meeting at the end alone.
 
     Raises:
-        PreemptedError: At the end, on all processes: one was asked to stop.
+        PreemptedError: At the end, on all processes: one received a stop request.
     """
     if not is_sharded(model):
         yield
@@ -96,10 +96,10 @@ class ActorCritic:
         policy: A causal language model with a loss head, or a PEFT model around it.
         critic: Gives ``ScoreOutput.scores`` at ``last_positions``; ``None`` where advantages need none.
         own_reference: A frozen copy of the policy; ``None`` where it is the policy with its adapters off, or where
-            nothing is held against it.
+            nothing is compared with it.
         stop_ids: Every token that ends an answer, sorted.
         reward: The reward model where it stands on the policy's trunk; ``None`` where there is none, or one of its own.
-        has_reference: Whether the policy is held against the model that it started from.
+        has_reference: Whether the policy has a KL penalty to the model that it started from.
     """
 
     policy: Any

@@ -210,7 +210,7 @@ class PolicyTrainer:
             ConfigError: A reward failed, or the disk cannot hold what will be kept.
             DivergedError: As ``UpdateGuard`` and ``RewardGuard``, or policy and reference are not the same before the
                 first update.
-            PreemptedError: The run was asked to stop; a checkpoint of the last finished iteration is complete.
+            PreemptedError: On a stop request; a checkpoint of the last finished iteration is complete.
         """
         with STOP.deferred(), WATCHDOG.watching(self._output_dir, is_main=self._rank == 0):
             try:
@@ -232,7 +232,7 @@ class PolicyTrainer:
         self._log.end()
 
     def _begin(self, resume_from: Path | None) -> None:
-        """Go on from a checkpoint, with the evaluation that was left there; or begin with one."""
+        """Resume from a checkpoint, with its interrupted evaluation; or begin with an evaluation."""
         args = self._args
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
@@ -294,7 +294,7 @@ class PolicyTrainer:
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
 
-        # While the policy is not updated, its KL divergence says nothing about the coefficient.
+        # While the policy is not updated, its KL divergence is no signal for the coefficient.
         next_kl_coef = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else kl_coef
         self.state = dataclasses.replace(
             state,
@@ -362,7 +362,7 @@ class PolicyTrainer:
         collected = None
         with suppress(LeftError):
             collected = self._collector.collect(asked, numbers, is_loaded=is_loaded, following=following)
-        # Who was asked to stop is here at once, and the others when they have their answers.
+        # Ranks with a stop request are here at once, the others when they have their answers.
         stop_if_agreed()
         assert collected is not None, "who leaves has been asked, and then all stop"
         mine_alone, seconds = collected
@@ -392,13 +392,13 @@ class PolicyTrainer:
         return controller.kl_coef
 
     def _evaluate(self) -> None:
-        """Answer the samples, unless this process is asked to stop: then they are answered when the run resumes."""
+        """Answer the samples; on a stop request they are answered when the run resumes."""
         WATCHDOG.enter("an evaluation")
         with suppress(LeftError):
             self._answer_samples()
             self.state.evaluated_step = self.state.step
         if self._models.is_sharded:
-            # Whoever left meets here those who are at the end of sampling.
+            # Ranks that left early meet here those that finished sampling.
             stop_if_agreed()
 
     def _answer_samples(self) -> None:

@@ -25,7 +25,7 @@ REWARD: Final = "reward"
 class AdapterScorer(nn.Module):
     """A score for each position: an adapter of its own on the policy's trunk, and a linear head.
 
-    Its parameters are the head's; the adapter's are the trunk's. Whoever trains it calls it, and goes backward, inside
+    Its parameters are the head's; the adapter's are the trunk's. The trainer runs forward and backward passes inside
     ``role(model, "critic")``; it enters its role by itself.
 
     Attributes:

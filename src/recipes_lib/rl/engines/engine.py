@@ -100,7 +100,7 @@ class ContinuousBatchingBackend:
             try:
                 answers = self._wait_for(manager, len(names))
             except BaseException:
-                # Whoever leaves does not wait for the answers that are under way.
+                # A preempted rank does not wait for unfinished answers.
                 for name in names:
                     manager.cancel_request(name)
                 raise
