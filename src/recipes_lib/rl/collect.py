@@ -73,8 +73,8 @@ class Ahead:
         return answers
 
     def close(self) -> None:
-        """Ask for nothing more."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Ask for nothing more, and wait for nothing."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
