@@ -139,11 +139,8 @@ class DistillationTrainer(SFTTrainer):
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
                 whose = "labels" if answered is None else "its answers"
                 self.observer.progress.say(verify_first_sums(sums, dtype, whose, is_own_teacher=self._is_own_teacher))
-        num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
-        # Gradients are averaged over processes, while num_targets counts all of them.
-        loss = (sums.loss_sum + self.layers.weigh(parts)) * (self.accelerator.num_processes / num_targets)
-        if output.aux_loss is not None:
-            loss = loss + self.weigh_aux_loss(output.aux_loss, num_tokens)
+        loss_sum = sums.loss_sum + self.layers.weigh(parts)
+        loss = self.compute_share(loss_sum, sums.num_targets, num_items_in_batch, output.aux_loss, num_tokens)
         if answered is None:
             self.figures.add(_name_figures(sums, parts), sums.num_targets)
         else:
