@@ -171,17 +171,11 @@ class DistillationTrainer(SFTTrainer):
             staged = super()._stage(model, folder)
         return self.layers.add_to(staged, self._saver)
 
-    # transformers 5.23 loads into the model as it is, where projections hang that its checkpoint does not hold.
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Read the student and the projections."""
+    def load_weights(self, checkpoint: Path, by_upstream: Callable[[], object]) -> None:
+        """Read the student, whose files do not hold the projections that hang on it, and then those."""
         with self.layers.detached():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.layers.load(Path(resume_from_checkpoint))
-
-    # transformers 5.23: as above.
-    def _load_best_model(self) -> None:
-        with self.layers.detached():
-            super()._load_best_model()
+            super().load_weights(checkpoint, by_upstream)
+        self.layers.load(checkpoint)
 
     def build_stand_ins(self) -> dict[str, Any]:
         """As ``RecipeTrainer``; an uncounted pass is not the first step, and computes the batches that it is given."""
