@@ -48,7 +48,7 @@ def test_off_is_a_word(tmp_path):
         (SOUND + "toxicity: annotate", "toxic_words"),
         (SOUND + "classifier: apply", "its path and label"),
         (SOUND + "pii: on", "one of off, annotate, apply"),
-        (SOUND + "pii_kinds: [mail]", "`mail` is no kind of PII"),
+        (SOUND + "pii_kinds: [mail]", "`mail` is not a kind of PII"),
         (SOUND + "near_duplicates_threshold: 0", "from 0.01 to 1.0"),
         (SOUND + "decontamination_ngram: 4", "from 5 to 100"),
         (SOUND + "workers: 0", "from 1 to"),

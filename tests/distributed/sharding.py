@@ -22,7 +22,7 @@ from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
-"""``recipe``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
+"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
 ``variables`` of the environment.
 
 A run that is asked to stop goes on by the same command.

@@ -1,4 +1,4 @@
-"""Defaults, bounds, choices and refused keys: what all recipes share, and below that what each has of its own.
+"""Defaults, bounds, choices and refused keys: shared by all recipes first, then of each recipe.
 
 Every key of upstream's configuration is either honoured or refused here; ``tests/config/test_recipes.py`` proves it.
 """
@@ -38,7 +38,7 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
     "save_steps": (0.1, "a tenth of the run is the most that a crash can cost, whatever its length"),
     "save_total_limit": (2, "the last checkpoint and the one before it; optimizer states fill disks"),
 }
-"""Effective defaults of every recipe that are not upstream's: key -> (value, reason)."""
+"""Defaults of every recipe that differ from upstream's: key -> (value, reason)."""
 
 NOTES: Final[Mapping[str, str]] = {
     "activation_checkpointing_kwargs": "`save_matmuls: true` recomputes everything but matrix products and attention.",
@@ -56,7 +56,7 @@ NOTES: Final[Mapping[str, str]] = {
     "use_cpu": "Unset: where there is no accelerator.",
     "vllm_importance_sampling_correction": "Here of every engine, `generate` included.",
 }
-"""What an upstream help text does not say about the key here."""
+"""Additions to upstream's help texts."""
 
 BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
     key: bounds
@@ -127,7 +127,7 @@ SHARE_OR_COUNT: Final = (
     "test_split_size",
     "decay_steps",
 )
-"""Numbers that are a share below 1 and a whole count from 1 on."""
+"""Keys that are a share below 1, and an integer count from 1."""
 
 _FIXED_LENGTH = dropped("does nothing for packed rows", "delete the line; rows are packed to `max_length`")
 _LAUNCH = undecided("is hardware, which is not in a recipe", "put it into the accelerate YAML (accelerate_configs/)")
@@ -205,7 +205,7 @@ REFUSED: Final[Mapping[str, Retired]] = {
     "include_num_input_tokens_seen": dropped("is not needed: metrics.jsonl counts tokens"),
     "skip_memory_metrics": dropped("is not needed: metrics.jsonl has the memory"),
 }
-"""Keys that upstream has and a recipe has not; secrets (``hub_token``) are refused in ``secrets.py``."""
+"""Upstream keys that recipes refuse; secrets (``hub_token``) are refused in ``secrets.py``."""
 
 _FINE_TUNING: Final[Mapping[str, tuple[Any, str]]] = {
     "lr_scheduler_type": ("cosine", "the decay to zero that published fine-tunings use"),
@@ -270,20 +270,16 @@ _RECIPE_DEFAULTS: Final[Mapping[str, Mapping[str, tuple[Any, str]]]] = {
 
 _OF_PRETRAINING: Final = undecided("is a key of pretraining", "delete the line")
 _OF_ADAPTERS: Final = Retired("is not a key of this recipe", "use the `lora` recipe", values={False: {}, None: {}})
-_OF_PAIRS: Final = undecided(
-    "is a key of the recipes that learn from pairs", "use the `dpo` recipe, or delete the line"
-)
+_OF_PAIRS: Final = undecided("is a key of recipes on preference pairs", "use the `dpo` recipe, or delete the line")
 _OF_PPO: Final = undecided("is a key of PPO", "use the `ppo` recipe, or delete the line")
 _NO_MEMORY: Final = undecided("is a key of pretraining, fine-tuning and DPO", "delete the line")
-_OF_FULL_TRAINING: Final = undecided(
-    "is a key of full fine-tuning", "delete the line: its own weights stay as they are"
-)
+_OF_FULL_TRAINING: Final = undecided("is a key of full fine-tuning", "delete the line: the base weights are frozen")
 _OF_SFT: Final = undecided("is a key of fine-tuning", "delete the line")
 _OF_TEACHERS: Final = undecided("is a key of distillation", "use the `distill` recipe, or delete the line")
-_OF_SAMPLES: Final = dropped("has no effect: a reward model writes no answers")
+_OF_SAMPLES: Final = dropped("has no effect: a reward model generates no text")
 _LOSS: Final = dropped_at((None, "nll", "chunked_nll"), "is another loss than the one here", "delete the line")
 _FULL_ROWS: Final = dropped("has no effect: documents are cut into full rows of `max_length`, and nothing is lost")
-_WHOLE_PAIRS: Final = dropped("has no effect: every token of both answers counts, and pairs share rows by themselves")
+_WHOLE_PAIRS: Final = dropped("has no effect: every token of both answers counts, and pairs are always packed")
 _FIXED_REFERENCE: Final = dropped_at((False, None), "moves the reference, which is fixed here", "delete the line")
 
 _NO_ANSWERS: Final = dropped("has no effect: answers are sampled, and every token of them counts")
@@ -328,7 +324,7 @@ _ONLY_PAIRS: Final[Mapping[str, Retired]] = {
     **_NO_DISTILLATION,
     **each("packing loss_on assistant_only_loss completion_only_loss", _WHOLE_PAIRS),
     "activation_offloading": dropped_at((False, None), "is not done here", "write `activation_checkpointing: true`"),
-    "dataset_streaming": undecided("cannot be: pairs are prepared once", "delete the line"),
+    "dataset_streaming": undecided("is not supported: pairs are prepared once", "delete the line"),
     "neftune_noise_alpha": undecided("is a key of fine-tuning", "delete the line"),
 }
 _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
@@ -466,7 +462,7 @@ PREFERENCE_LOSSES: Final = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm", "simpo", "orpo"),
 )
-"""Values of ``loss_type`` of DPO."""
+"""Values of DPO's ``loss_type``."""
 
 _LOOP_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "eval_strategy": ("no", "steps"),
@@ -475,7 +471,7 @@ _LOOP_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "optim": ("adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "adafactor"),
     "save_strategy": ("no", "steps"),
 }
-"""Of PPO, RLOO and GRPO, whose loop builds optimizer and schedule itself."""
+"""Choices of PPO, RLOO and GRPO, whose RL loop builds optimizer and schedule."""
 _RECIPE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str | bool, ...]]]] = {
     "pretrain": {"lr_scheduler_type": ("constant", "linear", "cosine", "warmup_stable_decay", "inverse_sqrt")},
     "dpo": {"loss_type": PREFERENCE_LOSSES},
@@ -493,16 +489,16 @@ _RECIPE_CHOICES: Final[Mapping[str, Mapping[str, tuple[str | bool, ...]]]] = {
 ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"optim": ("muon", "adamw_bf16_stochastic")},
 }
-"""Recipe -> values of an upstream key that upstream has not."""
+"""Recipe -> additional values of upstream keys."""
 
 
 def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
-    """Return the effective defaults of a recipe that are not upstream's: key -> (value, reason)."""
+    """Return the defaults of a recipe that differ from upstream's: key -> (value, reason)."""
     return {**DEFAULTS, **_RECIPE_DEFAULTS[recipe]}
 
 
 def read_refused(recipe: str) -> Mapping[str, Retired]:
-    """Return the keys that upstream or another recipe has and this one has not, each with what to say about it."""
+    """Return the keys of upstream or other recipes that this recipe refuses, with their messages."""
     return {**REFUSED, **_LEFT_OUT[recipe]}
 
 

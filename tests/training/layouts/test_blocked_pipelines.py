@@ -17,7 +17,7 @@ EVERYTHING: dict[str, Any] = {
 
 def find_rows(stages: int, schedule: str, keys: dict[str, Any], num_processes: int = 4) -> list[str]:
     launch = Launch(0, 0, num_processes, "", layout=Layout(pipeline_stages=stages, schedule=schedule))
-    return [row.why for row in OF_PIPELINES if row.applies(keys, launch) and row.recipe[:3] != "any"]
+    return [row.why for row in OF_PIPELINES if row.applies(keys, launch) and row.recipe_text[:3] != "any"]
 
 
 def test_they_are_rows_of_the_one_table() -> None:

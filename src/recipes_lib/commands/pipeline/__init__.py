@@ -1,1 +1,1 @@
-"""``recipes run``: what a pipeline will do, and doing it."""
+"""``recipes run``: check, plan and run a pipeline file."""

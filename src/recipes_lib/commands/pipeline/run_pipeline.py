@@ -1,4 +1,4 @@
-"""``recipes run``: a pipeline from one YAML file, such as pretraining, fine-tuning, preferences and evaluation."""
+"""``recipes run``: run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.commands.pipeline.foresight import check_stages, plan_stages
+from recipes_lib.commands.pipeline.pipeline_checks import check_stages, plan_stages
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, list_figures, read_state, run_pipeline
@@ -19,7 +19,7 @@ from recipes_lib.report.overview import format_rows, write_overview
 from recipes_lib.report.run_files import format_duration
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
-"""Of a stage the table shows the first of these that it has."""
+"""Metrics of the table, in order of preference: a stage shows the first that it has."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,17 +31,19 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="recipes run", description=__doc__, allow_abbrev=False)
     parser.add_argument("pipeline", type=Path, help="YAML file (docs/pipelines.md)")
     parser.add_argument("--output_dir", help="instead of the file's")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to run")
-    parser.add_argument("--until", dest="last", metavar="STAGE", help="the last stage to run")
-    parser.add_argument("--only", metavar="STAGE", help="this stage alone")
-    parser.add_argument("--check", action="store_true", help="`recipes check` of every stage, and run none")
-    parser.add_argument("--keys", action="store_true", help="with --check: look at no model and no data")
-    parser.add_argument("--plan", action="store_true", help="memory, hours and cost of every stage, and run none")
+    parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
+    parser.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
+    parser.add_argument("--only", metavar="STAGE", help="run this stage only")
+    parser.add_argument("--check", action="store_true", help="run `recipes check` for every stage, without running it")
+    parser.add_argument("--keys", action="store_true", help="with --check: only check keys, not models and data")
+    parser.add_argument(
+        "--plan", action="store_true", help="estimate memory, hours and cost of every stage, without running it"
+    )
     parser.add_argument("--gpu", default="H100", help="of --plan (default: %(default)s)")
     told = "of --plan: processes of stages with a launch file (default: the file's)"
     parser.add_argument("--num_processes", type=int, help=told)
     parser.add_argument("--device_hour_price", type=float, metavar="P", help="of --plan: price of a GPU for an hour")
-    parser.add_argument("--list", action="store_true", help="show the commands, and run none")
+    parser.add_argument("--list", action="store_true", help="print the commands, without running them")
     options = parser.parse_args(list(argv))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     chosen = choose_stages(pipeline, options.first or options.only, options.last or options.only)
@@ -77,7 +79,7 @@ def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
 
 
 def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> list[Stage]:
-    """Return the stages from one to another, both included; ``None``: from the first, to the last.
+    """Return the stages between two names, inclusive; ``None``: the first, the last.
 
     Raises:
         ConfigError: There is no such stage.

@@ -18,7 +18,7 @@ _PLAN: Final = (
     "GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network. Pretraining: tokens, "
     "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Every recipe: memory."
 )
-_SCALE: Final = "Laws of loss by parameters and tokens, fitted to runs, and what they say of larger ones."
+_SCALE: Final = "Fit scaling laws of loss by parameters and tokens, and predict larger runs."
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -54,32 +54,32 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes plan", description=_PLAN, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU)")
-    parser.add_argument("--gpu", help="GPU that has to hold the run, and to tell the time on, such as H100")
-    parser.add_argument("--num_gpus", type=int, help="pretraining: how many (default: one for each process)")
+    parser.add_argument("--gpu", help="GPU for memory and time estimates, such as H100")
+    parser.add_argument("--num_gpus", type=int, help="pretraining: number of GPUs (default: one for each process)")
+    parser.add_argument("--num_rows", type=int, help="packed rows of the training set, for the hours of fine-tuning")
+    parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: from published runs)")
+    parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
     parser.add_argument(
-        "--num_rows", type=int, help="packed rows of the training set, to tell the hours of fine-tuning"
+        "--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="overrides `device_hour_price`"
     )
-    parser.add_argument("--mfu", type=float, help="share of the peak that is of use (default: of published runs)")
-    parser.add_argument(
-        "--proof", type=Path, help="folder of `recipes prove`, for the shares that this GPU has reached"
-    )
-    parser.add_argument("--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="over `device_hour_price`")
-    parser.add_argument("--pue", type=float, default=1.0, help="energy of a data centre for that of its GPUs (1)")
-    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 of a kWh, to tell those of the run")
-    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: draw learning rate and batch")
+    parser.add_argument("--pue", type=float, default=1.0, help="power usage effectiveness of the data centre (1)")
+    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 per kWh, for the emissions of the run")
+    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: plot learning rate and batch size")
     parser.add_argument(
         "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
     )
-    parser.add_argument("--explain", action="store_true", help="say how each component of the memory is counted")
+    parser.add_argument("--explain", action="store_true", help="explain how each memory component is counted")
     parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
-    parser.add_argument("--budget", type=float, help="search: the most that the run may cost")
-    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest within these hours")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the first")
-    told = "pretraining: seconds that training waits for a checkpoint; tells how often to save, and hours with failures"
+    parser.add_argument("--budget", type=float, help="search: maximum cost of the run")
+    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest plan within these hours")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the best plan"
+    )
+    told = "pretraining: seconds that a checkpoint blocks training; plans the save interval, and hours with failures"
     parser.add_argument("--save_seconds", type=float, help=told)
     told = "seconds from a failure to the first step after it (default: %(default)g)"
     parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
-    told = "hours of one GPU between failures (default: %(default).0f, those of Llama 3); of spot machines far fewer"
+    told = "mean hours between failures of one GPU (default: %(default).0f, as for Llama 3); far fewer on spot machines"
     parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
     add_pipeline_flags(parser)
     return parser
@@ -89,18 +89,23 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes scale", description=_SCALE, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
-    one.add_argument("runs", nargs="+", type=Path, help="output directories of pretraining runs, decayed to their end")
     one.add_argument(
-        "--no_count_embeddings", action="store_true", help="as Kaplan et al. count; the default is Hoffmann's"
+        "runs",
+        nargs="+",
+        type=Path,
+        help="output directories of finished pretraining runs with a decayed learning rate",
+    )
+    one.add_argument(
+        "--no_count_embeddings",
+        action="store_true",
+        help="count without embeddings, as Kaplan et al. do; the default is Hoffmann et al.",
     )
     one.add_argument("--resamples", type=int, help="fits for the intervals (default: 200)")
-    one.add_argument(
-        "--output", type=Path, default=Path(SCALING_FILE), help="where the law is kept (default: %(default)s)"
-    )
+    one.add_argument("--output", type=Path, default=Path(SCALING_FILE), help="file of the law (default: %(default)s)")
     one = commands.add_parser("plan", help="parameters and tokens for a number of operations", allow_abbrev=False)
-    one.add_argument("--flops", type=float, required=True, help="operations, such as 1e21")
+    one.add_argument("--flops", type=float, required=True, help="FLOPs, such as 1e21")
     other = commands.add_parser("predict", help="the loss of a run", allow_abbrev=False)
-    other.add_argument("--parameters", type=float, required=True, help="as the law counts them")
+    other.add_argument("--parameters", type=float, required=True, help="parameters, as the law counts them")
     other.add_argument("--tokens", type=float, required=True, help="tokens trained on")
     for command in (one, other):
         command.add_argument("--fit", type=Path, help="law of `recipes scale fit` (default: published ones)")

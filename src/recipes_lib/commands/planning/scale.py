@@ -1,4 +1,4 @@
-"""``recipes scale``: laws of loss by parameters and tokens, fitted to runs, and what they say of larger ones."""
+"""``recipes scale``: fit scaling laws of loss by parameters and tokens, and predict larger runs."""
 
 from __future__ import annotations
 
@@ -53,11 +53,13 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 
     Raises:
         ConfigError: The model cannot be read.
-        DataError: It is no finished run.
+        DataError: It is not a finished run.
     """
     run = read_run(folder)
     if not run.train or run.facts.get("status") != "done":
-        raise DataError(Problem(str(folder), "is no finished run", "train it to the end: its rate has to have decayed"))
+        raise DataError(
+            Problem(str(folder), "is not a finished run", "train it to the end: its learning rate must have decayed")
+        )
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
     size = compute_model_size(config)
@@ -115,7 +117,7 @@ def _tell_prediction(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]:
-    """Yield the law of the file, or the published ones, which disagree.
+    """Yield the law of the file, or the published laws, which disagree.
 
     Raises:
         ConfigError: As ``Fit.verify_reach``, or the file is none of ``recipes scale fit``.
@@ -127,7 +129,9 @@ def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]
     try:
         fit = Fit(Law(**record["law"]), [Law(**law) for law in record["resampled"]], record["max_flops"])
     except TypeError as error:
-        raise ConfigError(Problem("--fit", f"{path} is no law: {error}", "make it by `recipes scale fit`")) from error
+        raise ConfigError(
+            Problem("--fit", f"{path} is not a scaling law: {error}", "write it by `recipes scale fit`")
+        ) from error
     fit.verify_reach(num_flops)
     yield str(path), fit
 

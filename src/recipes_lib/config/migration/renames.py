@@ -1,4 +1,4 @@
-"""Keys of upstream that are retired, belong elsewhere, or mean something else here.
+"""Upstream keys that are retired, belong to another file, or differ in meaning here.
 
 Renamed or removed are those from transformers 4.40 to 5.23 and TRL 0.8 to 1.16. A version is the first
 minor release without the old spelling, read from the released wheels.
@@ -136,7 +136,7 @@ RETIRED: Final[Mapping[str, Retired]] = {
     "num_sample_generations": dropped("is not needed", "write `num_sample_prompts` and `eval_steps`"),
     "ds3_gather_for_generation": dropped("is not needed: weights are whole, or gathered while answers are sampled"),
 }
-"""Old spelling -> what became of it."""
+"""Old spelling -> its replacement."""
 
 RETIRED_VALUES: Final[Mapping[tuple[str, str], str]] = {
     ("optim", "adamw_hf"): "adamw_torch",
@@ -185,17 +185,17 @@ ELSEWHERE: Final[Mapping[str, Retired]] = {
     **each(_OF_ACCELERATE, _ACCELERATE),
     **each("weight repeat split revision format", _IN_MIXTURE),
 }
-"""Keys of another recipe, another file or another level of the file."""
+"""Keys that belong to another recipe, another file or another level of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A difference that a file does not show.
+    """A difference in meaning that a file does not show.
 
     Attributes:
-        where: What of the file it concerns.
-        there: What it meant.
-        here: What it means.
+        where: Affected part of the file.
+        there: Previous meaning.
+        here: Meaning here.
         advice: What to write for what it was, as a clause; ``None`` where there is nothing to decide.
         keys: It concerns files with one of these keys; none: all files.
         unless: It is settled where one of these is set.
@@ -263,12 +263,12 @@ MEANINGS: Final = (
         decisive="loss_on",
     ),
 )
-"""Differences that no key of a file shows, which migration tells."""
+"""Differences in meaning that migration reports."""
 
 
 @functools.cache
 def read_known(recipe: str) -> Mapping[str, Retired]:
-    """Return every spelling that a recipe understands only to refuse it; a corpus has none."""
+    """Return all retired spellings of a recipe, with their messages; a corpus has none."""
     if recipe not in RECIPE_NAMES:
         return {}
     keys = load_table(recipe).keys

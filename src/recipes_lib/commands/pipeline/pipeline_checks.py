@@ -1,4 +1,4 @@
-"""What a pipeline will do, before it does: ``recipes run --check`` and ``--plan``."""
+"""``recipes run --check`` and ``--plan``: check keys and inputs of every stage, or estimate memory, hours and cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes_lib.shipped import find_launch_file
 
 
 def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> None:
-    """Check every stage: its keys and its launch file as if what the stages before it write were there.
+    """Check keys and launch file of every stage, with placeholders for the outputs of earlier stages.
 
     Of those whose inputs are there already, ``recipes check`` looks at model and data too, and prints what it finds.
 
@@ -54,13 +54,13 @@ def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> No
 
 @contextmanager
 def _pretending(path: Path) -> Iterator[Pipeline]:
-    """Yield a pipeline with its outputs in a folder of their own, which is gone afterwards."""
+    """Yield the pipeline with its outputs in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         yield load_pipeline(path, folder)
 
 
 def _put_output(stage: Stage) -> None:
-    """Put something where a stage will write, so that what reads it finds it."""
+    """Create a placeholder for the output of a stage, so that later stages find it."""
     if stage.output.suffix:
         stage.output.parent.mkdir(parents=True, exist_ok=True)
         stage.output.touch()
@@ -86,7 +86,7 @@ def _look_at(stage: Stage) -> None:
 
     hardware = ["--hardware", stage.launch] if stage.launch else []
     if check(["--recipe", stage.recipe, *hardware, *stage.argv]) != EXIT_DONE:
-        raise ConfigError(Problem("recipes check", "found the problems above", "mend them"))
+        raise ConfigError(Problem("recipes check", "found the problems above", "fix them"))
 
 
 def _load(stage: Stage) -> None:
@@ -104,7 +104,7 @@ def _load(stage: Stage) -> None:
 
 
 class StagePlan(NamedTuple):
-    """What a stage takes: GPUs, bytes on each at the peak, hours; ``None`` where that is not known beforehand."""
+    """Estimate of a stage: GPUs, peak bytes on each, hours; ``None`` where unknown."""
 
     num_gpus: int
     memory: int | None = None
