@@ -27,7 +27,15 @@ from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
 from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
-from recipes_lib.config.recipes import ADDED_CHOICES, BOUNDS, NOTES, read_choices, read_defaults, read_refused
+from recipes_lib.config.recipes import (
+    ADDED_CHOICES,
+    ADDED_TEXTS,
+    BOUNDS,
+    NOTES,
+    read_choices,
+    read_defaults,
+    read_refused,
+)
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, Retired, describe, load_table, table_path
 from recipes_lib.config.values import is_secret_key
 
@@ -144,6 +152,8 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
             **_choose_default(name, _read_default(field), recipe),
         }
         keys[name]["schema"].get("enum", []).extend(ADDED_CHOICES.get(recipe, {}).get(name, ()))
+        if texts := ADDED_TEXTS.get(name):
+            keys[name]["schema"] = {"type": ["boolean", "string", "null"], "enum": [True, False, *texts, None]}
     return keys
 
 

@@ -41,6 +41,8 @@ DEFAULTS: Final[Mapping[str, tuple[Any, str]]] = {
 """Defaults of every recipe that differ from upstream's: key -> (value, reason)."""
 
 NOTES: Final[Mapping[str, str]] = {
+    "activation_checkpointing": "`auto`: the fastest of none, `save_matmuls`, every second layer and every layer by "
+    "which the run is planned to fit the GPU; none on a CPU.",
     "activation_checkpointing_kwargs": "`save_matmuls: true` recomputes everything but matrix products and attention.",
     "bf16": "Unset: on where the hardware multiplies bfloat16.",
     "dataloader_num_workers": "Unset: 2 on a GPU.",
@@ -96,7 +98,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         ),
         (
             {"minimum": 0, "maximum": 1},
-            "distillation_beta gamma lam ld_alpha lmbda max_broken_fraction max_truncated_fraction "
+            "distillation_beta gamma lam ld_alpha lmbda max_broken_fraction max_staleness max_truncated_fraction "
             "min_lr_ratio weight_decay",
         ),
         ({"minimum": 8}, "max_length"),
@@ -140,7 +142,7 @@ REFUSED: Final[Mapping[str, Retired]] = {
     # The mask has one author.
     "assistant_only_loss": Retired(
         "is `loss_on` here",
-        "write `loss_on: assistant`; chats train on it unless told otherwise",
+        "write `loss_on: assistant`; it is the default for chats",
         "loss_on",
         # At false TRL goes by the rows: the completion of a prompt, all of a text; so is `loss_on` left out.
         {True: {"loss_on": "assistant"}, False: {}, None: {}},
@@ -440,7 +442,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
         **_SAMPLED_IN_GROUPS,
         "loss_type": _LOSS,
         "reward_clip_range": dropped_at(
-            (None,), "is not done here: a reward model's scores are cut off at ±10", "let a function of yours clip"
+            (None,), "is not done here: a reward model's scores are cut off at ±10", "clip in your own function"
         ),
     },
     "grpo": {
@@ -490,6 +492,8 @@ ADDED_CHOICES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "pretrain": {"optim": ("muon", "adamw_bf16_stochastic")},
 }
 """Recipe -> additional values of upstream keys."""
+ADDED_TEXTS: Final[Mapping[str, tuple[str, ...]]] = {"activation_checkpointing": ("auto",)}
+"""Text values of upstream's booleans, in every recipe."""
 
 
 def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:

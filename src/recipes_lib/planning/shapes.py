@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import AutoConfig, PreTrainedConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
-from recipes_lib.config.schema import ModelConfig
-from recipes_lib.models.loading import load_model_config
+from recipes_lib.config.schema import ModelConfig, RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.models.architecture import find_model_config
+from recipes_lib.models.loading import load_model_config, load_tokenizer
 
 
 @functools.cache
@@ -33,3 +36,21 @@ def find_shape(model: ModelConfig) -> PreTrainedConfig:
         return load_model_config(model)[0]
     config: PreTrainedConfig = AutoConfig.for_model(**{"dtype": "bfloat16", **sizes})
     return config
+
+
+def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
+    """Return the architecture; the tokenizer is loaded only if the recipe leaves out ``vocab_size``.
+
+    Raises:
+        ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
+    """
+    if (architecture := config.model.model_config) is None:
+        return find_shape(config.model)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
+    if "vocab_size" not in architecture:
+        try:
+            tokenizer = load_tokenizer(config.model, config.tokens)
+        except ConfigError as error:
+            remedy = "write `vocab_size` in `model_config`: planning needs nothing else from the tokenizer"
+            raise ConfigError(*(Problem(one.where, one.found, remedy) for one in error.problems)) from error
+    return find_model_config(config.model, tokenizer, config.tokens.max_length)[0]

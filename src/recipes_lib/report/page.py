@@ -71,7 +71,7 @@ SPIKE_FACTOR = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
-    """A number that says how the run went: what it is, its value, and what to compare it with."""
+    """A key metric: label, value, and comparison."""
 
     label: str
     value: str
@@ -130,7 +130,7 @@ def _describe_extent(run: RunFiles) -> str:
 
 
 def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    """Yield what is watched first where a policy learns from rewards; nothing of other runs."""
+    """Yield the key metrics of RL; nothing for other runs."""
     for name, (label, template) in _OF_RL.items():
         if curve := read_curve(run.train, name):
             (first_step, first), (_, last) = curve[0], curve[-1]
@@ -140,7 +140,7 @@ def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     yield from _choose_held_out_figures(run.evaluations)
-    # A clipped surrogate says nothing of how far a policy is.
+    # A clipped surrogate does not measure the distance of a policy.
     is_rl = bool(read_curve(run.train, "objective/score"))
     if (loss := read_curve(run.train, "loss")) and not is_rl:
         yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")

@@ -231,7 +231,7 @@ def compute_correlation(first: Floats, second: Floats) -> float | None:
 
 
 def compute_ranks(values: Floats) -> Floats:
-    """Ranks from 1, equal values sharing the mean of theirs; ``float64``."""
+    """Ranks from 1, equal values sharing their mean rank; ``float64``."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])
 

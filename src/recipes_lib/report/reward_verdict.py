@@ -117,7 +117,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenIds:
 
 
 def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -> npt.NDArray[np.float64]:
-    """Scores by row; NaN for those that are none, or are longer than the model's positions."""
+    """Scores by row; NaN for rows that are invalid, or longer than the model's positions."""
     scores = np.full(len(rows), np.nan)
     given = [at for at, row in enumerate(rows) if row is not None]
     scores[given] = reward_model.compute_raw_scores([row for row in rows if row is not None], overlong="nan")
