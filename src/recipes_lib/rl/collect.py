@@ -62,7 +62,7 @@ class Ahead:
 
         Raises:
             ConfigError: The engine failed.
-            PreemptedError: A process was preempted.
+            PreemptedError: A process received a stop request.
         """
         asked, self._asked, answers = self._asked, None, None
         if asked is not None:
