@@ -31,7 +31,7 @@ BATCHING = {
 }
 ENGINES: dict[str, dict[str, Any]] = {"ours": {}, "ours, continuous batching": BATCHING}
 Trained = dict[str, list[float]]
-"""Of each generation ``score``, its mean, and ``end``, seconds; of ours ``tokens_per_s`` of sampling besides."""
+"""Of each generation ``score``, its mean, and ``end``, seconds; our loop adds ``tokens_per_s`` of sampling."""
 
 
 def train_ours(recipe: str, policy: Path, folder: Path, steps: int, seed: int, **more: Any) -> Trained:

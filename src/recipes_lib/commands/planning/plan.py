@@ -15,12 +15,10 @@ from typing import Any, Final
 import numpy as np
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.commands.planning.plan_search import search_plan
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, format_rows
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, format_rows, read_proof
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
@@ -34,18 +32,16 @@ from recipes_lib.planning.compute import (
     count_step,
 )
 from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
-from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
+from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule
 from recipes_lib.planning.shapes import find_planned_model
 from recipes_lib.planning.steps import compute_steps
-from recipes_lib.proving.results import PASSED, read_rows
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
-    add_pipeline_flags,
     name_pipeline,
     plan_launch,
 )
@@ -57,18 +53,18 @@ CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
 
 
-def main(argv: Sequence[str]) -> None:
+def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Run the command.
+
+    Args:
+        recipe: Which is planned.
+        options: From ``flags.plan``.
+        overrides: Keys of the configuration.
 
     Raises:
         ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
             be had, the PNG cannot be written, or the run does not fit the GPU that is named.
     """
-    recipe, rest = split_recipe(argv, (*RECIPE_NAMES, "corpus"))
-    if recipe == "corpus":
-        plan_corpus(rest)
-        return
-    options, overrides = _build_parser().parse_known_args(argv)
     config = load_for_command(recipe, overrides, options.config)
     if options.gpus:
         batch_processes = options.num_processes
@@ -127,41 +123,6 @@ def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_g
         raise ConfigError(Problem("--gpu", found, remedy))
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
-    add_recipe_flags(parser)
-    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU)")
-    parser.add_argument("--gpu", help="GPU for memory and time estimates, such as H100")
-    parser.add_argument("--num_gpus", type=int, help="pretraining: number of GPUs (default: one for each process)")
-    parser.add_argument("--num_rows", type=int, help="packed rows of the training set, for the hours of fine-tuning")
-    parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: from published runs)")
-    parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
-    parser.add_argument(
-        "--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="overrides `device_hour_price`"
-    )
-    parser.add_argument("--pue", type=float, default=1.0, help="power usage effectiveness of the data centre (1)")
-    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 per kWh, for the emissions of the run")
-    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: plot learning rate and batch size")
-    parser.add_argument(
-        "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
-    )
-    parser.add_argument("--explain", action="store_true", help="explain how each memory component is counted")
-    parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
-    parser.add_argument("--budget", type=float, help="search: maximum cost of the run")
-    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest plan within these hours")
-    parser.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the best plan"
-    )
-    told = "pretraining: seconds that a checkpoint blocks training; plans the save interval, and hours with failures"
-    parser.add_argument("--save_seconds", type=float, help=told)
-    told = "seconds from a failure to the first step after it (default: %(default)g)"
-    parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
-    told = "mean hours between failures of one GPU (default: %(default).0f, as for Llama 3); far fewer on spot machines"
-    parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
-    add_pipeline_flags(parser)
-    return parser
-
-
 def _read_gpus(text: str) -> tuple[int, str]:
     number, _, name = text.partition("x")
     if not number.isdecimal() or int(number) < 1 or not name:
@@ -190,7 +151,8 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning.
 
     Raises:
-        ConfigError: The GPU is not known, or its peak.
+        ConfigError: The GPU is not known, or its peak; or as ``read_proof`` and ``calibrate``.
+        DataError: As ``calibrate``.
     """
     if options.gpu is None or config.recipe in RL_RECIPES:
         return None
@@ -198,27 +160,15 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     if options.save_seconds:
         mean_seconds = options.failure_hours * 3600 / num_gpus
         failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
-    measured = _read_proof(options.proof) if options.proof else None
+    device, measured = choose_device(options.gpu), None
+    if options.proof or options.calibrate:
+        measured = read_proof(options.proof) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured)
     if options.mfu is not None:
         share, source = options.mfu, "--mfu"
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
     peak = find_peak(options.gpu, config)
-    device = choose_device(options.gpu)
     return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
-
-
-def _read_proof(folder: Path) -> dict[bool, float]:
-    """Return the MFU that ``recipes prove`` measured, without and with compilation.
-
-    Raises:
-        ConfigError: It has measured none there.
-    """
-    rows = [row for row in read_rows(folder).values() if row.status == PASSED]
-    figures = [row.figures for row in rows if row.figures.get("compiled_mfu")]
-    if not figures:
-        raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
-    return {compiles: float(figures[-1][f"{name}_mfu"]) for name, compiles in (("eager", False), ("compiled", True))}
 
 
 def describe_pretraining(
@@ -326,16 +276,27 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterato
         yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
     if recipe != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
-    if recipe in RL_RECIPES and options.mfu is not None:
-        yield Problem("--mfu", f"only memory is planned for {recipe}", "remove it")
+    yield from _find_mfu_problems(recipe, options)
     yield from _find_search_problems(recipe, options)
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
     yield from _find_failure_problems(recipe, options)
+
+
+def _find_mfu_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
     if options.mfu is not None and not 0 < options.mfu <= 1:
         yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1; 0.3 to 0.4 is usual")
+    given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
+    if given and recipe in RL_RECIPES:
+        yield Problem(given[0], f"only memory is planned for {recipe}", "remove it")
+    for flag in given[1:]:
+        yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
+    if options.mfu is not None and options.gpus:
+        yield Problem("--mfu", "the search compares classes of runs, each with its own", "write --proof or --calibrate")
+    if options.calibrate and options.gpu is None:
+        yield Problem("--calibrate", "no GPU is planned for", "name that of the runs: --gpu H100")
 
 
 def _find_search_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:

@@ -75,11 +75,9 @@ class NextTokenTrainer(RecipeTrainer):
         """Return this process's share of the step's mean negative log-likelihood, in nats per target."""
         num_tokens = inputs.pop("num_tokens")
         outputs = model(**inputs, loss_head=True)
-        num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
-        # Gradients are averaged over processes, while num_targets counts all of them.
-        loss = outputs.nll_sum * (self.accelerator.num_processes / num_targets)
-        if outputs.aux_loss is not None:
-            loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
+        loss = self.compute_share(
+            outputs.nll_sum, outputs.num_targets, num_items_in_batch, outputs.aux_loss, num_tokens
+        )
         self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
         return (loss, outputs) if return_outputs else loss
 
@@ -130,10 +128,8 @@ class SFTTrainer(NextTokenTrainer):
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         outputs = self.base.score(model, inputs, labels, inputs.pop(POSITIONS, None))
         sums: DistillationSums = outputs.result
-        num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
-        loss = self.base.weigh(sums) * (self.accelerator.num_processes / num_targets)
-        if outputs.aux_loss is not None:
-            loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
+        weighed = self.base.weigh(sums)
+        loss = self.compute_share(weighed, sums.num_targets, num_items_in_batch, outputs.aux_loss, num_tokens)
         self.base_figures.add({KL_TO_BASE: sums.divergence_sum}, sums.num_targets)
         self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
         return (loss, outputs) if return_outputs else loss

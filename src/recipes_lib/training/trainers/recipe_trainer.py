@@ -236,19 +236,35 @@ class RecipeTrainer(CheckpointingTrainer):
         self.guard.inputs = StepInputs(batches, row_ids, counts[0], num_tokens=counts[1])
         return batches, counts[0]
 
-    def weigh_aux_loss(self, aux_loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return what the load-balancing loss of a micro-batch adds to this process's share of the step's loss.
+    def compute_share(
+        self,
+        loss_sum: torch.Tensor,
+        num_terms: torch.Tensor | int,
+        num_items_in_batch: torch.Tensor | int | None,
+        aux_loss: torch.Tensor | None,
+        num_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what a micro-batch adds to this process's share of the step's mean loss.
 
-        It is a mean over tokens: a micro-batch is weighted by its share of the tokens, so that placeholders, repeated
-        batches and a short last one weigh what they hold. Gradients are averaged over processes.
+        A load-balancing loss is a mean over tokens: it is weighted by the micro-batch's share of the step's tokens, so
+        that placeholders, repeated batches and a short last one weigh what they hold.
 
         Args:
-            aux_loss: Of the micro-batch, before ``router_aux_loss_coef``.
+            loss_sum: Over the terms of the micro-batch.
+            num_terms: Their number, which divides where no step was counted.
+            num_items_in_batch: Terms of the step, over all processes and micro-batches.
+            aux_loss: Load-balancing loss of the micro-batch, before ``router_aux_loss_coef``, if the model has one.
             num_tokens: Of the micro-batch, padding not counted.
         """
+        # Gradients are averaged over processes, while the divisors count what all of them have.
+        num_processes = self.accelerator.num_processes
+        divisor = num_terms if num_items_in_batch is None else num_items_in_batch
+        loss: torch.Tensor = loss_sum * (num_processes / divisor)
+        if aux_loss is None:
+            return loss
         total = self.guard.inputs.num_tokens
-        share = 1.0 if total is None else num_tokens.to(total.device) * (self.accelerator.num_processes / total)
-        return self.router_aux_loss_coef * aux_loss * share
+        share = 1.0 if total is None else num_tokens.to(total.device) * (num_processes / total)
+        return loss + self.router_aux_loss_coef * aux_loss * share
 
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
