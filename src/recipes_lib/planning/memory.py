@@ -36,7 +36,7 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, has_live_reference
+from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, find_shape, has_live_reference, read_shapes
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import (
@@ -66,7 +66,6 @@ from recipes_lib.planning.memory_plan import (
     MemoryPlan,
     shorten,
 )
-from recipes_lib.planning.shapes import find_shape, read_shapes
 
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 _BUCKET_SIZE: Final = 500_000_000
