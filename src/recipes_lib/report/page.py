@@ -15,8 +15,7 @@ from typing import Any
 from jinja2 import Environment
 
 from recipes_lib.report.charts import draw_charts, smooth
-from recipes_lib.report.reward_report import draw_reliability
-from recipes_lib.report.reward_verdict import read_verdict
+from recipes_lib.report.reward_report import draw_reliability, read_verdict
 from recipes_lib.report.run_files import (
     Record,
     RunFiles,

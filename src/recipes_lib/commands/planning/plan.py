@@ -18,7 +18,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.commands.planning.plan_search import search_plan
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, format_rows
+from recipes_lib.commands.planning.planned_hardware import (
+    CURVE,
+    GPU_HOURS_BETWEEN_FAILURES,
+    Failures,
+    Hardware,
+    Row,
+    format_rows,
+)
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import STAGES
@@ -38,7 +45,6 @@ from recipes_lib.planning.compute import (
     find_shape,
 )
 from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
-from recipes_lib.planning.failures import GPU_HOURS_BETWEEN_FAILURES, Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining

@@ -1,14 +1,14 @@
-"""What a run is to run on: GPUs, the share of their peak, price, power, failures."""
+"""What a run is to run on: GPUs, the share of their peak, price, power, and how often they fail."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from recipes_lib.planning.compute import compute_hours
 from recipes_lib.planning.devices import Device
-from recipes_lib.planning.failures import Failures
 
 _LABEL_WIDTH: Final = 16
 CURVE: Final = "curve"
@@ -71,3 +71,50 @@ class Hardware:
 def format_rows(rows: Iterable[Row]) -> list[str]:
     """Return a line for each row: its name in a column, and what is told."""
     return [text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}" for name, text in rows]
+
+
+GPU_HOURS_BETWEEN_FAILURES: Final = 54 * 24 * 16_384 / 419
+"""Source: Dubey et al. 2024 (Llama 3), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """What interruptions cost a run; all in seconds.
+
+    Attributes:
+        mean_seconds: Mean time between failures of the whole job, which any GPU of it may end.
+        save_seconds: Time that training waits for a checkpoint; of one written asynchronously, only that pause.
+        restart_seconds: From a failure to the first step after it, the lost work apart.
+    """
+
+    mean_seconds: float
+    save_seconds: float
+    restart_seconds: float
+
+    def compute_interval(self) -> float:
+        """Return the seconds of training between two checkpoints that lose the least time.
+
+        Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37,
+        Young's ``sqrt(2 * save * mean)`` with two more terms; the mean itself where saving takes twice as long as that.
+        """
+        ratio = self.save_seconds / (2 * self.mean_seconds)
+        if ratio >= 1:
+            return self.mean_seconds
+        young = math.sqrt(2 * self.save_seconds * self.mean_seconds)
+        return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.save_seconds
+
+    def compute_goodput(self, interval: float) -> float:
+        """Return the expected share of the time that trains, in [0, 1]: no saving, restart or work done twice.
+
+        Args:
+            interval: Seconds of training between two checkpoints, above 0.
+
+        Source: Daly 2006, equation 20, failures being exponentially distributed and restarts able to fail too; against
+        a simulation in ``tests/planning/test_failures.py``.
+        """
+        mean = self.mean_seconds
+        exponent = (interval + self.save_seconds) / mean
+        # Past here the share is 0 in float64, and `expm1` would overflow.
+        if exponent + self.restart_seconds / mean > 700:
+            return 0.0
+        return interval / (mean * math.exp(self.restart_seconds / mean) * math.expm1(exponent))
