@@ -1,0 +1,97 @@
+"""Pages from templates that need no network, and those of corpora (``recipes clean``) and evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from jinja2 import Environment, FileSystemLoader
+
+from recipes_lib.files import read_lines, read_record
+
+Record = Mapping[str, Any]
+
+MAX_QUESTIONS: Final = 500
+"""Of a task that the page of an evaluation shows; all stand in ``samples.jsonl``."""
+MAX_TEXT: Final = 1500
+"""Characters of a prompt, from its end: the question follows the worked examples."""
+
+
+def write_page(
+    path: Path, template: str, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any
+) -> Path:
+    """Write a page and return its path; everything that comes from data or configuration is escaped.
+
+    Args:
+        path: The page.
+        template: Name of the file here, without ``.html.jinja``.
+        filters: Of the template, besides Jinja's.
+        **values: Of the template; ``style`` is there already.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    here = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= filters or {}
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    page = environment.get_template(f"{template}.html.jinja").render(style=style, **values)
+    path.write_text(page, encoding="utf-8", errors="replace")
+    return path
+
+
+def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Sequence[Record]]) -> Path:
+    """Write ``report.html`` of a corpus and return its path: what each step removed and why, with samples.
+
+    Args:
+        folder: The corpus.
+        manifest: What ``corpus.json`` holds.
+        samples: Documents by ``step: reason`` where they were removed, by ``step`` where they were changed, and
+            ``kept``.
+    """
+    return write_page(
+        folder / "report.html",
+        "corpus",
+        {"count": lambda number: "" if number is None else f"{number:,}", "share": _format_share},
+        manifest=manifest,
+        name=folder.resolve().name,
+        start=next(iter(manifest["steps"].values())),
+        removals=list_removals(manifest),
+        samples=samples,
+    )
+
+
+def list_removals(manifest: Record) -> list[tuple[str, str, int, int]]:
+    """Return step, reason, documents and bytes of everything that was removed, in the order of the steps."""
+    return [
+        (step, reason, count, tally["removed_bytes"].get(reason, 0))
+        for step, tally in manifest["steps"].items()
+        for reason, count in sorted(tally["removed"].items(), key=lambda item: (-item[1], item[0]))
+    ]
+
+
+def _format_share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def write_eval_report(folder: Path) -> Path:
+    """Write ``report.html`` of an evaluation and return its path: scores, and questions with answers and verdicts.
+
+    A script of its own filters the questions.
+
+    Raises:
+        DataError: The folder holds no evaluation.
+    """
+    record = read_record(folder / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for row in read_lines(folder / "samples.jsonl"):
+        if row is not None and len(rows := samples.setdefault(str(row["task"]), [])) < MAX_QUESTIONS:
+            rows.append(row | {"prompt": row["prompt"][-MAX_TEXT:], "verdict": judge(row)})
+    return write_page(folder / "report.html", "eval", record=record, samples=samples, shown=MAX_QUESTIONS)
+
+
+def judge(row: Record) -> str:
+    """Return ``right`` or ``wrong`` by the first score of a question that is 0 or 1; nothing where none is."""
+    verdict = next((value for value in row["scores"].values() if value in (0, 1)), None)
+    return "" if verdict is None else "right" if verdict else "wrong"
