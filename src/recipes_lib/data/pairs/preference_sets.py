@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,9 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
 from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
 from recipes_lib.data.packed.prepared_set import (
+    PreparedRows,
     SetIdentity,
+    add_findings,
     build_lists,
     derive_max_length,
     describe_set,
@@ -29,11 +31,9 @@ from recipes_lib.data.packed.prepared_set import (
 from recipes_lib.data.packed.supervision_audit import Finding, judge_loss, judge_remarks, sort_findings
 from recipes_lib.data.sources.mixtures import derive_eval_configs
 from recipes_lib.data.sources.replay_dataset import (
-    ReplayOrder,
     build_order,
     describe_replay,
     find_replayed,
-    tell_replay,
 )
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.data.sources.splits import compute_digests
@@ -211,52 +211,11 @@ class PairRows(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PairData:
-    """Pairs and what is known of them.
+@dataclass(frozen=True, kw_only=True)
+class PairData(PreparedRows):
+    """Pairs, in the order of the data, and what is known of them; a length is that of a prompt with one answer."""
 
-    Attributes:
-        train: Pairs to train on, in the order of the data.
-        eval: Held-out pairs, or ``None``.
-        max_length: Tokens that a prompt and either of its answers have room for.
-        audit: Figures of the training pairs.
-        findings: What the audit of all pairs makes of them.
-        record: JSON values for ``run.json``: where the pairs came from, their counts, and what was left out.
-        eval_sets: The pairs of each of ``eval_datasets``.
-        order: In which pairs are trained on where some are replayed, which stand behind the others in ``train``.
-    """
-
-    train: PairRows
-    eval: PairRows | None
-    max_length: int
     audit: PairAudit
-    findings: Sequence[Finding]
-    record: dict[str, Any]
-    eval_sets: Mapping[str, PairRows] = field(default_factory=dict)
-    order: ReplayOrder | None = None
-
-    @property
-    def held_out(self) -> Mapping[str, PairRows]:
-        """The held-out pairs by name; empty when nothing is held out."""
-        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt with one answer, held-out pairs included."""
-        parts = (self.record, self.record.get("replay", {}))
-        audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
-        return max(int(audit["length_max"]) for audit in (*audits, *self.record.get("eval_datasets", {}).values()))
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the audit warns of."""
-        audited = [finding.found for finding in self.findings if finding.severity == "warning"]
-        return [*audited, *tell_replay(self.record)]
-
-    @property
-    def typical_length(self) -> int:
-        """Tokens that attend to each other: the median pair's prompt and longer answer."""
-        return self.audit.length_p50
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
         """Yield ids of the held-out prompts with their chosen answers, and True where it is the answer; each ``(T,)``.
@@ -265,7 +224,6 @@ class PairData:
         """
         seen: set[bytes] = set()
         for number in range(0 if self.eval is None else len(self.eval)):
-            assert self.eval is not None
             pair = self.eval[number]
             prompt, chosen = pair["prompt_ids"], pair["chosen_ids"]
             if prompt.tobytes() not in seen:
@@ -329,10 +287,7 @@ def render_summary(prepared: PreparedSet) -> Table:
         ("left out, too long", [manifest["dropped"].get(split, {}).get("num_overlong", 0) for split in splits]),
     ):
         table.add_row(label, *(f"{value:,}" for value in values))
-    for finding in manifest["findings"]:
-        if finding["severity"] != "ok":
-            table.add_section()
-            table.add_row(finding["severity"], "; ".join(filter(None, (finding["found"], finding["remedy"]))))
+    add_findings(table, manifest["findings"])
     return table
 
 
