@@ -8,7 +8,8 @@ from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.recipes import BOUNDS, CHOICES, NOTES, SHARE_OR_COUNT, read_choices, read_defaults, read_refused
+from recipes_lib.config.recipes import build_retired, read_bounds, read_choices, read_defaults, read_notes, read_refused
+from recipes_lib.config.rules import SHARE_OR_COUNT
 from recipes_lib.config.schema import SECTIONS
 from recipes_lib.config.table import STAGES, load_table
 from recipes_lib.config.values import is_secret_key
@@ -16,14 +17,14 @@ from recipes_lib.config.values import is_secret_key
 
 def test_the_policy_speaks_of_keys_that_exist() -> None:
     keys = {key for stage in STAGES for key in load_table(stage).keys}
-    assert keys >= set(CHOICES) | set(NOTES) | set(SHARE_OR_COUNT)
-    assert keys | {"weight", "repeat", "start_tokens"} >= set(BOUNDS)
+    assert keys >= set(read_notes()) | set(SHARE_OR_COUNT)
+    assert keys | {"weight", "repeat", "start_tokens"} >= set(read_bounds())
 
 
 def test_a_table_carries_the_bounds() -> None:
     for stage in STAGES:
         for name, key in load_table(stage).keys.items():
-            assert dict(key.schema) | dict(BOUNDS.get(name, {})) == dict(key.schema)
+            assert dict(key.schema) | dict(read_bounds().get(name, {})) == dict(key.schema)
     assert dataclasses.is_dataclass(load_table("sft").keys["seed"])
 
 
@@ -78,3 +79,21 @@ def test_upstream_takes_what_a_recipe_gives_it(recipes, stage: str, tmp_path) ->
     for key, (value, _) in read_defaults(stage).items():
         if key not in ("report_to", "learning_rate") and key in UPSTREAM[stage]:
             assert getattr(arguments, key) == value
+
+
+def test_an_entry_of_the_file_says_how_a_key_is_rewritten() -> None:
+    retired = build_retired(
+        [
+            {"keys": "old", "new": "new", "since": "1.0"},
+            {"keys": "gone lost", "found": "is gone"},
+            {"keys": "lost", "found": "is gone", "remedy": "stop", "at": [False, None]},
+            {"keys": "open", "found": "is gone", "at": []},
+            {"sections": "schedule", "found": "is gone", "values": {True: {"a": "b"}}},
+        ]
+    )
+    assert retired["old"].rewrite([1]) == {"new": [1]}
+    assert (retired["old"].found, retired["old"].remedy) == ("was renamed to `new` (1.0)", "write `new`")
+    assert retired["gone"].rewrite({"any": 1}) == {}
+    assert [retired["lost"].rewrite(value) for value in (False, True)] == [{}, None]
+    assert retired["open"].rewrite("x") is None
+    assert [retired["decay_steps"].rewrite(value) for value in (True, {"not": "hashable"})] == [{"a": "b"}, None]

@@ -3,14 +3,16 @@ from __future__ import annotations
 import re
 
 from recipes_lib.config.generate import format_reference
-from recipes_lib.config.migration.renames import RETIRED
+from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.recipes import read_defaults, read_refused
 from recipes_lib.config.table import STAGES, load_table
 
 
 def test_the_reference_names_every_key_that_can_be_met() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", format_reference(), re.MULTILINE))
-    assert named == {*RETIRED} | {key for stage in STAGES for key in [*load_table(stage).keys, *read_refused(stage)]}
+    assert named == {*read_renames().retired} | {
+        key for stage in STAGES for key in [*load_table(stage).keys, *read_refused(stage)]
+    }
 
 
 def test_the_rows_of_each_table_have_the_columns_of_its_head() -> None:

@@ -18,7 +18,6 @@ import yaml
 
 from recipes_lib.config.migration.renames import read_known
 from recipes_lib.config.paths import PATH_KEYS, expand_home
-from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
@@ -280,8 +279,9 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
     given = {entry.key: entry for entry in entries}
     values = _read_values(given, table, problems, _adapt)
     # A retired spelling stands for its successor, so that this is not reported as missing too.
-    known = read_known(table.stage)
-    standing_for = {known[key].new: entry for key, entry in given.items() if key in known}
+    unknown = [key for key in given if key not in table.keys]
+    known = read_known(table.stage) if unknown else {}
+    standing_for = {known[key].new: given[key] for key in unknown if key in known}
     settings = Settings(
         table, str(path or "command line"), {key: entry for key, entry in standing_for.items() if key} | given, values
     )
@@ -330,9 +330,9 @@ def _adapt(key: str, value: Any) -> Any:
 
 
 def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
-    ours = read_defaults(settings.table.stage)
-    values = {key: settings[key] for key in settings.table.keys if key in settings.values or key in ours}
-    provenance = {key: settings.given[key].where if key in settings.given else "default" for key in settings.table.keys}
+    keys = settings.table.keys
+    values = {key: settings[key] for key in keys if key in settings.values or keys[key].reason}
+    provenance = {key: settings.given[key].where if key in settings.given else "default" for key in keys}
     for decision in DECISIONS:
         if decision.applies(settings) and settings[decision.key] is not None:
             provenance[decision.key] = f"derived: {decision.why}"
