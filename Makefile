@@ -18,7 +18,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 SOAK_MINUTES ?= 60
 # What pages link to outside docs/; in the site it lies where the links lead.
 SITE_FILES := recipes/configs recipes/pipelines docker/compose.yaml Dockerfile
-.PHONY: help install check test prove test-min test-vllm test-slow soak demo bench docs site clean
+.PHONY: help install check test prove test-min test-vllm test-slow soak demo bench pictures docs site clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' Makefile | while IFS='|' read -r name text; do printf '  %-16s %s\n' "$$name" "$$text"; done
@@ -106,6 +106,9 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/checkpoints.py --output build/bench/checkpoints.json
 	@$(PYTHON) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json
 	@$(PYTHON) benchmarks/corpus.py --rounds 2 --output build/bench/corpus.json
+
+pictures: $(STAMP) ## draw the pictures of the documentation: benchmarks, and screenshots of demo/ where it is finished
+	@$(PYTHON) benchmarks/pictures.py $(if $(wildcard demo/index.html),--demo demo)
 
 docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate

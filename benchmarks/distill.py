@@ -66,7 +66,7 @@ def build_model(shape: str, role: str) -> Any:
 
 
 def build_rows(shape: str, steps: int) -> Any:
-    """Return random rows as the stages prepare them: every token but the first is a target."""
+    """Return random rows as the recipes prepare them: every token but the first is a target."""
     import datasets
 
     generator = np.random.default_rng(0)

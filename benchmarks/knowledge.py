@@ -95,17 +95,17 @@ def write_model(role: str, seed: int, folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def train(stage: str, keys: Mapping[str, Any]) -> None:
+def train(recipe: str, keys: Mapping[str, Any]) -> None:
     """Run a recipe in this process."""
     from recipes_lib.config.loader import load_config
 
-    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", ROOT / "recipes" / f"{stage}.py")
+    spec = importlib.util.spec_from_file_location(f"{recipe}_recipe", ROOT / "recipes" / f"{recipe}.py")
     assert spec is not None
     assert spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     flags = [f"--{name}={json.dumps(value) if not isinstance(value, str) else value}" for name, value in keys.items()]
-    recipe.main(load_config(stage, flags))
+    module.main(load_config(recipe, flags))
 
 
 def read_bits(output_dir: Path) -> float:

@@ -24,7 +24,7 @@ from harness import spread, write_results
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 BATCH = 64
 STEPS_PER_BATCH = 4
-STAGES: Mapping[str, Mapping[str, Any]] = {
+RECIPE_NAMES: Mapping[str, Mapping[str, Any]] = {
     "ppo": {"num_mini_batches": 2, "num_ppo_epochs": 2, "target_kl": "null", "kl_coef": 0.05},
     "rloo": {"num_generations": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05},
     "grpo": {"num_generations": 4, "steps_per_generation": 2, "num_iterations": 2, "beta": 0.05},
@@ -39,14 +39,14 @@ SHARED: Mapping[str, Any] = {
 }
 
 
-def measure(stage: str, *, num_answers: int, seed: int, flags: Mapping[str, Any]) -> dict[str, Any]:
+def measure(recipe: str, *, num_answers: int, seed: int, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Train by one recipe on so many answers.
 
     Args:
-        stage: One of ``STAGES``.
+        recipe: One of ``RECIPE_NAMES``.
         num_answers: Answers that are sampled; whole batches of ``BATCH``.
         seed: Of the run.
-        flags: Policy, prompts, rewards, and whatever else all stages shall have.
+        flags: Policy, prompts, rewards, and whatever else all recipes shall have.
 
     Returns:
         The reward of the held-out samples ``before`` and ``after``, at the same random numbers, and the ``seconds`` of
@@ -54,10 +54,10 @@ def measure(stage: str, *, num_answers: int, seed: int, flags: Mapping[str, Any]
     """
     with tempfile.TemporaryDirectory() as folder:
         steps = num_answers // BATCH * STEPS_PER_BATCH
-        given = {**SHARED, **STAGES[stage], "max_steps": steps, "seed": seed, "output_dir": folder, **flags}
+        given = {**SHARED, **RECIPE_NAMES[recipe], "max_steps": steps, "seed": seed, "output_dir": folder, **flags}
         command = [
             sys.executable,
-            str(RECIPES / f"{stage}.py"),
+            str(RECIPES / f"{recipe}.py"),
             *(f"--{name}={value}" for name, value in given.items()),
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -69,17 +69,17 @@ def measure(stage: str, *, num_answers: int, seed: int, flags: Mapping[str, Any]
     figures = {"before": rewards[0], "after": rewards[-1], "seconds": seconds[-1]}
     steps = events[-1]["step"]
     sampled = events[-1].get("num_answers") or record["answers_per_generation"] * steps // STEPS_PER_BATCH
-    return {"stage": stage, "seed": seed, "num_answers": sampled, "num_steps": steps, **figures}
+    return {"stage": recipe, "seed": seed, "num_answers": sampled, "num_steps": steps, **figures}
 
 
-def compare_stages(
+def compare_recipes(
     *, num_answers: int, seeds: Sequence[int], flags: Mapping[str, Any]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Train by every recipe on equally many answers, once a seed, in turn; the runs of each stage."""
-    results: dict[str, list[dict[str, Any]]] = {stage: [] for stage in STAGES}
+    """Train by every recipe on equally many answers, once a seed, in turn; the runs of each recipe."""
+    results: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in RECIPE_NAMES}
     for seed in seeds:
-        for stage, runs in results.items():
-            runs.append(measure(stage, num_answers=num_answers, seed=seed, flags=flags))
+        for recipe, runs in results.items():
+            runs.append(measure(recipe, num_answers=num_answers, seed=seed, flags=flags))
     return results
 
 
@@ -106,10 +106,10 @@ def main() -> None:
         "learning_rate": options.learning_rate,
         **dict(key.split("=", 1) for key in options.keys),
     }
-    results = compare_stages(num_answers=options.answers, seeds=options.seeds, flags=flags)
+    results = compare_recipes(num_answers=options.answers, seeds=options.seeds, flags=flags)
     table = [["", "reward before", "after", "seconds"]]
     table += [
-        [stage, *(spread(runs, name) for name in ("before", "after", "seconds"))] for stage, runs in results.items()
+        [recipe, *(spread(runs, name) for name in ("before", "after", "seconds"))] for recipe, runs in results.items()
     ]
     write_results(options.output, f"{options.answers:,} answers each, minimum / median / maximum", table, results)
 

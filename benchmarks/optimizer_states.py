@@ -64,7 +64,7 @@ def main() -> None:
     for name, (keys, published) in OPTIMIZERS.items():
         training = {"optim": name} | keys
         try:
-            verify_optimizer(SimpleNamespace(stage="sft", training=training))
+            verify_optimizer(SimpleNamespace(recipe="sft", training=training))
         except ConfigError as error:
             raw[name] = {"published": published, "reason": error.problems[0].found}
             table.append([name, published, error.problems[0].found, "", "", ""])

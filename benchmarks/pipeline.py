@@ -22,7 +22,7 @@ from torch import Tensor, distributed, nn
 from transformers import LlamaConfig
 
 from recipes_lib.models.parallel.pipeline_parallel import PipelinePart, build_pipeline_stage_class
-from recipes_lib.training.layouts.pipeline_schedule import Pipeline, build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import Pipeline, build_pipeline_groups
 
 LAYERS: Final = 16
 FORWARD_SECONDS: Final = 0.01
@@ -97,7 +97,7 @@ def measure(schedule: str, num_batches: int) -> dict[str, float]:
     for layers in part.share_layers(LAYERS):
         for number in layers:
             model.base_model.layers[number] = WaitingLayer()
-    pipeline = Pipeline(model, build_stage_mesh(num_stages), schedule=schedule, autocast=contextlib.nullcontext)
+    pipeline = Pipeline(model, build_pipeline_groups(num_stages), schedule=schedule, autocast=contextlib.nullcontext)
     ids = torch.arange(8).view(1, 8)
     batches = [{"input_ids": ids, "labels": ids, "position_ids": ids}] * num_batches
     times = []

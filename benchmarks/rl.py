@@ -24,17 +24,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.rl import keys_task
 from tests.rows import read_events
 
-STAGES = ("rloo", "grpo")
+RECIPE_NAMES = ("rloo", "grpo")
 
 
-def train_ours(stage: str, policy: Path, folder: Path, steps: int, seed: int) -> list[float]:
+def train_ours(recipe: str, policy: Path, folder: Path, steps: int, seed: int) -> list[float]:
     """Train as the recipe does; return the mean score of each generation."""
     keys = {"max_steps": steps, "seed": seed, "logging_steps": 1, "eval_strategy": "no"}
-    keys_task.train(keys_task.build_group_flags(policy, folder / "run", folder / "prompts.jsonl", **keys), stage)
+    keys_task.train(keys_task.build_group_flags(policy, folder / "run", folder / "prompts.jsonl", **keys), recipe)
     return [event["objective/score"] for event in read_events(folder / "run")]
 
 
-def train_trl(stage: str, policy: Path, folder: Path, steps: int, seed: int) -> list[float]:
+def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int) -> list[float]:
     """As ``train_ours``, by TRL's trainer."""
     import trl
     from datasets import load_dataset
@@ -46,7 +46,7 @@ def train_trl(stage: str, policy: Path, folder: Path, steps: int, seed: int) -> 
         scores.append(statistics.mean(found))
         return [score - (ids[-1] != keys_task.EOS) for score, ids in zip(found, completion_ids, strict=True)]
 
-    config, trainer = {"rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)}[stage]
+    config, trainer = {"rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)}[recipe]
     args = config(
         output_dir=str(folder / "run"), max_steps=steps, seed=seed, per_device_train_batch_size=32, num_generations=4,
         steps_per_generation=2, num_iterations=2, beta=0.02, max_completion_length=keys_task.MAX_ANSWER,
@@ -61,7 +61,7 @@ def train_trl(stage: str, policy: Path, folder: Path, steps: int, seed: int) -> 
     return scores
 
 
-def measure(variant: str, stage: str, steps: int, seed: int) -> dict[str, float]:
+def measure(variant: str, recipe: str, steps: int, seed: int) -> dict[str, float]:
     """Train once; the score is the mean of the last quarter of the generations."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
@@ -69,7 +69,7 @@ def measure(variant: str, stage: str, steps: int, seed: int) -> dict[str, float]
         policy = keys_task.write_policy(folder / "policy", seed)
         keys_task.write_prompts(folder / "prompts.jsonl", 2000, seed=77 + seed)
         began = time.perf_counter()
-        scores = (train_ours if variant == "ours" else train_trl)(stage, policy, folder, steps, seed)
+        scores = (train_ours if variant == "ours" else train_trl)(recipe, policy, folder, steps, seed)
         seconds = time.perf_counter() - began
     last = scores[-(len(scores) // 4) :]
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
@@ -80,25 +80,25 @@ def main() -> None:
     """Compare, or measure one."""
     parser = build_parser(__doc__, rounds=8)
     parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--measure", nargs=3, metavar=("VARIANT", "STAGE", "SEED"))
+    parser.add_argument("--measure", nargs=3, metavar=("VARIANT", "RECIPE", "SEED"))
     options = parser.parse_args()
     if options.measure:
-        variant, stage, seed = options.measure
-        print(json.dumps(measure(variant, stage, options.steps, int(seed))))
+        variant, recipe, seed = options.measure
+        print(json.dumps(measure(variant, recipe, options.steps, int(seed))))
         return
     common = [sys.executable, __file__, "--steps", str(options.steps), "--measure"]
-    names = {(variant, stage): f"{stage}, {variant}" for stage in STAGES for variant in ("ours", "TRL")}
-    commands = {name: [*common, variant, stage, "{round}"] for (variant, stage), name in names.items()}
+    names = {(variant, recipe): f"{recipe}, {variant}" for recipe in RECIPE_NAMES for variant in ("ours", "TRL")}
+    commands = {name: [*common, variant, recipe, "{round}"] for (variant, recipe), name in names.items()}
     results = run_interleaved(commands, options.rounds)
     table = [
         ["method", "score at the end", "ours less TRL's, mean ± standard error", "seconds", "TRL / ours", "peak GB"]
     ]
-    for (variant, stage), name in names.items():
-        ours, theirs = (results[names[one, stage]] for one in ("ours", "TRL"))
+    for (variant, recipe), name in names.items():
+        ours, theirs = (results[names[one, recipe]] for one in ("ours", "TRL"))
         gaps = [one["score"] - other["score"] for one, other in zip(ours, theirs, strict=True)]
         error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
         told = (f"{statistics.mean(gaps):+.3f} ± {error:.3f}", "1") if variant == "ours" else ("", "")
-        ratio = compare(results, "seconds", names["ours", stage], name) if variant == "TRL" else told[1]
+        ratio = compare(results, "seconds", names["ours", recipe], name) if variant == "TRL" else told[1]
         row = [name, spread(results[name], "score"), told[0], spread(results[name], "seconds", 1), ratio]
         table.append([*row, spread(results[name], "memory")])
     write_results(options.output, "RLOO and GRPO", table, results)

@@ -1,12 +1,12 @@
 #!/bin/sh
-# `STAGE --config F ...` trains; anything else is a command of `recipes`. LAUNCH names a file of
+# `RECIPE --config F ...` trains; anything else is a command of `recipes`. LAUNCH names a file of
 # accelerate_configs/, and NUM_PROCESSES what stands there instead of the file's number.
 set -eu
-stage=${1-}
-case "$stage" in
+recipe=${1-}
+case "$recipe" in
     */* | -* | "") ;;
     *)
-        recipe="/app/recipes/$stage.py"
+        recipe="/app/recipes/$recipe.py"
         if [ -f "$recipe" ]; then
             shift
             # One process is started without a launcher, so that it hears `docker stop` itself and saves.

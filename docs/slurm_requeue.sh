@@ -9,9 +9,9 @@
 #SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# A run that goes on by itself: sbatch docs/slurm_requeue.sh CONFIG OUTPUT_DIR [HARDWARE [STAGE]]. See docs/preemption.md.
+# A run that goes on by itself: sbatch docs/slurm_requeue.sh CONFIG OUTPUT_DIR [HARDWARE [RECIPE]]. See docs/preemption.md.
 set -u
-config=$1 output_dir=$2 hardware=${3:-ddp} stage=${4:-}
+config=$1 output_dir=$2 hardware=${3:-ddp} recipe=${4:-}
 
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
 
@@ -21,7 +21,7 @@ began=$(mktemp)
 trap 'touch "$output_dir/STOP"' USR1 TERM
 
 # One launcher a node; it starts a process for each of the node's GPUs, laid out by accelerate_configs/$hardware.yaml.
-srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none recipes launch ${stage:+--stage "$stage"} \
+srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none recipes launch ${recipe:+--recipe "$recipe"} \
     --config "$config" --hardware "$hardware" --output_dir "$output_dir" &
 job=$!
 # A signal ends `wait`, not what it waits for.

@@ -1,9 +1,9 @@
-"""Two checkouts compute the same numbers: every stage is run by both, and what each has logged is compared.
+"""Two checkouts compute the same numbers: every recipe is run by both, and what each has logged is compared.
 
     python -m tests.same_numbers ../before . build/same            # ../before is a worktree of an older commit
-    python -m tests.same_numbers ../before . build/same --stages sft dpo
+    python -m tests.same_numbers ../before . build/same --recipes sft dpo
 
-For every stage: the logged figures of both, to the last digit; and a run that the first checkout has stopped in the
+For every recipe: the logged figures of both, to the last digit; and a run that the first checkout has stopped in the
 middle, resumed by the second, against the whole run of the first. Only commands, keys and file formats are relied on:
 modules may move between the two commits. Both run by this interpreter.
 """
@@ -11,6 +11,7 @@ modules may move between the two commits. Both run by this interpreter.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import shutil
@@ -20,13 +21,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults import stages
+from tests.faults import recipe_runs
 
 NUM_STEPS = 6
 MEASURED = ("seconds", "per_second", "per_s", "memory", "mfu", "time", "_ms")
 """What names of figures contain that a clock or the machine decides."""
 _GROUPS: Mapping[str, Any] = {
-    "reward_funcs": "[tests.faults.stages:prefer_short]",
     "num_generations": 2,
     "response_length": 8,
     "per_device_train_batch_size": 4,
@@ -38,46 +38,49 @@ MORE: Mapping[str, Mapping[str, Any]] = {
     "rloo": _GROUPS | {"dataset_name": "prompts.jsonl"},
     "distill": {"dataset_name": "chats.jsonl", "teacher_model_name_or_path": "teacher", "feature_weight": 0.5},
 }
-"""Stages into which no faults are injected."""
-STAGES = (*stages.STAGES, *MORE)
+"""Recipes into which no faults are injected."""
+RECIPE_NAMES = (*recipe_runs.RECIPE_NAMES, *MORE)
 
 
 def write_inputs(folder: Path) -> None:
-    """Write model, teacher, tokenizer and data of all stages."""
+    """Write model, teacher, tokenizer and data of all recipes, and a module with their reward function."""
     from tests import tiny
 
     folder.mkdir(parents=True, exist_ok=True)
-    stages.write_inputs(folder)
+    recipe_runs.write_inputs(folder)
+    # Of no checkout's tests: between two commits these may move.
+    source = inspect.getsource(recipe_runs.prefer_short)
+    (folder / "rewards.py").write_text(f"import random\nfrom typing import Any\n\n\n{source}", encoding="utf-8")
     tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
 
 
-def make_keys(inputs: Path, stage: str) -> dict[str, Any]:
+def make_keys(inputs: Path, recipe: str) -> dict[str, Any]:
     """Return the flags of a run but for its ``output_dir``."""
     short = {"max_steps": NUM_STEPS, "save_steps": 2, "save_total_limit": 9, "prepared_dir": inputs / "prepared"}
-    if stage not in MORE:
-        keys = stages.make_keys(inputs, stage) | short
+    if recipe not in MORE:
+        keys = recipe_runs.make_keys(inputs, recipe) | short
     else:
-        keys = {"model_name_or_path": inputs / "model", **stages.COMMON, **short, **MORE[stage]}
+        keys = {"model_name_or_path": inputs / "model", **recipe_runs.COMMON, **short, **MORE[recipe]}
         keys |= {key: inputs / keys[key] for key in ("dataset_name", "teacher_model_name_or_path") if key in keys}
-    if stage.split()[0] in ("ppo", "grpo", "rloo"):
+    if recipe.split()[0] in ("ppo", "grpo", "rloo"):
         del keys["prepared_dir"]
+        keys["reward_funcs"] = "[rewards:prefer_short]"
     return keys
 
 
-def run(checkout: Path, stage: str, keys: Mapping[str, Any], output: Path) -> None:
-    """Run a stage of a checkout to its end.
+def run(checkout: Path, recipe: str, keys: Mapping[str, Any], output: Path) -> None:
+    """Run a recipe of a checkout to its end.
 
     Raises:
         SystemExit: It fails.
     """
     flags = [f"--{name}={value}" for name, value in {**keys, "output_dir": output}.items()]
-    # The reward function is found in the tests of the checkout.
-    paths = os.pathsep.join(str(path) for path in (checkout / "src", checkout))
+    paths = os.pathsep.join(str(path) for path in (checkout / "src", output.parents[1] / "inputs"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(checkout / "recipes" / f"{stage.split()[0]}.py"), *flags]
+    command = [sys.executable, str(checkout / "recipes" / f"{recipe.split()[0]}.py"), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=checkout)
     if done.returncode:
-        sys.exit(f"{stage} at {checkout} ended with {done.returncode}\n{done.stderr}")
+        sys.exit(f"{recipe} at {checkout} ended with {done.returncode}\n{done.stderr}")
 
 
 def stop_in_the_middle(whole: Path, output: Path) -> None:
@@ -117,28 +120,28 @@ def compare(before: Path, after: Path) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison and print a line a stage."""
+    """Run the comparison and print a line a recipe."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--recipes", nargs="+", choices=RECIPE_NAMES, default=RECIPE_NAMES)
     options = parser.parse_args(argv)
     before, after, output = (path.resolve() for path in (options.before, options.after, options.output))
     write_inputs(output / "inputs")
     num_different = 0
-    for stage in options.stages:
-        keys, place = make_keys(output / "inputs", stage), output / stage.replace(" ", "_")
+    for recipe in options.recipes:
+        keys, place = make_keys(output / "inputs", recipe), output / recipe.replace(" ", "_")
         shutil.rmtree(place, ignore_errors=True)
-        run(before, stage, keys, place / "before")
-        run(after, stage, keys, place / "after")
+        run(before, recipe, keys, place / "before")
+        run(after, recipe, keys, place / "after")
         stop_in_the_middle(place / "before", place / "resumed")
-        run(after, stage, keys, place / "resumed")
+        run(after, recipe, keys, place / "resumed")
         num_figures = sum(map(len, read_figures(place / "before").values()))
         for name in ("after", "resumed"):
             differences = list(compare(place / "before", place / name))
             num_different += bool(differences)
-            lines = [f"{stage}, {name}: {num_figures} figures, {len(differences)} differ", *differences[:5]]
+            lines = [f"{recipe}, {name}: {num_figures} figures, {len(differences)} differ", *differences[:5]]
             sys.stdout.write("\n    ".join(lines) + "\n")
             sys.stdout.flush()
     return int(num_different > 0)

@@ -198,7 +198,7 @@ def test_a_sound_recipe_is_parsed_and_from_then_on_requests_are_heard(
 ) -> None:
     config = parse_or_exit("sft", [*recipe, "--learning_rate", "1e-3"])
     assert installed == [STOP]
-    assert config.stage == "sft"
+    assert config.recipe == "sft"
     assert config.training["learning_rate"] == 1e-3
 
 

@@ -163,7 +163,7 @@ def test_a_dead_link_is_found(text: str) -> None:
 )
 def test_a_missing_path_is_found(text: str) -> None:
     assert len(find_missing_paths(text)) == 1
-    assert find_missing_paths("`recipes/configs/<model>/<stage>.yaml` and `docs/index.md`") == []
+    assert find_missing_paths("`recipes/configs/<model>/<recipe>.yaml` and `docs/index.md`") == []
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ SLOW_TO_IMPORT = {"torch", "transformers", "trl", "accelerate", "peft", "dataset
 
 MAX_MAIN_LINES = 40
 SHARED_MAINS = {("rloo.py", "grpo")}
-"""(recipe, recipe that it imports): one method under two names, told apart by the stage in the configuration."""
+"""(recipe, recipe that it imports): one method under two names, told apart by the recipe in the configuration."""
 
 
 def imported_modules(source: str) -> Iterator[tuple[int, str]]:

@@ -39,17 +39,17 @@ def read_matrix() -> dict[str, dict[str, bool]]:
     return matrix
 
 
-def is_possible(stage: str, column: str) -> bool:
+def is_possible(recipe: str, column: str) -> bool:
     # Of fine-tuning, adapters have a recipe of their own, whose loss and data are the same.
-    stage = "lora" if stage == "sft" and column in ("LoRA", "QLoRA") else stage
+    recipe = "lora" if recipe == "sft" and column in ("LoRA", "QLoRA") else recipe
     if column in KEYS:
-        return KEYS[column] in load_table(stage).keys or (stage, column) == ("lora", "LoRA")
+        return KEYS[column] in load_table(recipe).keys or (recipe, column) == ("lora", "LoRA")
     if column == "full":
         return True
     keys: dict[str, Any] = {"precompute_ref_log_probs": True, "gradient_accumulation_steps": 8}
     pipeline = name_pipeline(2, "gpipe") if column == "PP" else None
     launch = plan_launch(ROOT / "accelerate_configs" / f"{LAUNCHES[column]}.yaml", None, pipeline)
-    return not any(row.applies(keys, launch) for row in BLOCKED if not row.stages or stage in row.stages)
+    return not any(row.applies(keys, launch) for row in BLOCKED if not row.recipes or recipe in row.recipes)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -74,11 +74,11 @@ def test_before_the_time_is_over_the_run_is_asked_to_stop_and_the_job_is_queued_
 
 
 @pytest.mark.parametrize(
-    ("more", "hardware", "stage"),
+    ("more", "hardware", "recipe"),
     [((), "ddp", "sft"), (("fsdp2",), "fsdp2", "sft"), (("hsdp", "reward"), "hsdp", "reward")],
 )
 def test_what_it_starts_on_a_node_is_the_launch_that_was_asked_for(
-    start, tmp_path, monkeypatch, capsys, more, hardware, stage
+    start, tmp_path, monkeypatch, capsys, more, hardware, recipe
 ):
     """The very words after `recipes launch`, read by it as the second of two nodes with eight GPUs."""
     monkeypatch.setattr("recipes_lib.hardware.count_accelerators", lambda: 8)
@@ -88,11 +88,11 @@ def test_what_it_starts_on_a_node_is_the_launch_that_was_asked_for(
     step = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     for name, value in (step | {"SLURM_STEP_NODELIST": "node-[1-2]", "SLURM_NODEID": "1"}).items():
         monkeypatch.setenv(name, value)
-    words = launched.partition("recipes launch ")[2].replace("sft.yaml", f"recipes/configs/llama3-8b/{stage}.yaml")
+    words = launched.partition("recipes launch ")[2].replace("sft.yaml", f"recipes/configs/llama3-8b/{recipe}.yaml")
     assert launching.main([*words.replace(str(tmp_path / "a run"), "out").split(), "--dry_run"]) == 0
     command = capsys.readouterr().err
     assert f"SLURM, 2 nodes, 16 processes by accelerate_configs/{hardware}.yaml" in command
-    assert f"--machine_rank 1 --main_process_ip node-1 --main_process_port 20077 recipes/{stage}.py " in command
+    assert f"--machine_rank 1 --main_process_ip node-1 --main_process_port 20077 recipes/{recipe}.py " in command
 
 
 @pytest.mark.parametrize("status", ["done", "failed", "diverged", "refused", "running"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.table import STAGES
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.shipped import find_recipe
 
@@ -26,14 +26,14 @@ _MAIN: Final = {"rloo": "grpo"}
 """Recipes whose script imports its main from another one's."""
 
 
-def train(stage: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> RunFiles:
+def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> RunFiles:
     """Train by a recipe, in this process, and return the finished run.
 
-    It is what ``python recipes/STAGE.py --config F --key value`` does: the same directory resumes, and a run that is
+    It is what ``python recipes/RECIPE.py --config F --key value`` does: the same directory resumes, and a run that is
     done returns at once. Several processes are started by ``recipes launch``, not from here.
 
     Args:
-        stage: Recipe: ``sft``, ``dpo``, ``grpo`` and others.
+        recipe: Recipe: ``sft``, ``dpo``, ``grpo`` and others.
         config: YAML file of the recipe, or its keys.
         overrides: Keys over those of ``config``, such as ``learning_rate=1e-5``.
 
@@ -48,17 +48,17 @@ def train(stage: str, config: str | Path | Mapping[str, Any] | None = None, **ov
 
     Source: ``tests/test_api.py``.
     """
-    loaded = _load(stage, config, overrides)
-    with _importing_recipe(_MAIN.get(stage, stage)) as main:
+    loaded = _load(recipe, config, overrides)
+    with _importing_recipe(_MAIN.get(recipe, recipe)) as main:
         main(loaded)
     return load_run(Path(loaded.training["output_dir"]))
 
 
-def check(stage: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> list[Problem]:
+def check(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> list[Problem]:
     """Return every problem of a run on one process, as ``recipes check`` finds them; none: it is ready to train.
 
     Args:
-        stage: As for ``train``.
+        recipe: As for ``train``.
         config: As for ``train``.
         overrides: As for ``train``.
     """
@@ -68,7 +68,7 @@ def check(stage: str, config: str | Path | Mapping[str, Any] | None = None, **ov
     from recipes_lib.training.layouts.launch_environment import plan_launch
 
     try:
-        loaded = _load(stage, config, overrides)
+        loaded = _load(recipe, config, overrides)
     except ConfigError as error:
         return list(error.problems)
     return look(loaded, plan_launch(None), Console(file=io.StringIO()))
@@ -88,21 +88,23 @@ def load_run(folder: str | Path) -> RunFiles:
     return read_run(Path(folder))
 
 
-def _load(stage: str, config: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> RecipeConfig:
-    if stage not in STAGES:
-        raise ConfigError(Problem("stage", f"there is no recipe {stage!r}", f"write one of {', '.join(STAGES)}"))
+def _load(recipe: str, config: str | Path | Mapping[str, Any] | None, overrides: Mapping[str, Any]) -> RecipeConfig:
+    if recipe not in RECIPE_NAMES:
+        raise ConfigError(
+            Problem("recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(RECIPE_NAMES)}")
+        )
     keys = {**(config if isinstance(config, Mapping) else {}), **overrides}
     argv = ["--config", str(config)] if isinstance(config, str | Path) else []
     for key, value in keys.items():
         argv.append(f"--{key}={value if isinstance(value, str) else json.dumps(value, default=str)}")
-    return load_config(stage, argv)
+    return load_config(recipe, argv)
 
 
 @contextmanager
-def _importing_recipe(stage: str) -> Iterator[Callable[[RecipeConfig], None]]:
+def _importing_recipe(recipe: str) -> Iterator[Callable[[RecipeConfig], None]]:
     """Yield the main function of a recipe's script; reward functions beside it can be imported while it runs."""
-    path = find_recipe(stage)
-    spec = importlib.util.spec_from_file_location(f"_recipe_{stage}", path)
+    path = find_recipe(recipe)
+    spec = importlib.util.spec_from_file_location(f"_recipe_{recipe}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -150,13 +150,13 @@ def _tell(error: BaseException) -> int:
     return EXIT_BUG
 
 
-def parse_or_exit(stage: str, arguments: Sequence[str]) -> RecipeConfig:
+def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
     """Return the configuration that a recipe's arguments ask for; imports nothing slow.
 
     From then on a request to stop is one of preemption: what has to be saved is saved, and the exit code is 75.
 
     Args:
-        stage: Name of the recipe, ``sft``.
+        recipe: Name of the recipe, ``sft``.
         arguments: What follows the script's name.
 
     Raises:
@@ -167,7 +167,7 @@ def parse_or_exit(stage: str, arguments: Sequence[str]) -> RecipeConfig:
     parsed: list[RecipeConfig] = []
 
     def parse() -> None:
-        outcome = parse_command(stage, arguments)
+        outcome = parse_command(recipe, arguments)
         if isinstance(outcome, str):
             sys.stdout.write(f"{outcome}\n")
         else:

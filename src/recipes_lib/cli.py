@@ -27,6 +27,9 @@ COMMANDS = {
     "check": Command("recipes_lib.commands.check:main", "find every problem of a run before it costs anything"),
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
     "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
+    "score": Command(
+        "recipes_lib.commands.score:main", "loss and bits per byte of every row of a dataset under a model"
+    ),
     "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "run": Command("recipes_lib.commands.pipeline.run_pipeline:main", "run a pipeline of stages from one YAML file"),
     "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),

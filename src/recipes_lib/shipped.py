@@ -24,9 +24,9 @@ def find_shipped(path: Path) -> Path:
     return _ROOT / path if is_ours and not path.exists() and (_ROOT / path).exists() else path
 
 
-def find_recipe(stage: str) -> Path:
+def find_recipe(recipe: str) -> Path:
     """Return the script of a recipe, by a path that holds in every working directory."""
-    return find_shipped(RECIPES / f"{stage}.py").resolve()
+    return find_shipped(RECIPES / f"{recipe}.py").resolve()
 
 
 def find_launch_file(name: str) -> Path:

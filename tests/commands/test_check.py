@@ -127,7 +127,7 @@ def test_migration_prints_a_file_that_loads_and_says_what_it_changed(chats, tiny
     assert f"{old}:4" in captured.err
 
 
-def test_migration_exits_with_2_while_something_is_left_and_names_the_stage(chats, tiny_model_dir, tmp_path, capsys):
+def test_migration_exits_with_2_while_something_is_left_and_names_the_recipe(chats, tiny_model_dir, tmp_path, capsys):
     old = tmp_path / "old.yaml"
     old.write_text(f"model_name_or_path: {tiny_model_dir}\noutput_dir: o\nuse_peft: true\n")
     assert main(["--migrate", str(old)]) == 2
@@ -135,7 +135,7 @@ def test_migration_exits_with_2_while_something_is_left_and_names_the_stage(chat
     assert "use_peft: true" in captured.out
     assert "`dataset_name` is missing" in captured.err
     old.write_text(f"{old.read_text()}dataset_name: {chats}\n")
-    assert main(["--migrate", str(old), "--stage", "sft"]) == 2
+    assert main(["--migrate", str(old), "--recipe", "sft"]) == 2
     assert "another method" in capsys.readouterr().err
     assert main(["--migrate", str(old)]) == 0
     assert "a recipe of lora" in capsys.readouterr().err

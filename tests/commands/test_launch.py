@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.forked import ROOT
 
 from recipes_lib.commands import launch as launching
@@ -143,7 +143,7 @@ def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
     assert "\nPIPELINE_STAGES=4 PIPELINE_SCHEDULE=gpipe " in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "8")
     launch = read_launch()
-    assert (launch.layout.stages, launch.layout.schedule, launch.data_size) == (4, "gpipe", 2)
+    assert (launch.layout.pipeline_stages, launch.layout.schedule, launch.data_size) == (4, "gpipe", 2)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_a_pipeline_that_cannot_be_is_told_before_a_process_starts(flags, words,
 
 @pytest.mark.multiprocess
 def test_what_it_starts_trains(tmp_path):
-    stages.write_inputs(tmp_path)
-    keys = stages.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1)
+    recipe_runs.write_inputs(tmp_path)
+    keys = recipe_runs.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1)
     (tmp_path / "sft.yaml").write_text("num_sample_prompts: 0\n")
     start = "from recipes_lib.cli import main; raise SystemExit(main())"
     command = [sys.executable, "-c", start, "launch", "--config", str(tmp_path / "sft.yaml")]

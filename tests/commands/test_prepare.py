@@ -66,7 +66,7 @@ def test_preview_shows_rows_and_writes_them_as_a_page_that_escapes_them(argv, tm
 
 def test_ppo_prepares_nothing_and_shows_its_prompts(argv, capsys):
     keys = [flag for flag in argv if not flag.startswith("--prepared_dir")]
-    keys += ["--reward_funcs=[a.b:c]", "--stage=ppo"]
+    keys += ["--reward_funcs=[a.b:c]", "--recipe=ppo"]
     assert main(["prepare", *keys]) == 2
     assert "nothing to prepare" in capsys.readouterr().err
     assert main(["preview", *keys, "--rows", "1"]) == 0
@@ -92,4 +92,4 @@ def test_the_help_of_a_command_shows_its_own_options_alone(command, own, capsys)
         main([command, "-h"])
     assert caught.value.code == 0
     told = set(re.findall(r"--[a-z_]+", capsys.readouterr().out))
-    assert told == {"--help", "--stage", "--config", "--key", *own}
+    assert told == {"--help", "--recipe", "--stage", "--config", "--key", *own}

@@ -12,7 +12,7 @@ from recipes_lib.cli import main
 from recipes_lib.commands import reproduce
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import flatten_config
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_versions
 from recipes_lib.errors import EXIT_DONE, EXIT_USER
 from recipes_lib.publish.card import make_portable
@@ -96,14 +96,14 @@ def test_a_default_that_has_changed_is_written_down(record):
     assert lost == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_was_switched_off_stays_off_and_what_never_was_is_not_written(stage):
-    table = load_table(stage)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_what_was_switched_off_stays_off_and_what_never_was_is_not_written(recipe):
+    table = load_table(recipe)
     optional = {key for key in table.keys if table.keys[key].accepts("null") and not key.startswith(("hub_", "run_"))}
     optional -= {"prepared_dir", "push_to_hub"}
     on = {key for key in optional if table.keys[key].default is not None}
     assert on >= {"save_total_limit"}
-    record = {"stage": stage, "config": dict.fromkeys(optional), "provenance": dict.fromkeys(optional, "sft.yaml:1")}
+    record = {"stage": recipe, "config": dict.fromkeys(optional), "provenance": dict.fromkeys(optional, "sft.yaml:1")}
     keys, _ = reproduce.restore_keys(record)
     assert keys == dict.fromkeys(on)
 
@@ -202,10 +202,10 @@ def test_keys_that_run_code_are_told_and_not_carried_over(run, record, tmp_path)
 
 def test_no_list_of_keys_that_import_is_forgotten():
     """Their help says what they name: whoever adds such a key is sent here."""
-    for stage in STAGES:
-        for name, key in load_table(stage).keys.items():
+    for recipe in RECIPE_NAMES:
+        for name, key in load_table(recipe).keys.items():
             imports = any(words in key.help for words in ("package.module", "import path", "Run code"))
-            assert imports == reproduce.runs_code(name, "x"), (stage, name, key.help)
+            assert imports == reproduce.runs_code(name, "x"), (recipe, name, key.help)
 
 
 def test_a_stranger_writes_no_line_and_no_escape_sequence_on_the_terminal(run, record, tmp_path):

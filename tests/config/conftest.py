@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.table import STAGES
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
 SOUND = """\
@@ -17,7 +17,7 @@ dataset_name: owner/dataset
 output_dir: out
 learning_rate: 1e-5
 """
-SOUND_OF = dict.fromkeys(STAGES, SOUND) | {
+SOUND_OF = dict.fromkeys(RECIPE_NAMES, SOUND) | {
     "pretrain": SOUND.replace("learning_rate: 1e-5", "max_length: 1024"),
     "distill": SOUND.replace("learning_rate: 1e-5", "teacher_model_name_or_path: owner/teacher"),
     **dict.fromkeys(
@@ -46,10 +46,10 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def recipes(tmp_path: Path) -> dict[str, Path]:
-    """A recipe of each stage that loads."""
-    paths = {stage: tmp_path / f"{stage}.yaml" for stage in SOUND_OF}
-    for stage, path in paths.items():
-        path.write_text(SOUND_OF[stage], encoding="utf-8")
+    """A recipe of each recipe that loads."""
+    paths = {recipe: tmp_path / f"{recipe}.yaml" for recipe in SOUND_OF}
+    for recipe, path in paths.items():
+        path.write_text(SOUND_OF[recipe], encoding="utf-8")
     return paths
 
 
@@ -57,10 +57,10 @@ def recipes(tmp_path: Path) -> dict[str, Path]:
 def problems_of(write: Callable[[str], Path]) -> Callable[..., list[Problem]]:
     """The problems of the sound recipe with lines added (``text`` replaces it) and with flags."""
 
-    def find(added: str = "", flags: Sequence[str] = (), text: str | None = None, stage: str = "sft") -> list[Problem]:
-        path = write((SOUND_OF[stage] if text is None else text) + added)
+    def find(added: str = "", flags: Sequence[str] = (), text: str | None = None, recipe: str = "sft") -> list[Problem]:
+        path = write((SOUND_OF[recipe] if text is None else text) + added)
         try:
-            load_config(stage, ["--config", str(path), *flags])
+            load_config(recipe, ["--config", str(path), *flags])
         except ConfigError as error:
             return [Problem(p.where.replace(str(path), "recipe.yaml"), p.found, p.remedy) for p in error.problems]
         return []

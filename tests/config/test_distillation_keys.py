@@ -25,7 +25,7 @@ import pytest
     ],
 )
 def test_what_cannot_be_is_refused_at_its_line(problems_of, lines: str, line: int, words: str) -> None:
-    (problem,) = problems_of(lines + "\n", stage="distill")
+    (problem,) = problems_of(lines + "\n", recipe="distill")
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy
     assert problem.remedy
@@ -42,4 +42,4 @@ def test_what_cannot_be_is_refused_at_its_line(problems_of, lines: str, line: in
     ],
 )
 def test_what_agrees_passes(problems_of, lines: str) -> None:
-    assert not problems_of(lines + "\n", stage="distill")
+    assert not problems_of(lines + "\n", recipe="distill")

@@ -1,4 +1,4 @@
-"""Keys against forgetting that contradict each other, or that a stage has not, are refused at their line."""
+"""Keys against forgetting that contradict each other, or that a recipe has not, are refused at their line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.parametrize(
-    ("stage", "lines", "line", "words"),
+    ("recipe", "lines", "line", "words"),
     [
         ("sft", "replay_dataset: me/old\nreplay_from: .", 6, "rows of one source"),
         ("sft", "replay_share: 0.1", 5, "has no effect"),
@@ -30,15 +30,15 @@ import pytest
         ("reward", "replay_dataset: me/old", 5, "pretraining, fine-tuning and DPO"),
     ],
 )
-def test_what_cannot_be_is_refused_at_its_line(problems_of, stage: str, lines: str, line: int, words: str) -> None:
-    (problem,) = problems_of(lines + "\n", stage=stage)
+def test_what_cannot_be_is_refused_at_its_line(problems_of, recipe: str, lines: str, line: int, words: str) -> None:
+    (problem,) = problems_of(lines + "\n", recipe=recipe)
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy
     assert problem.remedy
 
 
 @pytest.mark.parametrize(
-    ("stage", "lines"),
+    ("recipe", "lines"),
     [
         ("sft", "replay_dataset: me/old\newc_lambda: 1\nkl_to_base: 0.1"),
         ("sft", "ewc_lambda: 0.01\newc_fisher: identity\newc_reference: me/model"),
@@ -46,5 +46,5 @@ def test_what_cannot_be_is_refused_at_its_line(problems_of, stage: str, lines: s
         ("lora", "kl_to_base: 0.1\nreplay_dataset: me/old"),
     ],
 )
-def test_what_agrees_passes(problems_of, stage: str, lines: str) -> None:
-    assert not problems_of(lines + "\n", stage=stage)
+def test_what_agrees_passes(problems_of, recipe: str, lines: str) -> None:
+    assert not problems_of(lines + "\n", recipe=recipe)

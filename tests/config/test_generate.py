@@ -10,7 +10,7 @@ from trl import SFTConfig
 from recipes_lib.config.generate import build_documents, build_tables
 from recipes_lib.config.recipes import read_defaults, read_refused
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.table import STAGES, load_table, table_path
+from recipes_lib.config.table import RECIPE_NAMES, load_table, table_path
 
 
 def test_the_committed_files_are_what_the_installed_dataclasses_give() -> None:
@@ -27,14 +27,14 @@ def test_honoured_upstream_defaults_are_the_installed_ones() -> None:
             assert (key.upstream_default if key.reason else key.default) == default, key.name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_our_fields_are_in_the_table_with_their_defaults(stage: str) -> None:
-    keys = load_table(stage).keys
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_our_fields_are_in_the_table_with_their_defaults(recipe: str) -> None:
+    keys = load_table(recipe).keys
     for group, section in SECTIONS.items():
-        fields = [field for field in dataclasses.fields(section) if field.name not in read_refused(stage)]
+        fields = [field for field in dataclasses.fields(section) if field.name not in read_refused(recipe)]
         assert [field.name for field in fields] == [key.name for key in keys.values() if key.group == group]
         for field in fields:
-            expected = read_defaults(stage).get(field.name, (field.default,))[0]
+            expected = read_defaults(recipe).get(field.name, (field.default,))[0]
             assert keys[field.name].default == expected
             assert keys[field.name].owner == "recipes_lib"
 

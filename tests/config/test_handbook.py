@@ -47,7 +47,7 @@ TRAINED = {
 """One of each method, and its loss."""
 
 
-def stage_of(name: str) -> str:
+def recipe_of(name: str) -> str:
     kind, file = name.split("/")[1:]
     return "dpo" if kind in ("dpo", "orpo") else "lora" if "qlora" in file else "sft"
 
@@ -68,18 +68,18 @@ def migrated(tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, migrated) -> None:
     path, migration = migrated(name)
-    assert migration.stage == stage_of(name)
+    assert migration.recipe == recipe_of(name)
     assert migration.is_ready
-    config = check_text(migration.stage, migration.text, path)
+    config = check_text(migration.recipe, migration.text, path)
     keys = flatten_config(config)
     old = RECIPES[name]
     for key, value in old.items():
         if key not in DROPPED and value is not None:
             # TRL switches dropout off before it compares log-probabilities.
-            expected = 0 if key == "lora_dropout" and migration.stage == "dpo" else value
+            expected = 0 if key == "lora_dropout" and migration.recipe == "dpo" else value
             expected = [expected] if key == "loss_type" else expected
             assert keys[TODAY.get(key, key)] == expected, key
-    if migration.stage == "dpo":
+    if migration.recipe == "dpo":
         assert config.read("loss_type") == ["orpo" if "/orpo/" in name else old.get("loss_type", "sigmoid")]
     else:
         assert config.tokens.loss_on == ("assistant" if old.get("assistant_only_loss") else None)
@@ -89,7 +89,7 @@ def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, mig
     assert [entry["name"] for entry in keys["dataset_mixture"] or []] == [entry["id"] for entry in datasets]
 
 
-def test_with_the_stage_given_orpo_is_orpo_still(migrated) -> None:
+def test_with_the_recipe_given_orpo_is_orpo_still(migrated) -> None:
     path, _ = migrated("zephyr-141b-A35b/orpo/config_full")
     assert yaml.safe_load(migrate(path, "dpo").text)["loss_type"] == "orpo"
 
@@ -97,13 +97,15 @@ def test_with_the_stage_given_orpo_is_orpo_still(migrated) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tmp_path, monkeypatch) -> None:
     _, migration = migrated(name)
-    stage, rows = migration.stage, []
+    recipe, rows = migration.recipe, []
     for number in range(8):
         chats = [
             [{"role": "user", "content": f"hello {number}"}, {"role": "assistant", "content": answer}]
             for answer in ("hi", "go away")
         ]
-        rows.append(dict(zip(("chosen", "rejected"), chats, strict=True)) if stage == "dpo" else {"messages": chats[0]})
+        rows.append(
+            dict(zip(("chosen", "rejected"), chats, strict=True)) if recipe == "dpo" else {"messages": chats[0]}
+        )
     data = tmp_path / "rows.jsonl"
     write_rows(data, rows)
     keys = yaml.safe_load(migration.text)
@@ -132,12 +134,12 @@ def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tm
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(keys))
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
-    recipe = load_recipe(stage)
+    recipe = load_recipe(recipe)
     monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
-    config = load_config(stage, ["--config", str(path)])
-    assert (config.adapter.use_peft, stage == "dpo" and config.read("loss_type")) == (
+    config = load_config(recipe, ["--config", str(path)])
+    assert (config.adapter.use_peft, recipe == "dpo" and config.read("loss_type")) == (
         "qlora" in name,
-        stage == "dpo" and [TRAINED[name]],
+        recipe == "dpo" and [TRAINED[name]],
     )
     assert run_command(lambda: recipe.main(config)) == 0
     assert read_events(tmp_path / "out")[-1]["step"] == 2

@@ -26,7 +26,7 @@ from recipes_lib.config.schema import WEIGHTS, LayersConfig
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_at_its_line(problems_of, lines: str, line: int, words: str) -> None:
-    (problem,) = problems_of(lines + "\n", stage="distill")
+    (problem,) = problems_of(lines + "\n", recipe="distill")
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy
     assert problem.remedy
@@ -41,7 +41,7 @@ def test_what_cannot_be_is_refused_at_its_line(problems_of, lines: str, line: in
     ],
 )
 def test_any_sum_of_parts_passes(problems_of, lines: str) -> None:
-    assert not problems_of(lines + "\n", stage="distill")
+    assert not problems_of(lines + "\n", recipe="distill")
 
 
 def test_no_part_is_on_unasked() -> None:
@@ -49,5 +49,5 @@ def test_no_part_is_on_unasked() -> None:
 
 
 def test_the_keys_are_those_of_distillation(problems_of) -> None:
-    (problem,) = problems_of("feature_weight: 1.0\n", stage="sft")
+    (problem,) = problems_of("feature_weight: 1.0\n", recipe="sft")
     assert "`distill` recipe" in problem.remedy

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes_lib.config.loader import check_text, load_config, parse_command
+from recipes_lib.config.loader import check_text, load_config, parse_command, split_recipe
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
@@ -32,6 +32,17 @@ def test_training_holds_what_the_user_gave_and_our_own_defaults(write, sound: st
     config = load_config("sft", ["--config", str(write(sound))])
     ours = {key: value for key, (value, _) in read_defaults("sft").items()}
     assert dict(config.training) == {"output_dir": "out", "learning_rate": 1e-5} | ours
+
+
+@pytest.mark.parametrize("flag", ["--recipe", "--stage"])
+def test_a_flag_names_the_recipe_before_the_file_does(flag: str) -> None:
+    assert split_recipe(["--config", "dpo_long.yaml", "--seed", "7"]) == (
+        "dpo",
+        ["--config", "dpo_long.yaml", "--seed", "7"],
+    )
+    assert split_recipe([flag, "reward", "--config", "dpo.yaml"]) == ("reward", ["--config", "dpo.yaml"])
+    with pytest.raises(ConfigError, match="--recipe: there is no recipe 'dop'"):
+        split_recipe([flag, "dop"])
 
 
 def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(write) -> None:

@@ -163,18 +163,18 @@ output_dir: out
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_a_published_shape_loads_once_it_is_migrated(name, write) -> None:
-    stage, old, expected = FILES[name]
-    text, *_ = migrate(write(old), stage)
-    config = check_text(stage, text, Path("new.yaml"))
+    recipe, old, expected = FILES[name]
+    text, *_ = migrate(write(old), recipe)
+    config = check_text(recipe, text, Path("new.yaml"))
     kept = {line.split(":")[0] for line in text.splitlines() if not line.startswith(("#", " ", "-"))}
-    assert kept <= load_table(stage).keys.keys()
+    assert kept <= load_table(recipe).keys.keys()
     for key, value in expected.items():
         if value is None:
             assert key not in kept
         else:
             found = {**config.training, **vars(config.tokens), **vars(config.data), **vars(config.model)}
             assert found[key] == value, key
-    again, more, *_ = migrate(write(text), stage)
+    again, more, *_ = migrate(write(text), recipe)
     assert again == text
     assert not [change for change in more if change.line]
 
@@ -186,8 +186,8 @@ NAMED = {**read_renames().elsewhere, **read_renames().retired}
 def test_a_row_of_the_page_is_what_migration_does(key, write, sound: str) -> None:
     retired = NAMED[key]
     fate = describe_fate(key, retired)
-    stage = "sft" if retired.new is None or retired.new in load_table("sft").keys else "ppo"
-    text, changes, *_ = migrate(write(f"{sound}{key}: some value of nobody's\n"), stage)
+    recipe = "sft" if retired.new is None or retired.new in load_table("sft").keys else "ppo"
+    text, changes, *_ = migrate(write(f"{sound}{key}: some value of nobody's\n"), recipe)
     change = next(change for change in changes if change.line)
     lines = text.splitlines()
     if retired.new and f"{retired.new}:" in sound:

@@ -13,7 +13,7 @@ import pytest
         ("kl_horizon: 100", 5, "no effect: `kl_target_per_sequence` is null"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("use_peft: true\ninit_lora_weights: pissa", 6, "the reference"),
-        ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not done in this stage"),
+        ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not done in this recipe"),
         ("use_vllm: true\nuse_transformers_continuous_batching: true", 5, "one engine samples"),
         ("vllm_enable_sleep_mode: true", 5, "no effect: `use_vllm` is false"),
         ("use_vllm: true\nvllm_group_port: 5000", 6, "write `vllm_mode: server`"),
@@ -29,13 +29,13 @@ import pytest
         ("use_vllm: true\nvllm_mode: colocated", 6, "colocate"),
         ("use_vllm: true\nvllm_tensor_parallel_size: 2", 6, "--tensor-parallel-size"),
         ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
-        ("push_to_hub: true\nhub_strategy: every_save", 6, "of this stage are no models"),
+        ("push_to_hub: true\nhub_strategy: every_save", 6, "of this recipe are no models"),
         ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
         ("reward_model_path: a/b", 5, "was renamed to `reward_model_name_or_path`"),
     ],
 )
 def test_what_contradicts_in_ppo_is_refused_at_its_line(problems_of, lines: str, line: int, words: str) -> None:
-    (problem,) = problems_of(lines + "\n", stage="ppo")
+    (problem,) = problems_of(lines + "\n", recipe="ppo")
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy
     assert problem.remedy
@@ -43,16 +43,16 @@ def test_what_contradicts_in_ppo_is_refused_at_its_line(problems_of, lines: str,
 
 def test_ppo_needs_a_reward(problems_of) -> None:
     text = "model_name_or_path: owner/model\ndataset_name: owner/dataset\noutput_dir: out\n"
-    (problem,) = problems_of(text=text, stage="ppo")
+    (problem,) = problems_of(text=text, recipe="ppo")
     assert "nothing scores the answers" in problem.found
-    (problem,) = problems_of("reward_funcs: [length]\n", text=text, stage="ppo")
+    (problem,) = problems_of("reward_funcs: [length]\n", text=text, recipe="ppo")
     assert "not an import path" in problem.found
-    assert not problems_of("reward_model_name_or_path: owner/reward\n", text=text, stage="ppo")
-    assert not problems_of("kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]\n", stage="ppo")
+    assert not problems_of("reward_model_name_or_path: owner/reward\n", text=text, recipe="ppo")
+    assert not problems_of("kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]\n", recipe="ppo")
 
 
 @pytest.mark.parametrize(
-    ("stage", "lines", "line", "words"),
+    ("recipe", "lines", "line", "words"),
     [
         ("grpo", "delta: 4\nloss_type: cispo", 5, "write `loss_type: grpo or dr_grpo"),
         ("grpo", "vespo_k_pos: 3", 5, "write `loss_type: vespo`"),
@@ -69,23 +69,25 @@ def test_ppo_needs_a_reward(problems_of) -> None:
         ("grpo", "vllm_importance_sampling_clip_min: 2", 5, "write less than 2"),
         ("grpo", "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask", 6, "effect"),
         ("grpo", "loss_type: vespo\nvllm_importance_sampling_mode: sequence_mask", 6, "weighs whole answers"),
-        ("ppo", "num_generations: 4", 5, "not a key of this stage"),
+        ("ppo", "num_generations: 4", 5, "not a key of this recipe"),
         ("dpo", "beta: 0", 5, "makes every pair equal"),
     ],
 )
-def test_what_does_not_belong_to_a_stage_is_refused_at_its_line(
-    problems_of, stage: str, lines: str, line: int, words: str
+def test_what_does_not_belong_to_a_recipe_is_refused_at_its_line(
+    problems_of, recipe: str, lines: str, line: int, words: str
 ) -> None:
-    (problem,) = problems_of(lines + "\n", stage=stage)
+    (problem,) = problems_of(lines + "\n", recipe=recipe)
     assert problem.where == f"recipe.yaml:{line}"
     assert words in problem.found + problem.remedy
     assert problem.remedy
 
 
 def test_sound_recipes_of_groups_have_no_problem(problems_of) -> None:
-    assert not problems_of("beta: 0\nloss_type: dr_grpo\ndelta: 2\nscale_rewards: none\n", stage="grpo")
-    assert not problems_of("scale_rewards: true\n", stage="grpo") + problems_of("scale_rewards: false\n", stage="grpo")
-    (problem,) = problems_of("scale_rewards: groups\n", stage="grpo")
+    assert not problems_of("beta: 0\nloss_type: dr_grpo\ndelta: 2\nscale_rewards: none\n", recipe="grpo")
+    assert not problems_of("scale_rewards: true\n", recipe="grpo") + problems_of(
+        "scale_rewards: false\n", recipe="grpo"
+    )
+    (problem,) = problems_of("scale_rewards: groups\n", recipe="grpo")
     assert problem.remedy == "write one of group, batch, none or true or false"
-    assert not problems_of("sapo_temperature_pos: 1.1\nloss_type: sapo\nnum_generations: 4\n", stage="grpo")
-    assert not problems_of("beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true\n", stage="rloo")
+    assert not problems_of("sapo_temperature_pos: 1.1\nloss_type: sapo\nnum_generations: 4\n", recipe="grpo")
+    assert not problems_of("beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true\n", recipe="rloo")

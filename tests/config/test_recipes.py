@@ -11,19 +11,19 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.recipes import build_retired, read_bounds, read_choices, read_defaults, read_notes, read_refused
 from recipes_lib.config.rules import SHARE_OR_COUNT
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import is_secret_key
 
 
 def test_the_policy_speaks_of_keys_that_exist() -> None:
-    keys = {key for stage in STAGES for key in load_table(stage).keys}
+    keys = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
     assert keys >= set(read_notes()) | set(SHARE_OR_COUNT)
     assert keys | {"weight", "repeat", "start_tokens"} >= set(read_bounds())
 
 
 def test_a_table_carries_the_bounds() -> None:
-    for stage in STAGES:
-        for name, key in load_table(stage).keys.items():
+    for recipe in RECIPE_NAMES:
+        for name, key in load_table(recipe).keys.items():
             assert dict(key.schema) | dict(read_bounds().get(name, {})) == dict(key.schema)
     assert dataclasses.is_dataclass(load_table("sft").keys["seed"])
 
@@ -39,45 +39,45 @@ CLASSES: dict[str, Any] = {
     "rloo": RLOOConfig,
     "grpo": GRPOConfig,
 }
-UPSTREAM = {stage: {field.name for field in dataclasses.fields(CLASSES[stage])} for stage in STAGES}
+UPSTREAM = {recipe: {field.name for field in dataclasses.fields(CLASSES[recipe])} for recipe in RECIPE_NAMES}
 OURS = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
-REFUSED = [(stage, key) for stage in STAGES for key in sorted(read_refused(stage))]
+REFUSED = [(recipe, key) for recipe in RECIPE_NAMES for key in sorted(read_refused(recipe))]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_every_key_is_honoured_or_refused_and_never_both(stage: str) -> None:
-    honoured, refused = set(load_table(stage).keys), set(read_refused(stage))
-    secret = {key for key in UPSTREAM[stage] - honoured if is_secret_key(key)}
-    assert not (UPSTREAM[stage] | OURS) - honoured - refused - secret
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_every_key_is_honoured_or_refused_and_never_both(recipe: str) -> None:
+    honoured, refused = set(load_table(recipe).keys), set(read_refused(recipe))
+    secret = {key for key in UPSTREAM[recipe] - honoured if is_secret_key(key)}
+    assert not (UPSTREAM[recipe] | OURS) - honoured - refused - secret
     assert not honoured & refused
     assert refused <= {key for keys in UPSTREAM.values() for key in keys} | OURS
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_our_defaults_differ_from_upstream_or_are_pinned_and_say_why(stage: str) -> None:
-    defaults, keys = read_defaults(stage), load_table(stage).keys
-    assert set(defaults) <= UPSTREAM[stage] | OURS
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_our_defaults_differ_from_upstream_or_are_pinned_and_say_why(recipe: str) -> None:
+    defaults, keys = read_defaults(recipe), load_table(recipe).keys
+    assert set(defaults) <= UPSTREAM[recipe] | OURS
     assert {name for name in defaults if keys[name].default == keys[name].upstream_default} <= {"report_to"}
     assert all(reason for _, reason in defaults.values())
-    for name, values in read_choices(stage).items():
-        schema = {} if name in read_refused(stage) else keys[name].schema
+    for name, values in read_choices(recipe).items():
+        schema = {} if name in read_refused(recipe) else keys[name].schema
         assert not schema or schema.get("items", schema)["enum"] == list(values)
 
 
-@pytest.mark.parametrize(("stage", "key"), REFUSED)
-def test_a_refused_key_says_why(problems_of, stage: str, key: str) -> None:
-    found = [problem for problem in problems_of(f"{key}: 1\n", stage=stage) if problem.where == "recipe.yaml:5"]
+@pytest.mark.parametrize(("recipe", "key"), REFUSED)
+def test_a_refused_key_says_why(problems_of, recipe: str, key: str) -> None:
+    found = [problem for problem in problems_of(f"{key}: 1\n", recipe=recipe) if problem.where == "recipe.yaml:5"]
     assert [problem.found.startswith(f"`{key}` ") for problem in found] == [True]
-    successor = read_refused(stage)[key].new
-    assert successor is None or successor in load_table(stage).keys
+    successor = read_refused(recipe)[key].new
+    assert successor is None or successor in load_table(recipe).keys
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_upstream_takes_what_a_recipe_gives_it(recipes, stage: str, tmp_path) -> None:
-    config = load_config(stage, ["--config", str(recipes[stage]), "--use_cpu", "--output_dir", str(tmp_path)])
-    arguments = CLASSES[stage](**config.training)
-    for key, (value, _) in read_defaults(stage).items():
-        if key not in ("report_to", "learning_rate") and key in UPSTREAM[stage]:
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_upstream_takes_what_a_recipe_gives_it(recipes, recipe: str, tmp_path) -> None:
+    config = load_config(recipe, ["--config", str(recipes[recipe]), "--use_cpu", "--output_dir", str(tmp_path)])
+    arguments = CLASSES[recipe](**config.training)
+    for key, (value, _) in read_defaults(recipe).items():
+        if key not in ("report_to", "learning_rate") and key in UPSTREAM[recipe]:
             assert getattr(arguments, key) == value
 
 

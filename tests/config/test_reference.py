@@ -5,13 +5,13 @@ import re
 from recipes_lib.config.generate import format_reference
 from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.recipes import read_defaults, read_refused
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 def test_the_reference_names_every_key_that_can_be_met() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", format_reference(), re.MULTILINE))
     assert named == {*read_renames().retired} | {
-        key for stage in STAGES for key in [*load_table(stage).keys, *read_refused(stage)]
+        key for recipe in RECIPE_NAMES for key in [*load_table(recipe).keys, *read_refused(recipe)]
     }
 
 
@@ -27,4 +27,4 @@ def test_the_rows_of_each_table_have_the_columns_of_its_head() -> None:
 
 def test_the_reference_gives_the_reason_of_each_other_default() -> None:
     text = format_reference()
-    assert all(reason in text for stage in STAGES for _, reason in read_defaults(stage).values())
+    assert all(reason in text for recipe in RECIPE_NAMES for _, reason in read_defaults(recipe).values())

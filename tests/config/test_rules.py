@@ -145,11 +145,11 @@ def test_a_flag_that_the_file_voids_is_refused(problems_of) -> None:
 def test_weights_of_fine_tuning_are_refused_where_they_may_be_meant_as_repeats(
     weights: list[str], refused_sum: str | None
 ) -> None:
-    def load(stage: str, key: str) -> None:
+    def load(recipe: str, key: str) -> None:
         entries = [f"{{name: a/b{at}, {key}: {value}}}" for at, value in enumerate(weights) if value != "null"]
         entries += [f"{{name: c/d{at}}}" for at, value in enumerate(weights) if value == "null"]
         flags = [f"--dataset_mixture=[{', '.join(entries)}]", "--model_name_or_path=a/b", "--output_dir=o"]
-        load_config(stage, [*flags, "--max_length=64"])
+        load_config(recipe, [*flags, "--max_length=64"])
 
     load("sft", "repeat")
     load("pretrain", "weight")
@@ -162,11 +162,11 @@ def test_weights_of_fine_tuning_are_refused_where_they_may_be_meant_as_repeats(
         assert "`repeat`" in problem.remedy
 
 
-@pytest.mark.parametrize("stage", ["sft", "pretrain"])
-def test_a_mixture_goes_by_shares_or_by_repeats(stage: str) -> None:
+@pytest.mark.parametrize("recipe", ["sft", "pretrain"])
+def test_a_mixture_goes_by_shares_or_by_repeats(recipe: str) -> None:
     mixture = "--dataset_mixture=[{name: a/b, weight: 1}, {name: c/d, repeat: 2}]"
     with pytest.raises(ConfigError, match="both `weight` and `repeat`"):
-        load_config(stage, [mixture, "--model_name_or_path=a/b", "--output_dir=o", "--max_length=64"])
+        load_config(recipe, [mixture, "--model_name_or_path=a/b", "--output_dir=o", "--max_length=64"])
 
 
 PRETRAIN_CASES = [
@@ -193,7 +193,7 @@ def test_a_contradiction_in_pretraining_is_named_with_its_remedy(
 ) -> None:
     text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
     text += "" if "model_name_or_path" in lines else "model_name_or_path: owner/model\n"
-    problems = problems_of(lines, text=text, stage="pretrain")
+    problems = problems_of(lines, text=text, recipe="pretrain")
     assert [problem.found for problem in problems if found in problem.found], problems
     assert [problem.remedy for problem in problems if remedy in problem.remedy], problems
 
@@ -213,7 +213,7 @@ def test_a_curriculum_starts_at_zero_rises_and_weighs_every_source(problems_of, 
     curriculum = [{"start_tokens": start, "weights": weights} for start, weights in phases]
     text = "model_name_or_path: owner/model\noutput_dir: out\nmax_length: 64\n"
     text += f"dataset_mixture: [{{name: a/b}}, {{name: c/d}}]\ndataset_curriculum: {curriculum}\n"
-    problems = problems_of("", text=text, stage="pretrain")
+    problems = problems_of("", text=text, recipe="pretrain")
     assert [problem.found for problem in problems if found and found in problem.found] or (
         found is None and not problems
     )
@@ -221,12 +221,12 @@ def test_a_curriculum_starts_at_zero_rises_and_weighs_every_source(problems_of, 
 
 def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
     lines = "lr_scheduler_type: warmup_stable_decay\ndecay_type: exponential\nmin_lr_ratio: 0\n"
-    (problem,) = problems_of(lines, stage="pretrain")
+    (problem,) = problems_of(lines, recipe="pretrain")
     assert "with its first step" in problem.found
 
 
 @pytest.mark.parametrize(
-    ("stage", "lines", "told"),
+    ("recipe", "lines", "told"),
     [
         ("lora", "use_peft: false\n", "`use_peft` is false"),
         ("lora", "load_in_4bit: true\nload_in_8bit: true\n", "are both set"),
@@ -246,13 +246,15 @@ def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
         ("dpo", "loss_type: sigmiod\n", "`loss_type` is 'sigmiod'"),
     ],
 )
-def test_adapters_and_preferences_are_refused_where_an_option_would_do_nothing(problems_of, stage, lines, told) -> None:
-    problems = problems_of(lines, stage=stage)
+def test_adapters_and_preferences_are_refused_where_an_option_would_do_nothing(
+    problems_of, recipe, lines, told
+) -> None:
+    problems = problems_of(lines, recipe=recipe)
     assert any(told in problem.found for problem in problems), problems
 
 
 @pytest.mark.parametrize(
-    ("stage", "lines"),
+    ("recipe", "lines"),
     [
         ("lora", "load_in_4bit: true\nlora_dropout: 0.05\n"),
         ("reward", "label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]\n"),
@@ -264,14 +266,14 @@ def test_adapters_and_preferences_are_refused_where_an_option_would_do_nothing(p
         ("dpo", "use_peft: true\nlora_r: 8\nload_in_8bit: true\n"),
     ],
 )
-def test_sound_adapters_and_preferences_load(problems_of, stage, lines) -> None:
-    assert problems_of(lines, stage=stage) == []
+def test_sound_adapters_and_preferences_load(problems_of, recipe, lines) -> None:
+    assert problems_of(lines, recipe=recipe) == []
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_4bit", "adamw_torch_8bit"])
 def test_optimizers_that_round_at_random_may_hold_bfloat16(problems_of, optim: str) -> None:
     lines = f"dtype: bfloat16\noptim: {optim}\noptim_args: bf16_stochastic_round=True\n"
-    assert not problems_of(lines, stage="pretrain")
+    assert not problems_of(lines, recipe="pretrain")
 
 
 def test_a_single_loss_may_be_a_scalar(write) -> None:

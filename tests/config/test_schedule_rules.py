@@ -62,11 +62,11 @@ def test_an_optimizer_without_a_schedule_warms_up_itself(problems_of, optim: str
 
 
 def test_in_pretraining_a_constant_rate_has_a_warm_up(problems_of) -> None:
-    assert not problems_of("lr_scheduler_type: constant\nwarmup_steps: 5\n", stage="pretrain")
+    assert not problems_of("lr_scheduler_type: constant\nwarmup_steps: 5\n", recipe="pretrain")
 
 
 @pytest.mark.parametrize(("accumulation", "is_sound"), [(1, False), (2, True)])
 def test_a_batch_of_one_micro_batch_cannot_grow(problems_of, accumulation: int, is_sound: bool) -> None:
     lines = f"gradient_accumulation_steps: {accumulation}\nbatch_ramp_tokens: 1000\n"
-    problems = problems_of(lines, stage="pretrain")
+    problems = problems_of(lines, recipe="pretrain")
     assert [problem.where for problem in problems] == ([] if is_sound else ["recipe.yaml:6"])

@@ -25,14 +25,14 @@ def test_a_section_is_frozen_and_has_at_most_twelve_fields(section: type) -> Non
 
 
 @pytest.mark.parametrize(
-    ("stage", "theirs"), [("sft", trl.SFTConfig), ("dpo", trl.DPOConfig), ("grpo", trl.GRPOConfig)]
+    ("recipe", "theirs"), [("sft", trl.SFTConfig), ("dpo", trl.DPOConfig), ("grpo", trl.GRPOConfig)]
 )
-def test_a_key_that_nobody_wrote_has_upstreams_value(tmp_path: Path, stage: str, theirs: type) -> None:
+def test_a_key_that_nobody_wrote_has_upstreams_value(tmp_path: Path, recipe: str, theirs: type) -> None:
     flags = ["--model_name_or_path=owner/model", "--dataset_name=owner/rows", f"--output_dir={tmp_path}"]
-    flags += ["--reward_funcs=[a.b:c]"] if stage == "grpo" else []
-    config = load_config(stage, flags)
+    flags += ["--reward_funcs=[a.b:c]"] if recipe == "grpo" else []
+    config = load_config(recipe, flags)
     assert config.read("learning_rate") == theirs(output_dir=str(tmp_path), bf16=False).learning_rate
-    assert load_config(stage, [*flags, "--learning_rate=3e-4"]).read("learning_rate") == 3e-4
+    assert load_config(recipe, [*flags, "--learning_rate=3e-4"]).read("learning_rate") == 3e-4
 
 
 def test_every_key_that_the_library_reads_has_upstreams_default() -> None:

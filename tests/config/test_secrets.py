@@ -59,10 +59,10 @@ def test_a_stray_argument_with_a_secret_is_not_repeated(problems_of) -> None:
     assert CANARY not in str(problem)
 
 
-@pytest.mark.parametrize("stage", ["sft", "ppo"])
+@pytest.mark.parametrize("recipe", ["sft", "ppo"])
 @pytest.mark.parametrize("key", ["stop_token", "bos_token", "image_token"])
-def test_a_token_of_the_vocabulary_is_no_secret_under_any_name(problems_of, stage: str, key: str) -> None:
-    (problem,) = problems_of(flags=[f"--{key}", "eos"], stage=stage)
+def test_a_token_of_the_vocabulary_is_no_secret_under_any_name(problems_of, recipe: str, key: str) -> None:
+    (problem,) = problems_of(flags=[f"--{key}", "eos"], recipe=recipe)
     assert "secret" not in problem.found
     assert "not needed" in problem.found or "unknown key" in problem.found
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.settings import DECISIONS, is_local
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 def test_every_decision_is_between_keys_of_the_table() -> None:
-    keys = {key for stage in STAGES for key in load_table(stage).keys}
+    keys = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
     assert all(decision.key in keys and decision.decider in keys for decision in DECISIONS)
 
 

@@ -33,16 +33,16 @@ PINS = {
 UNPINNED = "alignment-handbook/zephyr-7b-sft-full"
 
 
-def stage_of(path: Path) -> str:
-    """Return the stage of ``<stage>[_<variant>].yaml``."""
-    return next(stage for stage in TABLES if path.stem.split("_")[0] == stage)
+def recipe_of(path: Path) -> str:
+    """Return the recipe of ``<recipe>[_<variant>].yaml``."""
+    return next(recipe for recipe in TABLES if path.stem.split("_")[0] == recipe)
 
 
 def load(path: Path, file: Path) -> object:
     """Load a file as the recipe ``path`` would be."""
-    argv, stage = ["--config", str(file)], stage_of(path)
+    argv, recipe = ["--config", str(file)], recipe_of(path)
     commands = {"corpus": parse_corpus_command, "eval": parse_eval_command}
-    return commands[stage](argv) if stage in commands else load_config(stage, argv)
+    return commands[recipe](argv) if recipe in commands else load_config(recipe, argv)
 
 
 def entries_of(path: Path) -> list[Entry]:
@@ -115,7 +115,7 @@ class TestShippedConfig:
 
     def test_a_value_of_the_wrong_type_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
         for entry in entries_of(path):
-            schema = load_table(stage_of(path)).keys[entry.key].schema
+            schema = load_table(recipe_of(path)).keys[entry.key].schema
             wrong = "[{a: b}]" if "object" in schema["type"] or "items" in schema else "{a: b}"
             found = break_line(path, entry, f"{entry.key}: {wrong}", tmp_path)
             assert str(entry.key_node.start_mark.line + 1) in found, entry.key
@@ -128,7 +128,7 @@ class TestShippedConfig:
 
     def test_a_value_out_of_range_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
         for entry in entries_of(path):
-            schema = load_table(stage_of(path)).keys[entry.key].schema
+            schema = load_table(recipe_of(path)).keys[entry.key].schema
             kinds = set(schema["type"])
             if kinds & {"number", "integer"}:
                 wrong = "-2"

@@ -6,7 +6,7 @@ import pytest
 
 from recipes_lib.config.loader import load_config, parse_command
 from recipes_lib.config.schema import flatten_config
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,22 @@ def test_the_printed_configuration_loads_and_is_the_same_run(write, sound: str, 
     assert dict(before.training).items() <= dict(after.training).items()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_what_any_stage_prints_loads_again(stage: str, tmp_path) -> None:
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_what_any_recipe_prints_loads_again(recipe: str, tmp_path) -> None:
     """Options at their default ask for nothing, so that they stand beside whatever leaves them without effect."""
     arguments = ["--output_dir=o", "--model_name_or_path=a/b", "--dataset_mixture=[{name: c/d}]"]
-    if stage == "pretrain":
+    if recipe == "pretrain":
         arguments.append("--max_length=64")
-    if stage == "distill":
+    if recipe == "distill":
         arguments.append("--teacher_model_name_or_path=e/f")
-    if stage in ("ppo", "rloo", "grpo"):
+    if recipe in ("ppo", "rloo", "grpo"):
         arguments[-1] = "--dataset_name=c/d"
         arguments.append("--reward_model_name_or_path=g/h")
-    copy = tmp_path / f"{stage}.yaml"
-    copy.write_text(parse_command(stage, [*arguments, "--print-config"]), encoding="utf-8")
+    copy = tmp_path / f"{recipe}.yaml"
+    copy.write_text(parse_command(recipe, [*arguments, "--print-config"]), encoding="utf-8")
     assert (
-        flatten_config(load_config(stage, [f"--config={copy}"])).items()
-        >= flatten_config(load_config(stage, arguments)).items()
+        flatten_config(load_config(recipe, [f"--config={copy}"])).items()
+        >= flatten_config(load_config(recipe, arguments)).items()
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.migration.renames import read_known
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from recipes_lib.config.table import STAGES, load_table
         ("max_seq_length: 512", "renamed to `max_length`", "write `max_length`"),
         ("warmup_ratio: 0.1", "removed in transformers 5.15", "warmup_steps"),
         ("fsdp: true", "hardware", "accelerate"),
-        ("use_peft: true", "not a key of this stage", "lora"),
-        ("beta: 0.1", "not a key of this stage", "dpo"),
+        ("use_peft: true", "not a key of this recipe", "lora"),
+        ("beta: 0.1", "not a key of this recipe", "dpo"),
         ("mixed_precision: bf16", "accelerate YAML", "accelerate"),
         ("weight: 2", "`dataset_mixture` entry", "inside the entry"),
         ("training:\n  max_steps: 3", "keys are flat", "move max_steps to the left margin"),
@@ -54,20 +54,20 @@ def test_a_retired_spelling_is_not_reported_as_missing_too(problems_of) -> None:
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_no_remedy_names_a_key_that_the_stage_refuses(stage: str) -> None:
-    known = read_known(stage)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_no_remedy_names_a_key_that_the_recipe_refuses(recipe: str) -> None:
+    known = read_known(recipe)
     named = {key: set(re.findall(r"`(\w+)[`:]", retired.remedy)) for key, retired in known.items()}
     assert not {key: names & known.keys() for key, names in named.items() if names & known.keys()}
-    assert {retired.new for retired in known.values()} <= {None, *load_table(stage).keys}
+    assert {retired.new for retired in known.values()} <= {None, *load_table(recipe).keys}
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_suggestion_is_a_key_of_the_stage(problems_of, stage: str) -> None:
-    known = sorted(read_known(stage))
-    for problem in problems_of(flags=[part for key in known for part in (f"--{key}x", "1")], stage=stage):
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_suggestion_is_a_key_of_the_recipe(problems_of, recipe: str) -> None:
+    known = sorted(read_known(recipe))
+    for problem in problems_of(flags=[part for key in known for part in (f"--{key}x", "1")], recipe=recipe):
         for name in re.findall(r"did you mean `(\w+)`", problem.remedy):
-            assert name in load_table(stage).keys
+            assert name in load_table(recipe).keys
 
 
 @pytest.mark.parametrize("value", ["all-linear", "[all-linear]"])

@@ -7,9 +7,9 @@ import pytest
 from recipes_lib.config.table import TABLES, describe, load_table
 
 
-@pytest.mark.parametrize("stage", TABLES)
-def test_every_key_has_a_group_a_help_and_a_type(stage: str) -> None:
-    table = load_table(stage)
+@pytest.mark.parametrize("recipe", TABLES)
+def test_every_key_has_a_group_a_help_and_a_type(recipe: str) -> None:
+    table = load_table(recipe)
     for key in table.keys.values():
         assert key.group in table.groups
         assert key.help
@@ -17,10 +17,10 @@ def test_every_key_has_a_group_a_help_and_a_type(stage: str) -> None:
         assert describe(key.schema)
 
 
-@pytest.mark.parametrize("stage", TABLES)
-def test_every_default_has_the_declared_type(stage: str) -> None:
+@pytest.mark.parametrize("recipe", TABLES)
+def test_every_default_has_the_declared_type(recipe: str) -> None:
     kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", type(None): "null"}
-    table = load_table(stage)
+    table = load_table(recipe)
     for key in table.keys.values():
         if key.name not in table.required:
             allowed = set(key.schema["type"]) | ({"integer"} if "number" in key.schema["type"] else set())
@@ -29,8 +29,8 @@ def test_every_default_has_the_declared_type(stage: str) -> None:
         json.dumps(key.default)
 
 
-def test_an_unknown_stage_is_a_bug_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="unknown stage"):
+def test_an_unknown_recipe_is_a_bug_of_the_caller() -> None:
+    with pytest.raises(ValueError, match="unknown recipe"):
         load_table("nonsense")
 
 

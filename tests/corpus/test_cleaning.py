@@ -220,8 +220,8 @@ def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
 
 
 def list_folders(config, folder):
-    stages, _ = cleaning.build_stages(config, cleaning.open_inputs(config), folder)
-    return {stage.folder.name.partition("-")[0]: stage.folder.name for stage in stages}
+    jobs, _ = cleaning.build_jobs(config, cleaning.open_inputs(config), folder)
+    return {job.folder.name.partition("-")[0]: job.folder.name for job in jobs}
 
 
 @pytest.mark.parametrize(
@@ -458,19 +458,19 @@ def test_two_processes_do_not_make_one_corpus(planted):
 
 def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
     folder, _, _ = planted
-    stages, _ = cleaning.build_stages(build_config(folder), cleaning.open_inputs(build_config(folder)), tmp_path)
-    stage = replace(stages[0], num_tasks=2, pipeline=[_Die()])
+    jobs, _ = cleaning.build_jobs(build_config(folder), cleaning.open_inputs(build_config(folder)), tmp_path)
+    job = replace(jobs[0], num_tasks=2, pipeline=[_Die()])
     with ProcessPoolExecutor(1, get_context("fork")) as pool, pytest.raises(ConfigError, match="killed"):
-        cleaning.run_together([stage], pool)
+        cleaning.run_together([job], pool)
 
 
 BARRIER = get_context("fork").Barrier(2)
 
 
 def test_sources_of_one_task_are_cleaned_at_the_same_time(tmp_path):
-    stages = [cleaning.Stage(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
+    jobs = [cleaning.Job(f"cleaning {name}", tmp_path / name, [_Meet()], 1) for name in "ab"]
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        cleaning.run_together(stages, pool)
+        cleaning.run_together(jobs, pool)
 
 
 class _Meet:
@@ -571,7 +571,7 @@ def check_equal(ours, manifest, theirs, made):
 
 
 def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
-    stage = cleaning.Stage("comparing", tmp_path, [], 1, num_bytes=10**12)
+    job = cleaning.Job("comparing", tmp_path, [], 1, num_bytes=10**12)
     config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
-    assert cleaning.choose_options(stage, config) == {"mem_per_cpu_gb": 184, "cpus_per_task": 2}
-    assert cleaning.choose_options(replace(stage, name="writing"), config) == {"cpus_per_task": 2}
+    assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 184, "cpus_per_task": 2}
+    assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}

@@ -67,7 +67,7 @@ def write_rows(tmp_path: Path) -> WriteRows:
 def build_config(tmp_path: Path, tiny_tokenizer_dir: Path, write_rows: WriteRows) -> BuildConfig:
     """Builds a run over ``train.jsonl`` with any of our options, and ``seed``, changed."""
 
-    def build(*, seed: int = 0, stage: str = "sft", **options: Any) -> RecipeConfig:
+    def build(*, seed: int = 0, recipe: str = "sft", **options: Any) -> RecipeConfig:
         if "dataset_name" not in options and "dataset_mixture" not in options:
             options["dataset_name"] = str(write_rows())
         defaults = {"prepared_dir": str(tmp_path / "prepared"), "model_name_or_path": str(tiny_tokenizer_dir)}
@@ -77,6 +77,6 @@ def build_config(tmp_path: Path, tiny_tokenizer_dir: Path, write_rows: WriteRows
             for name, section in SECTIONS.items()
         }
         assert not values, f"no such options: {values}"
-        return RecipeConfig(stage=stage, path=None, training={"seed": seed}, **sections)
+        return RecipeConfig(recipe=recipe, path=None, training={"seed": seed}, **sections)
 
     return build

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from tests import tiny
 from tests.distributed import sharding
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.rows import read_rows
 
 from recipes_lib.config.schema import ModelConfig
@@ -26,7 +26,7 @@ from recipes_lib.training.trainers.reference import hash_weights
 LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
 OF_WEIGHTS = {"parameter_norm", "update_ratio"}
 """Figures that a run under DeepSpeed has not."""
-TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | stages.SIZES)
+TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | recipe_runs.SIZES)
 EVERY = {"max_steps": 3, "save_steps": 2, "eval_steps": 2}
 UNEVEN = {"test_split_size": 40, "packing": "false"}
 """What is left of 59 chats makes an epoch of two steps of eight rows and one of three."""
@@ -89,9 +89,9 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def write_inputs(folder: Path) -> None:
     """Write model, teacher, tokenizer and data of all cells."""
-    stages.write_inputs(folder)
+    recipe_runs.write_inputs(folder)
     teacher = tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
-    stages.write_chats(folder / "earlier.jsonl", range(100, 130))
+    recipe_runs.write_chats(folder / "earlier.jsonl", range(100, 130))
     model = load_causal_lm(ModelConfig(model_name_or_path=str(teacher)), "eager")
     diagonal = {name: (7 * parameter.detach()).sin().abs() for name, parameter in model.named_parameters()}
     facts = {"model_name_or_path": None, "model_revision": None}
@@ -101,19 +101,21 @@ def write_inputs(folder: Path) -> None:
 def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> dict[str, sharding.Job]:
     """Eight rows a step, however many processes take them."""
     jobs = {}
-    for name, (stage, wanted, more) in cells.items():
+    for name, (recipe, wanted, more) in cells.items():
         accumulation = min(wanted, 8 // num_processes)
         batch = {
             "gradient_accumulation_steps": accumulation,
             "per_device_train_batch_size": 8 // accumulation // num_processes,
         }
-        if stage == "distill":
-            stage_keys = stages.make_keys(inputs, "sft", num_processes, teacher_model_name_or_path=inputs / "teacher")
+        if recipe == "distill":
+            recipe_keys = recipe_runs.make_keys(
+                inputs, "sft", num_processes, teacher_model_name_or_path=inputs / "teacher"
+            )
         else:
-            stage_keys = stages.make_keys(inputs, stage, num_processes)
+            recipe_keys = recipe_runs.make_keys(inputs, recipe, num_processes)
         of_inputs = {name: inputs / more[name] for name in ("replay_dataset", "ewc_reference") if name in more}
-        keys = {**stage_keys, **EVERY, **batch, **more, **of_inputs}
-        jobs[name] = {"stage": stage.split()[0], "keys": keys}
+        keys = {**recipe_keys, **EVERY, **batch, **more, **of_inputs}
+        jobs[name] = {"stage": recipe.split()[0], "keys": keys}
     return jobs
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 
 from tests.distributed import matrix, sharding
 from tests.distributed.matrix import Layout
-from tests.faults import stages
+from tests.faults import recipe_runs
 
 from recipes_lib.errors import EXIT_DONE
 from recipes_lib.training.layouts.launch_environment import name_pipeline, read_launch
@@ -32,7 +32,7 @@ LAYOUTS: Final[Mapping[str, tuple[Layout, Mapping[str, str]]]] = {
     "FSDP2": (matrix.LAYOUTS["FSDP2, 2"], {}),
     "ZeRO-3": (matrix.LAYOUTS["ZeRO-3, 2"], {}),
     "TP": (matrix.LAYOUTS["TP, 2"], {}),
-    "stages": (matrix.LAYOUTS["DDP, 2"], name_pipeline(2, "gpipe")),
+    "pipeline": (matrix.LAYOUTS["DDP, 2"], name_pipeline(2, "gpipe")),
 }
 """How two processes hold a model, and variables of theirs."""
 
@@ -41,7 +41,7 @@ def write_inputs(folder: Path, shape: Mapping[str, int] = SHAPE) -> int:
     """Write documents and a checkpoint in many files; return the bytes of its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    stages.write_inputs(folder)
+    recipe_runs.write_inputs(folder)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=32_000, **shape))
     model.save_pretrained(folder / "large", max_shard_size="100MB")
     return sum(file.stat().st_size for file in (folder / "large").glob("*.safetensors"))
@@ -57,7 +57,7 @@ def measure(folder: Path, layout: str) -> list[tuple[int, int]]:
         layout: Of ``LAYOUTS``.
     """
     how, variables = LAYOUTS[layout]
-    keys = stages.make_keys(folder, "pretrain", model_name_or_path=folder / "large")
+    keys = recipe_runs.make_keys(folder, "pretrain", model_name_or_path=folder / "large")
     keys = {name: value for name, value in keys.items() if name != "model_config"} | {"num_sample_prompts": 0}
     job = json.dumps({"keys": keys, "variables": variables}, default=str)
     (folder / layout).mkdir()

@@ -1,4 +1,4 @@
-"""Every stage under every launch file that a CPU can stand in for, against one process: ``docs/results.md``'s table.
+"""Every recipe under every launch file that a CPU can stand in for, against one process: ``docs/results.md``'s table.
 
 A cell is the largest difference of a loss, a gradient norm, a held-out figure or a weight over three steps. Below stand
 runs that are broken on purpose, which must be far away.
@@ -116,7 +116,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "FSDP2 x CP, 2 x 2": share("fsdp2_cp", "cp", 2),
     "HSDP, 2 x 2": Layout("hsdp", 4, 4, {"dp_shard": 2}, num_machines=2),
     "FSDP2 offload, 2": Layout("fsdp2_offload", 2, 2),
-    **{f"ZeRO-{stage}, 2": Layout(f"zero{stage}", 2, 2) for stage in (1, 2, 3)},
+    **{f"ZeRO-{level}, 2": Layout(f"zero{level}", 2, 2) for level in (1, 2, 3)},
     "ZeRO-3 offload, 2": Layout("zero3_offload", 2, 2),
     "ZeRO-3 x SP, 2 x 2": share("zero3_sp", "sp", 2, num_machines=2),
 }

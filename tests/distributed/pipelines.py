@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.cells import EVERY
-from tests.faults import stages
+from tests.faults import recipe_runs
 
 from recipes_lib.training.layouts.launch_environment import name_pipeline
 
-LAYERS = stages.SIZES | {"num_hidden_layers": 4}
+LAYERS = recipe_runs.SIZES | {"num_hidden_layers": 4}
 UNTIED = json.dumps({"model_type": "llama"} | LAYERS)
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | LAYERS)
 # Name -> schedule, and what the recipe says; documents of unlike lengths make micro-batches of unlike many targets.
@@ -34,7 +34,7 @@ def build_job(inputs: Path, cell: str, num_stages: int = 1, num_replicas: int = 
     """Eight rows a step, in four micro-batches of a pipeline or two of each of two; ``besides`` are further keys."""
     schedule, more = (CELLS | SLOW_CELLS)[cell]
     batch = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2 // num_replicas}
-    keys = {**stages.make_keys(inputs, "pretrain"), **EVERY, "num_sample_prompts": 0, **batch, **more, **besides}
+    keys = {**recipe_runs.make_keys(inputs, "pretrain"), **EVERY, "num_sample_prompts": 0, **batch, **more, **besides}
     return {"stage": "pretrain", "keys": keys, "variables": name_pipeline(num_stages, schedule)}
 
 

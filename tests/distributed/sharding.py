@@ -21,7 +21,7 @@ from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
-"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
+"""``recipe``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
 ``variables`` of the environment.
 
 A run that is asked to stop goes on by the same command.
@@ -101,9 +101,9 @@ def cut(source: Path, target: Path, step: int) -> None:
     (target / "run.json").write_text(json.dumps(record | {"status": "running"}))
 
 
-def run_recipe(stage: str, keys: Mapping[str, Any]) -> int:
+def run_recipe(recipe: str, keys: Mapping[str, Any]) -> int:
     """Run a recipe to its end in this process, without charts and a measured peak, and return its exit code."""
-    sys.argv = [str(ROOT / "recipes" / f"{stage}.py"), *(f"--{name}={value}" for name, value in keys.items())]
+    sys.argv = [str(ROOT / "recipes" / f"{recipe}.py"), *(f"--{name}={value}" for name, value in keys.items())]
 
     def leave(code: int) -> None:
         raise SystemExit(code)
@@ -153,7 +153,7 @@ def break_something(fault: str | None) -> Iterator[None]:
         rows = list(order(self))
         return iter(rows[1:] + rows[:1] if is_last_process() else rows)
 
-    def spoil_first_stage(self: Any) -> Any:
+    def spoil_first_recipe(self: Any) -> Any:
         shares = run_step(self)
         if self.state.global_step == 1 and self.pipeline.part.is_first:
             self.model.get_input_embeddings().weight.grad[0, 0] = float("nan")
@@ -167,8 +167,8 @@ def break_something(fault: str | None) -> Iterator[None]:
         "mean of means": (SFTTrainer, "compute_loss", average_means),
         "forgotten sync": (DistributedDataParallel, "forward", forget),
         "shifted shard": (RunSampler, "__iter__", shift),
-        "nan in the first stage": (PipelineTrainer, "_run_step", spoil_first_stage),
-        "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
+        "nan in the first recipe": (PipelineTrainer, "_run_step", spoil_first_recipe),
+        "no sums over recipes": (Pipeline, "reduce_gradients", lambda _: None),
         "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
         # As accelerate would have it.
         "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),

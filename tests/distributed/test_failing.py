@@ -9,26 +9,26 @@ import sys
 import pytest
 from tests.distributed import failing
 from tests.distributed.sharding import ROOT
-from tests.faults import stages
+from tests.faults import recipe_runs
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("place", "stage", "reason"),
+    ("place", "recipe", "reason"),
     [
         *((place, "sft", f"ArithmeticError: {failing.WORDS}") for place in ("forward", "backward", "update")),
         ("scores", "dpo", f"DivergedError: {failing.WORDS}"),
     ],
 )
-def test_a_process_that_fails_in_a_sharded_step_ends_all_and_is_told_first(place, stage, reason, tmp_path) -> None:
+def test_a_process_that_fails_in_a_sharded_step_ends_all_and_is_told_first(place, recipe, reason, tmp_path) -> None:
     """The launcher would kill the other one after 30 seconds; it could not say then why it ended."""
-    stages.write_inputs(tmp_path)
-    keys = stages.make_keys(tmp_path, stage, 2, max_steps=3)
+    recipe_runs.write_inputs(tmp_path)
+    keys = recipe_runs.make_keys(tmp_path, recipe, 2, max_steps=3)
     keys["output_dir"] = tmp_path / "run"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--main_process_port", "0"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / "fsdp2.yaml"), "--num_processes", "2"]
-    command += ["--mixed_precision", "no", "--module", failing.__name__, place, str(ROOT / "recipes" / f"{stage}.py")]
+    command += ["--mixed_precision", "no", "--module", failing.__name__, place, str(ROOT / "recipes" / f"{recipe}.py")]
     command += [f"--{name}={value}" for name, value in keys.items()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
     told = done.stderr + done.stdout
@@ -38,6 +38,6 @@ def test_a_process_that_fails_in_a_sharded_step_ends_all_and_is_told_first(place
     before = told[: told.index(ends_too)]
     assert failing.WORDS in before
     # A traceback of what nobody foresaw, and of no process but that one.
-    assert before.count("Traceback") == before.count(", in fail\n") == (stage == "sft")
+    assert before.count("Traceback") == before.count(", in fail\n") == (recipe == "sft")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["status"], failing.WORDS in record["error"]) == ("failed", True)

@@ -26,9 +26,9 @@ def test_of_a_sharded_model_no_process_holds_the_whole(tmp_path: Path) -> None:
     num_bytes = loading.write_inputs(tmp_path)
     peaks = {
         layout: [[peak / num_bytes for peak in of_process] for of_process in loading.measure(tmp_path, layout)]
-        for layout in ("DDP", "FSDP2", "TP", "stages")
+        for layout in ("DDP", "FSDP2", "TP", "pipeline")
     }
-    for layout in ("FSDP2", "TP", "stages"):
+    for layout in ("FSDP2", "TP", "pipeline"):
         assert max(loaded for loaded, _ in peaks[layout]) < 0.25, layout
         assert max(begun for _, begun in peaks[layout]) < 1.0, layout
     assert min(begun for _, begun in peaks["DDP"]) > 1.5

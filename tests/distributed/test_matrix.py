@@ -80,7 +80,7 @@ def test_a_run_gives_the_same_numbers_in_a_layout(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_every_stage_gives_the_same_numbers_in_every_layout_unless_it_is_broken(tmp_path: Path) -> None:
+def test_every_recipe_gives_the_same_numbers_in_every_layout_unless_it_is_broken(tmp_path: Path) -> None:
     table = matrix.measure(tmp_path, list(matrix.ALL_CELLS))
     assert list(table) == [*matrix.ALL_CELLS, matrix.RESUMED, *matrix.CONTROLS]
     readers = [layout for layout in matrix.LAYOUTS if not matrix.is_of_deepspeed(layout)]

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from tests.distributed import sharding
 from tests.distributed.cells import measure_gaps, measure_weight_gap, read_weights
 from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, resume
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.rows import read_events
 
 from recipes_lib.commands.export import export_checkpoint
@@ -22,7 +22,7 @@ from recipes_lib.commands.export import export_checkpoint
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    stages.write_inputs(folder)
+    recipe_runs.write_inputs(folder)
     return folder
 
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from tests.distributed import sharding
 from tests.distributed.cells import FULL_PRECISION, measure_gaps, measure_weight_gap, read_weights
 from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, resume
-from tests.faults import stages
+from tests.faults import recipe_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 LAUNCH = ("fsdp2", *FULL_PRECISION)
@@ -24,7 +24,7 @@ TOLERANCES = {"muon": MUON_TOLERANCE, "bf16": 5e-3}
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    stages.write_inputs(folder)
+    recipe_runs.write_inputs(folder)
     return folder
 
 

@@ -51,17 +51,17 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
 
     def build(name: str, place: str, batch_size: int) -> tuple[str, list[str]]:
         keys = {**RUNS[name], "per_device_train_batch_size": batch_size}
-        stage, build_flags = (
+        recipe, build_flags = (
             ("grpo", keys_task.build_group_flags) if name == "dynamic" else ("ppo", keys_task.build_flags)
         )
-        return stage, build_flags(policy, tmp_path / place / name, prompts, **keys)
+        return recipe, build_flags(policy, tmp_path / place / name, prompts, **keys)
 
     jobs = [*(build(name, "two", 4) for name in RUNS), build("adapters", "stopped", 4)]
     run_forked("tests.rl.keys_task", json.dumps(jobs), 1)
 
     for name in RUNS:
-        stage, flags = build(name, "one", 8)
-        keys_task.train(flags, stage)
+        recipe, flags = build(name, "one", 8)
+        keys_task.train(flags, recipe)
         one, two = (tmp_path / place / name for place in ("one", "two"))
         for kind in ("train", "eval"):
             for expected, got in zip(read_events(one, kind), read_events(two, kind), strict=True):
@@ -70,7 +70,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
                     if figure != "kind" and not any(part in figure for part in CLOCKS):
                         assert got[figure] == pytest.approx(value, rel=1e-3, abs=1e-4), f"{name}: {figure}"
         last = max(event["step"] for event in read_events(one))
-        for learner in ("policy",) if stage == "grpo" else ("policy", "critic"):
+        for learner in ("policy",) if recipe == "grpo" else ("policy", "critic"):
             weights = [load_file(run / f"checkpoint-{last}" / f"{learner}.safetensors") for run in (one, two)]
             for key, value in weights[0].items():
                 torch.testing.assert_close(weights[1][key], value, rtol=1e-3, atol=1e-5)
@@ -109,7 +109,7 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
     return {"stage": "ppo", "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
 
 
-def build_groups(inputs: Path, num_processes: int, stage: str, **more: Any) -> sharding.Job:
+def build_groups(inputs: Path, num_processes: int, recipe: str, **more: Any) -> sharding.Job:
     """The same answers, in groups of four; what only PPO has is left out."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
     own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
@@ -119,7 +119,7 @@ def build_groups(inputs: Path, num_processes: int, stage: str, **more: Any) -> s
         steps_per_generation=8 // num_processes,
     )  # fmt: skip
     keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
-    return {"stage": stage, "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
+    return {"stage": recipe, "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
 
 
 def write_other_reward_model(policy: Path, folder: Path) -> Path:
@@ -145,8 +145,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         "killed": {**job, "copy_of": folder / "two" / "ppo", "step": 4},
         "asked while sampling": {**job, "fault": "asked while sampling"},
     }
-    alone = {"ppo": build_sharded(folder, 1)} | {stage: build_groups(folder, 1, stage) for stage in GROUPS}
-    jobs |= {stage: build_groups(folder, 2, stage) for stage in GROUPS}
+    alone = {"ppo": build_sharded(folder, 1)} | {recipe: build_groups(folder, 1, recipe) for recipe in GROUPS}
+    jobs |= {recipe: build_groups(folder, 2, recipe) for recipe in GROUPS}
     alone["grpo adapter"] = build_groups(folder, 1, "grpo", use_peft=True, learning_rate=3e-3)
     jobs["grpo adapter"] = build_groups(folder, 2, "grpo", use_peft=True, learning_rate=3e-3)
     jobs["grpo killed"] = {**jobs["grpo"], "copy_of": folder / "two" / "grpo", "step": 4}
@@ -182,12 +182,12 @@ def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("stage", [*GROUPS, "grpo adapter"])
+@pytest.mark.parametrize("recipe", [*GROUPS, "grpo adapter"])
 def test_a_sharded_policy_learns_from_groups_what_a_whole_one_does(
-    sharded: tuple[Path, dict[str, Any]], stage: str
+    sharded: tuple[Path, dict[str, Any]], recipe: str
 ) -> None:
     folder, _ = sharded
-    one, two = folder / "one" / stage, folder / "two" / stage
+    one, two = folder / "one" / recipe, folder / "two" / recipe
     assert_same_figures(one, two, tolerance=1e-5)
     for name, tensor in read_weights(one).items():
         torch.testing.assert_close(read_weights(two)[name], tensor, rtol=0, atol=1e-5, msg=name)

@@ -10,7 +10,7 @@ import pytest
 from tests.forked import run_forked
 from tests.training import resumptions
 
-STAGES = ("sft", "dpo", "pretrain")
+RECIPE_NAMES = ("sft", "dpo", "pretrain")
 STEP = 3
 
 
@@ -44,21 +44,23 @@ def test_the_batch_is_kept_and_the_data_go_on_at_the_right_row(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     places = tiny_model_dir, tiny_tokenizer_dir
-    one = {stage: resumptions.run(stage, tmp_path / stage / "one", *places, 4) for stage in STAGES}
-    for stage in STAGES:
-        resumptions.cut(tmp_path / stage / "one", tmp_path / stage / "one to two", STEP, damaged=2 * STEP)
+    one = {recipe: resumptions.run(recipe, tmp_path / recipe / "one", *places, 4) for recipe in RECIPE_NAMES}
+    for recipe in RECIPE_NAMES:
+        resumptions.cut(tmp_path / recipe / "one", tmp_path / recipe / "one to two", STEP, damaged=2 * STEP)
     # The same four micro-batches as one process has are written for two, which take two each.
-    runs = [(stage, f"{stage}/one to two", 4) for stage in STAGES] + [(stage, f"{stage}/two", 2) for stage in STAGES]
+    runs = [(recipe, f"{recipe}/one to two", 4) for recipe in RECIPE_NAMES] + [
+        (recipe, f"{recipe}/two", 2) for recipe in RECIPE_NAMES
+    ]
     told = run_forked(resumptions.__name__, *places, tmp_path, json.dumps(runs))
-    assert told.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(STAGES)
+    assert told.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(RECIPE_NAMES)
     # Each process reads some of the files; the first one tells what any of them found, and both go on from the same.
-    assert told.count("checkpoint-6 is not whole: optimizer.pt holds other bytes") == len(STAGES)
+    assert told.count("checkpoint-6 is not whole: optimizer.pt holds other bytes") == len(RECIPE_NAMES)
     ranks = [json.loads((tmp_path / f"reports-{rank}.json").read_text()) for rank in (0, 1)]
-    for number, stage in enumerate(STAGES):
-        resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(STAGES)))
-        assert_goes_on([one[stage]], resumed, f"{stage}, from one to two")
-        resumptions.cut(tmp_path / stage / "two", tmp_path / stage / "two to one", STEP, damaged=2 * STEP)
+    for number, recipe in enumerate(RECIPE_NAMES):
+        resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(RECIPE_NAMES)))
+        assert_goes_on([one[recipe]], resumed, f"{recipe}, from one to two")
+        resumptions.cut(tmp_path / recipe / "two", tmp_path / recipe / "two to one", STEP, damaged=2 * STEP)
         capfd.readouterr()
-        back = resumptions.run(stage, tmp_path / stage / "two to one", *places, 2)
+        back = resumptions.run(recipe, tmp_path / recipe / "two to one", *places, 2)
         assert "1 processes instead of 2: gradient_accumulation_steps is 4" in capfd.readouterr().err
-        assert_goes_on(two, [back], f"{stage}, from two to one")
+        assert_goes_on(two, [back], f"{recipe}, from two to one")

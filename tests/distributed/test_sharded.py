@@ -1,4 +1,4 @@
-"""FSDP2 by the users' launch file, over gloo: every stage trains, evaluates, saves and resumes as one process does."""
+"""FSDP2 by the users' launch file, over gloo: every recipe trains, evaluates, saves and resumes as one process does."""
 
 from __future__ import annotations
 

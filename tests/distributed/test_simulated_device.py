@@ -52,19 +52,19 @@ def test_what_learns_from_its_own_answers_learns_the_same(tmp_path) -> None:
     prompts = keys_task.write_prompts(tmp_path / "prompts.jsonl", 100, seed=5)
     builders: dict[str, Any] = {"ppo": keys_task.build_flags, "grpo": keys_task.build_group_flags}
     jobs = {}
-    for stage, build in builders.items():
+    for recipe, build in builders.items():
         flags = build(policy, tmp_path, prompts, per_device_train_batch_size=8, **OF_ANSWERS)
-        jobs[stage] = {"stage": stage, "keys": dict(flag.removeprefix("--").split("=", 1) for flag in flags)}
+        jobs[recipe] = {"stage": recipe, "keys": dict(flag.removeprefix("--").split("=", 1) for flag in flags)}
     sharding.run_jobs(jobs, tmp_path / "cpu")
     sharding.run_jobs(place(jobs), tmp_path / "device", variables=SIMULATED)
-    for stage in jobs:
+    for recipe in jobs:
         # Other kernels round otherwise, and Adam at a rate of 1e-3 makes more of it.
-        assert measure_weight_gap(tmp_path / "cpu" / stage, tmp_path / "device" / stage) < 1e-4
+        assert measure_weight_gap(tmp_path / "cpu" / recipe, tmp_path / "device" / recipe) < 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_stages_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) -> None:
+def test_recipes_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) -> None:
     schedules = pipelines.CELLS
     sharding.run_jobs({cell: pipelines.build_job(inputs, cell) for cell in schedules}, tmp_path / "cpu")
     jobs = place({cell: pipelines.build_job(inputs, cell, 2) for cell in schedules})

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.distributed import sharding
 from tests.distributed.cells import measure_weight_gap, read_weights
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.rows import read_rows
 
 KEYS: dict[str, Any] = {
@@ -24,10 +24,10 @@ LEFT_OUT = ("test_split_size", "prepared_dir", "eval_steps", "per_device_eval_ba
 
 @pytest.mark.multiprocess
 def test_a_stream_gives_the_same_steps_however_it_is_read(tmp_path: Path) -> None:
-    stages.write_inputs(tmp_path)
+    recipe_runs.write_inputs(tmp_path)
 
     def build(num_processes: int = 1, **more: Any) -> dict[str, Any]:
-        keys = {**stages.make_keys(tmp_path, "sft", num_processes), **KEYS, **more}
+        keys = {**recipe_runs.make_keys(tmp_path, "sft", num_processes), **KEYS, **more}
         return {"stage": "sft", "keys": {key: value for key, value in keys.items() if key not in LEFT_OUT}}
 
     one, two = tmp_path / "one", tmp_path / "two"

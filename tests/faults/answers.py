@@ -7,7 +7,7 @@ from functools import partial
 from random import Random
 
 import torch
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.faults.kills import KILLED
 from tests.faults.laboratory import Laboratory, Trial, expect, load_weights, read_status
 from tests.faults.moments import Moments, die, spoil
@@ -31,16 +31,16 @@ CELLS = [(run, phase) for run in (*RUNS, "rloo", "grpo") for phase in CALLS if r
 
 def kill_in_a_phase(lab: Laboratory, trial: Trial, random: Random) -> None:
     """Kill a run in each phase of an iteration by turns, at any call of it."""
-    stage, phase = CELLS[int(trial.name) % len(CELLS)]
+    recipe, phase = CELLS[int(trial.name) % len(CELLS)]
     call = random.randint(1, CALLS[phase])
-    trial.what = f"{stage}, {phase} {call}"
-    straight = lab.straight(stage)
+    trial.what = f"{recipe}, {phase} {call}"
+    straight = lab.straight(recipe)
     with lab.bench() as folder:
         met = Moments(1, die)
-        life = lab.live(folder, stage, faults={0: partial(act_at, phase, call, met.meet)})
+        life = lab.live(folder, recipe, faults={0: partial(act_at, phase, call, met.meet)})
         expect(met.was_met and life.codes == (KILLED,), f"ended with {life.codes}", life)
         trial.ended = True
-        lab.go_on(trial, folder, stage, straight)
+        lab.go_on(trial, folder, recipe, straight)
 
 
 NO_NUMBERS = {
@@ -54,12 +54,12 @@ NO_NUMBERS = {
 
 def no_number(what: str, lab: Laboratory, trial: Trial, random: Random) -> None:
     """Something of an iteration is NaN: the run ends before the update, nothing is exported, the last save is whole."""
-    stage, iteration = RUNS[int(trial.name) % 2], random.randint(3, 6)
-    trial.what = f"{stage}, iteration {iteration}"
+    recipe, iteration = RUNS[int(trial.name) % 2], random.randint(3, 6)
+    trial.what = f"{recipe}, iteration {iteration}"
     code, words = NO_NUMBERS[what]
-    straight = lab.straight(stage)
+    straight = lab.straight(recipe)
     with lab.bench() as folder:
-        life = lab.live(folder, stage, faults={0: partial(_spoil_at, what, iteration)})
+        life = lab.live(folder, recipe, faults={0: partial(_spoil_at, what, iteration)})
         expect(life.codes == (code,), f"ended with {life.codes}", life)
         expect(words in life.told and "Traceback" not in life.told, "does not say what is none", life)
         expect(read_status(folder) == {2: "refused", 3: "diverged"}[code], f"status {read_status(folder)}", life)
@@ -71,7 +71,7 @@ def no_number(what: str, lab: Laboratory, trial: Trial, random: Random) -> None:
         expect(checkpoints and checkpoints[0][0] <= 2 * (iteration - 1), f"checkpoints {checkpoints}", life)
         expect(find_damage(checkpoints[0][1]) is None, "the last checkpoint is not whole", life)
         trial.ended = True
-        lab.go_on(trial, folder, stage, straight)
+        lab.go_on(trial, folder, recipe, straight)
 
 
 def _spoil_at(what: str, iteration: int) -> None:
@@ -89,11 +89,11 @@ def _spoil_at(what: str, iteration: int) -> None:
 
     PolicyTrainer._learn = count
     if what == "reward":
-        score = stages.prefer_short
-        stages.prefer_short = lambda **given: (
+        score = recipe_runs.prefer_short
+        recipe_runs.prefer_short = lambda **given: (
             score(**given) if now[0] != iteration else [float("nan")] * len(given["completions"])
         )
-        stages.prefer_short.__name__ = "prefer_short"
+        recipe_runs.prefer_short.__name__ = "prefer_short"
     elif what == "value":
         collect.compute_response_values = lambda *given: value(*given) if now[0] != iteration else spoil(value(*given))
     else:

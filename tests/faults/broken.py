@@ -41,13 +41,13 @@ def harm(path: Path, how: str, random: Random) -> None:
     path.write_bytes(content if how == "bit flipped" else content[: len(content) // 2 if how == "truncated" else 0])
 
 
-def _stopped(lab: Laboratory, stage: str) -> Path:
+def _stopped(lab: Laboratory, recipe: str) -> Path:
     """Return the output of a run that was stopped around step 8: two checkpoints are there."""
-    folder = lab.folder / f"stopped-{stage}"
+    folder = lab.folder / f"stopped-{recipe}"
     if not folder.exists():
-        phase = {"dpo": "pairs", "ppo": "policy update"}.get(stage, "step")
+        phase = {"dpo": "pairs", "ppo": "policy update"}.get(recipe, "step")
         met = Moments(1, ask_to_stop)
-        life = lab.live(folder, stage, faults={0: partial(act_at, phase, 16, met.meet)})
+        life = lab.live(folder, recipe, faults={0: partial(act_at, phase, 16, met.meet)})
         expect(life.codes == (75,), f"ended with {life.codes}", life)
         expect(len(list_checkpoints(folder / "run")) == 2, "there are not two checkpoints", life)
     return folder / "run"
@@ -55,14 +55,14 @@ def _stopped(lab: Laboratory, stage: str) -> Path:
 
 def harm_a_checkpoint(lab: Laboratory, trial: Trial, random: Random) -> None:
     """Each file of the newest checkpoint by turns: it is named, and the run goes on from the one before."""
-    stage = ("sft", "lora", "dpo", "ppo")[int(trial.name) % 4]
-    stopped = _stopped(lab, stage)
+    recipe = ("sft", "lora", "dpo", "ppo")[int(trial.name) % 4]
+    stopped = _stopped(lab, recipe)
     newest = list_checkpoints(stopped)[0][1].name
     files = sorted(path.name for path in (stopped / newest).iterdir())
     cells = [(file, how) for file in files for how in HARMS]
     file, how = cells[int(trial.name) % len(cells)]
-    trial.what = f"{stage}, {file} {how}"
-    straight = lab.straight(stage)
+    trial.what = f"{recipe}, {file} {how}"
+    straight = lab.straight(recipe)
     with lab.bench() as folder:
         # As it was: upstream names the best checkpoint by its path.
         shutil.copytree(stopped, folder / "run")
@@ -70,7 +70,7 @@ def harm_a_checkpoint(lab: Laboratory, trial: Trial, random: Random) -> None:
         damage = find_damage(folder / "run" / newest)
         # One bit of what COMPLETE.json tells besides, such as a version, harms nothing.
         expect(damage or (file == "COMPLETE.json" and how == "bit flipped"), "the harm is not seen")
-        life = lab.go_on(trial, folder, stage, straight)
+        life = lab.go_on(trial, folder, recipe, straight)
         # A digest that was flipped is told of the file that it is of.
         if damage and file != "COMPLETE.json":
             expect(file in damage, f"{damage} does not name {file}")
@@ -81,17 +81,17 @@ def harm_a_checkpoint(lab: Laboratory, trial: Trial, random: Random) -> None:
 
 def fill_the_disk(lab: Laboratory, trial: Trial, random: Random) -> None:
     """Something else fills the disk at some moment; when that is gone the same command goes on."""
-    stage = lab.draw(random)
-    straight, total = lab.straight(stage), count_events(lab, stage, watch_saving)
+    recipe = lab.draw(random)
+    straight, total = lab.straight(recipe), count_events(lab, recipe, watch_saving)
     event, left = random.randint(1, total), random.randint(0, 64) * 1024
-    trial.what = f"{stage}, {left:,} bytes left from event {event} of {total}"
+    trial.what = f"{recipe}, {left:,} bytes left from event {event} of {total}"
     with lab.bench() as folder:
         run = folder / "run"
         run.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(run)], check=True)
         try:
             moments = Moments(event, partial(_fill, run / "ballast", left))
-            life = lab.live(folder, stage, faults={0: partial(watch_saving, moments, run)})
+            life = lab.live(folder, recipe, faults={0: partial(watch_saving, moments, run)})
             if life.codes == (0,):
                 # There is room again when an older checkpoint goes, and behind the last file none is needed.
                 trial.what += ", which was enough"
@@ -105,7 +105,7 @@ def fill_the_disk(lab: Laboratory, trial: Trial, random: Random) -> None:
                 expect(is_done or read_status(folder) == "refused", f"status {read_status(folder)}", life)
             trial.ended = True
             (run / "ballast").unlink(missing_ok=True)
-            lab.go_on(trial, folder, stage, straight)
+            lab.go_on(trial, folder, recipe, straight)
         finally:
             subprocess.run(["umount", "-l", str(run)], check=True)
 
@@ -117,11 +117,11 @@ def _fill(ballast: Path, left: int) -> None:
 
 def not_a_number(where: str, lab: Laboratory, trial: Trial, random: Random) -> None:
     """A loss, a gradient or what is computed from a row is NaN: exit 3, nothing exported, the last checkpoint whole."""
-    stage, step = lab.draw(random, "sft", "pretrain", "lora"), random.randint(4, 12)
-    trial.what = f"{stage}, {where}, step {step}"
-    straight = lab.straight(stage)
+    recipe, step = lab.draw(random, "sft", "pretrain", "lora"), random.randint(4, 12)
+    trial.what = f"{recipe}, {where}, step {step}"
+    straight = lab.straight(recipe)
     with lab.bench() as folder:
-        life = lab.live(folder, stage, faults={0: partial(_spoil_at, where, step)})
+        life = lab.live(folder, recipe, faults={0: partial(_spoil_at, where, step)})
         expect(life.codes == (3,), f"ended with {life.codes}", life)
         expect(read_status(folder) == "diverged", f"status {read_status(folder)}", life)
         expect(f"step {step} was stopped before its update" in life.told, "does not name the step", life)
@@ -132,7 +132,7 @@ def not_a_number(where: str, lab: Laboratory, trial: Trial, random: Random) -> N
         expect(checkpoints and checkpoints[0][0] == (step - 1) // 3 * 3, f"checkpoints {checkpoints}", life)
         expect(find_damage(checkpoints[0][1]) is None, "the last checkpoint is not whole", life)
         trial.ended = True
-        lab.go_on(trial, folder, stage, straight)
+        lab.go_on(trial, folder, recipe, straight)
 
 
 def _spoil_at(where: str, step: int) -> None:
@@ -166,13 +166,13 @@ def _spoil_first(vectors: torch.Tensor) -> torch.Tensor:
 
 def start_twice(lab: Laboratory, trial: Trial, random: Random) -> None:
     """The same command twice at once: one is refused by name, and the other is as if it had been alone."""
-    stage = lab.draw(random)
-    trial.what, trial.resumed = f"{stage}, at once", None
-    straight = lab.straight(stage)
+    recipe = lab.draw(random)
+    trial.what, trial.resumed = f"{recipe}, at once", None
+    straight = lab.straight(recipe)
     with lab.bench() as folder:
-        keys = lab.keys(folder, stage)
+        keys = lab.keys(folder, recipe)
         tolds = [folder / "first", folder / "second"]
-        pids = [lives.begin(stage, keys, told=told) for told in tolds]
+        pids = [lives.begin(recipe, keys, told=told) for told in tolds]
         ends = [lives.wait(each, told) for each, told in zip(pids, tolds, strict=True)]
         codes = sorted(code for end in ends for code in end.codes)
         expect(codes == [0, 2], f"ended with {codes}", ends[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.faults import lives, stages
+from tests.faults import lives, recipe_runs
 from tests.faults.lives import Fault, Life
 from tests.rows import read_events
 
@@ -36,7 +36,7 @@ class Trial:
     Attributes:
         kind: Of the fault.
         name: Number within the kind; with the seed it says which moment is drawn.
-        what: Stage, moment, and whatever else was drawn.
+        what: Recipe, moment, and whatever else was drawn.
         ended: Whether it ended as documented.
         resumed: Whether the same command then went on to the end; ``None`` where there is nothing to go on with.
         equal: Whether all final weights and losses are, bit by bit, those of the run that nothing happened to; ``None``
@@ -59,12 +59,12 @@ class Laboratory:
 
     Attributes:
         folder: Empty at first.
-        stages: Of which runs are drawn.
+        recipes: Of which runs are drawn.
         counts: What has been counted in runs without a fault, by name.
     """
 
     folder: Path
-    stages: Sequence[str] = tuple(stages.STAGES)
+    recipes: Sequence[str] = tuple(recipe_runs.RECIPE_NAMES)
     counts: dict[str, int] = field(default_factory=dict)
     _straight: dict[str, Path] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -75,16 +75,16 @@ class Laboratory:
         if not pid:
             code = 1
             try:
-                stages.write_inputs(self.folder)
+                recipe_runs.write_inputs(self.folder)
                 code = 0
             finally:
                 os._exit(code)
         if os.waitpid(pid, 0)[1]:
             raise RuntimeError("the inputs could not be written")
 
-    def draw(self, random: Random, *stages: str) -> str:
+    def draw(self, random: Random, *recipes: str) -> str:
         """Draw one of the runs, if need be only of some."""
-        return random.choice([stage for stage in self.stages if stage in (stages or self.stages)])
+        return random.choice([recipe for recipe in self.recipes if recipe in (recipes or self.recipes)])
 
     @contextmanager
     def bench(self) -> Iterator[Path]:
@@ -97,33 +97,33 @@ class Laboratory:
     def live(
         self,
         folder: Path,
-        stage: str,
+        recipe: str,
         *,
         faults: Mapping[int, Fault] | None = None,
         num_processes: int = 1,
         **more: Any,
     ) -> Life:
         """Start the run of a trial, or start it again."""
-        keys = self.keys(folder, stage, num_processes, **more)
-        return lives.live(stage, keys, told=folder / "told", faults=faults, num_processes=num_processes)
+        keys = self.keys(folder, recipe, num_processes, **more)
+        return lives.live(recipe, keys, told=folder / "told", faults=faults, num_processes=num_processes)
 
-    def keys(self, folder: Path, stage: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
+    def keys(self, folder: Path, recipe: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
         """Return the flags of the run of a trial."""
-        return stages.make_keys(self.folder, stage, num_processes, **({"output_dir": folder / "run"} | more))
+        return recipe_runs.make_keys(self.folder, recipe, num_processes, **({"output_dir": folder / "run"} | more))
 
-    def straight(self, stage: str, num_processes: int = 1, **more: Any) -> Path:
+    def straight(self, recipe: str, num_processes: int = 1, **more: Any) -> Path:
         """Return the output of a run that nothing happened to; it is made once."""
-        name = "-".join(["straight", stage, str(num_processes), *(f"{key}={value}" for key, value in more.items())])
+        name = "-".join(["straight", recipe, str(num_processes), *(f"{key}={value}" for key, value in more.items())])
         if name not in self._straight:
             folder = self.folder / name
-            life = self.live(folder, stage, num_processes=num_processes, **more)
+            life = self.live(folder, recipe, num_processes=num_processes, **more)
             expect(not any(life.codes), f"the run without a fault ended with {life.codes}", life)
             self._straight[name] = folder / "run"
         return self._straight[name]
 
-    def go_on(self, trial: Trial, folder: Path, stage: str, straight: Path, **options: Any) -> Life:
+    def go_on(self, trial: Trial, folder: Path, recipe: str, straight: Path, **options: Any) -> Life:
         """Run the same command to its end, and hold what comes out against the run that nothing happened to."""
-        life = self.live(folder, stage, **options)
+        life = self.live(folder, recipe, **options)
         expect(not any(life.codes), f"the same command ended with {life.codes}", life)
         trial.resumed = True
         verify_whole(folder / "run")

@@ -43,7 +43,7 @@ class Life:
 
 
 def live(
-    stage: str,
+    recipe: str,
     keys: Mapping[str, Any],
     *,
     told: Path,
@@ -53,17 +53,17 @@ def live(
     """Run a recipe in as many processes as asked, as a launcher does: when one fails, the others are told to end.
 
     Args:
-        stage: Recipe, and after a space what tells two runs of it apart.
+        recipe: Recipe, and after a space what tells two runs of it apart.
         keys: Of the configuration, as flags.
         told: Folder for what the processes write.
         faults: By the rank that they happen on.
         num_processes: Ranks, all on this machine.
     """
-    return wait(begin(stage, keys, told=told, faults=faults, num_processes=num_processes), told)
+    return wait(begin(recipe, keys, told=told, faults=faults, num_processes=num_processes), told)
 
 
 def begin(
-    stage: str,
+    recipe: str,
     keys: Mapping[str, Any],
     *,
     told: Path,
@@ -78,7 +78,7 @@ def begin(
         if own:
             (told / str(rank)).mkdir(exist_ok=True)
             own["TORCHELASTIC_ERROR_FILE"] = str(told / str(rank) / "error.json")
-        pids.append(_fork(stage, arguments, own, told / f"told-{rank}", (faults or {}).get(rank)))
+        pids.append(_fork(recipe, arguments, own, told / f"told-{rank}", (faults or {}).get(rank)))
     return pids
 
 
@@ -107,7 +107,7 @@ def wait(pids: list[int], told: Path) -> Life:
     return Life(tuple(codes[pid] for pid in pids), words, time.monotonic() - first)
 
 
-def _fork(stage: str, arguments: list[str], environment: dict[str, str], told: Path, fault: Fault | None) -> int:
+def _fork(recipe: str, arguments: list[str], environment: dict[str, str], told: Path, fault: Fault | None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -123,7 +123,7 @@ def _fork(stage: str, arguments: list[str], environment: dict[str, str], told: P
         faulthandler.enable(file=2, all_threads=True)
         os.chdir(ROOT)
         STOP._parent = os.getppid()  # It was read when the module was imported.
-        sys.argv = [str(ROOT / "recipes" / f"{stage.split()[0]}.py"), *arguments]
+        sys.argv = [str(ROOT / "recipes" / f"{recipe.split()[0]}.py"), *arguments]
         if fault is not None:
             fault()
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -50,7 +50,7 @@ def enter_namespace(arguments: Sequence[str]) -> bool:
 if __name__ == "__main__":
     CAN_MOUNT = enter_namespace(sys.argv[1:])  # Before threads are there, which may not change their namespace.
 
-from tests.faults import answers, broken, kills, lives, stages  # noqa: E402
+from tests.faults import answers, broken, kills, lives, recipe_runs  # noqa: E402
 from tests.faults.laboratory import Laboratory, Trial, Violation  # noqa: E402
 from tests.forked import spare_flushes  # noqa: E402
 
@@ -140,7 +140,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def import_recipes() -> None:
     """Import all that recipes do, so that every process forked from this one has it."""
     sys.path.insert(0, str(lives.ROOT / "recipes"))  # As of a script: one recipe is another's main.
-    for recipe in {stage.split()[0] for stage in stages.STAGES}:
+    for recipe in {recipe.split()[0] for recipe in recipe_runs.RECIPE_NAMES}:
         runpy.run_path(str(lives.ROOT / "recipes" / f"{recipe}.py"), run_name="imported once for all")
     build.measure_matmul_flops = lambda dtype: 1e9
     spare_flushes()
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str], *, can_mount: bool) -> int:
     import_recipes()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     # One run alone, so that what others are held against is made once.
-    lab = Laboratory(folder, ("sft",) if options.tier == "quick" else stages.STAGES)
+    lab = Laboratory(folder, ("sft",) if options.tier == "quick" else recipe_runs.RECIPE_NAMES)
     lab.prepare()
     is_soak = options.minutes is not None
     chosen = choose_forever(kinds, seed) if is_soak else choose(kinds, options.tier, options.number)

@@ -13,16 +13,16 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.inspection.sections import say_corpus
 
 
-def build_config(folder, name, stage="pretrain"):
-    path = folder / f"{stage}.yaml"
-    if stage == "pretrain":
+def build_config(folder, name, recipe="pretrain"):
+    path = folder / f"{recipe}.yaml"
+    if recipe == "pretrain":
         path.write_text(
             f"dataset_name: {name}\noutput_dir: out\nmax_length: 8\nmax_tokens: 100\ntokenizer_name_or_path: gpt2\n"
             "model_config: {model_type: gpt2}\n"
         )
     else:
         path.write_text(f"dataset_name: {name}\noutput_dir: out\nmodel_name_or_path: gpt2\n")
-    return load_config(stage, ["--config", str(path)])
+    return load_config(recipe, ["--config", str(path)])
 
 
 def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):

@@ -14,7 +14,7 @@ from tests.training.students import save_student
 from transformers import AutoTokenizer
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.stages import DistillationInspection
+from recipes_lib.inspection.recipe_checks import DistillationInspection
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
 

@@ -18,7 +18,7 @@ def look(tiny_model_dir, tmp_path):
     rows = [{"question": f"{n} plus {n}?", "answer": f"#### {2 * n}"} for n in range(20)]
     write_rows(tmp_path / "prompts.jsonl", rows)
 
-    def run(stage, num_processes=1, **keys):
+    def run(recipe, num_processes=1, **keys):
         given = {
             "model_name_or_path": tiny_model_dir,
             "dataset_name": tmp_path / "prompts.jsonl",
@@ -27,7 +27,7 @@ def look(tiny_model_dir, tmp_path):
             "bf16": False,
             **keys,
         }
-        config = load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+        config = load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
         console = Console(file=io.StringIO(), width=200)
         return check(config, plan_launch(None, num_processes), console), console.file.getvalue()
 

@@ -22,7 +22,7 @@ ROWS = [
 
 @pytest.fixture
 def look(tmp_path, tiny_model_dir):
-    def look_at(stage, rows=ROWS, **keys):
+    def look_at(recipe, rows=ROWS, **keys):
         data = tmp_path / "pairs.jsonl"
         write_rows(data, rows)
         given = {
@@ -33,7 +33,7 @@ def look(tmp_path, tiny_model_dir):
             "per_device_train_batch_size": 2,
             **keys,
         }
-        config = load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+        config = load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
         output = io.StringIO()
         problems = check(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
         return problems, output.getvalue()
@@ -41,9 +41,9 @@ def look(tmp_path, tiny_model_dir):
     return look_at
 
 
-@pytest.mark.parametrize("stage", ["reward", "dpo"])
-def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, stage):
-    problems, told = look(stage, test_split_size=2)
+@pytest.mark.parametrize("recipe", ["reward", "dpo"])
+def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, recipe):
+    problems, told = look(recipe, test_split_size=2)
     assert problems == []
     assert "10 pairs under 10 prompts" in told
     assert "held out: 2 pairs" in told
@@ -52,8 +52,8 @@ def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, stage)
     assert told.endswith("ready to train\n")
 
 
-def test_the_rates_and_groups_that_are_told_are_those_of_the_stage(look):
-    """A preference run that names no rate has upstream's for the stage, which is not that of fine-tuning."""
+def test_the_rates_and_groups_that_are_told_are_those_of_the_recipe(look):
+    """A preference run that names no rate has upstream's for the recipe, which is not that of fine-tuning."""
     rate = DPOConfig(output_dir="out", bf16=False).learning_rate
     _, told = look("dpo", bf16="false", lr_scheduler_type="constant")
     assert f"learning rate at 0, 25, 50, 75, 100 %: {', '.join([f'{rate:.2e}'] * 5)}" in told

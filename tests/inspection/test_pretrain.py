@@ -40,8 +40,8 @@ def test_a_sound_run_is_ready_and_its_rates_are_those_of_training(tmp_path, tiny
     assert told == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
 
 
-def test_a_run_in_stages_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_dir) -> None:
-    """Four processes in two pipelines of two stages take the rows of two."""
+def test_a_run_in_recipes_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_dir) -> None:
+    """Four processes in two pipelines of two recipes take the rows of two."""
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=2, max_steps=4)
     problems, text = run_check(config, 4, {"PIPELINE_STAGES": "2"})
     assert not problems
@@ -59,7 +59,7 @@ def test_a_run_in_stages_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_d
         ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "not proved to convert between pipeline stages"),
     ],
 )
-def test_what_cannot_be_computed_in_stages_is_told(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:
+def test_what_cannot_be_computed_in_recipes_is_told(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, **keys)
     problems, text = run_check(config, 4, variables)
     assert any(words in problem.found for problem in problems), text
@@ -82,7 +82,7 @@ def test_what_may_be_installed_elsewhere_is_a_warning(tmp_path, tiny_tokenizer_d
 
 
 @pytest.mark.parametrize("name", ["pretrain.yaml", "mine.yaml"])
-def test_the_name_of_the_file_tells_the_stage(tmp_path, tiny_tokenizer_dir, name, capsys) -> None:
+def test_the_name_of_the_file_tells_the_recipe(tmp_path, tiny_tokenizer_dir, name, capsys) -> None:
     documents = write_documents(tmp_path / "documents.jsonl")
     keys = {
         "model_config": "{model_type: llama, hidden_size: 32, intermediate_size: 64, num_attention_heads: 4}",
@@ -94,11 +94,11 @@ def test_the_name_of_the_file_tells_the_stage(tmp_path, tiny_tokenizer_dir, name
         "max_steps": 3,
     }
     (tmp_path / name).write_text("".join(f"{key}: {value}\n" for key, value in keys.items()))
-    stage = [] if name == "pretrain.yaml" else ["--stage", "pretrain"]
-    assert main(["check", *stage, "--config", str(tmp_path / name)]) == 0
-    assert main(["prepare", *stage, "--config", str(tmp_path / name)]) == 0
-    assert main(["preview", *stage, "--config", str(tmp_path / name), "--rows", "1"]) == 0
+    recipe = [] if name == "pretrain.yaml" else ["--recipe", "pretrain"]
+    assert main(["check", *recipe, "--config", str(tmp_path / name)]) == 0
+    assert main(["prepare", *recipe, "--config", str(tmp_path / name)]) == 0
+    assert main(["preview", *recipe, "--config", str(tmp_path / name), "--rows", "1"]) == 0
     told = capsys.readouterr().out
     assert "already prepared" in told
     assert "trained on" in told
-    assert main(["check", "--stage", "pretrian", "--config", str(tmp_path / name)]) == 2
+    assert main(["check", "--recipe", "pretrian", "--config", str(tmp_path / name)]) == 2

@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.training.pretraining import build_config
 
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.inspection.stages import PretrainInspection
+from recipes_lib.inspection.recipe_checks import PretrainInspection
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
 

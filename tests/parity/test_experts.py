@@ -1,4 +1,4 @@
-"""The load-balancing loss of a mixture of experts is transformers' own, over real tokens, in every stage."""
+"""The load-balancing loss of a mixture of experts is transformers' own, over real tokens, in every recipe."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def assert_equal(got: tuple[float, dict[str, torch.Tensor]], expected: tuple[flo
         torch.testing.assert_close(got[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()) + 1e-6)
 
 
-@pytest.mark.parametrize("stage", ["sft", "distill"])
+@pytest.mark.parametrize("recipe", ["sft", "distill"])
 @pytest.mark.parametrize("placeholders", [0, 2])
-def test_in_the_stages_over_tokens(experts_dir, tmp_path, stage, placeholders) -> None:
+def test_in_the_recipes_over_tokens(experts_dir, tmp_path, recipe, placeholders) -> None:
     """Micro-batches weigh their tokens; those that hold a place while the batch grows weigh nothing."""
     rows = make_rows()
     packs = make_packs(4)
-    if stage == "sft":
+    if recipe == "sft":
         trainer, _ = make_trainer(experts_dir, tmp_path / "run", packs)
     else:
         trainer, _, _ = make_distiller(experts_dir, experts_dir, tmp_path / "run", packs)
@@ -138,10 +138,10 @@ def test_a_step_that_is_computed_again_has_the_same_loss(experts_dir, tmp_path) 
     assert trainer.state.global_step == 2
 
 
-@pytest.mark.parametrize("stage", ["dpo", "reward"])
-def test_in_the_stages_over_pairs(experts_dir, tmp_path, stage) -> None:
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+def test_in_the_recipes_over_pairs(experts_dir, tmp_path, recipe) -> None:
     pairs = make_pairs(5)
-    if stage == "dpo":
+    if recipe == "dpo":
         trainer: Any = make_pair_trainer(experts_dir, tmp_path / "run", pairs, setting=Setting(layout="separate"))[0]
     else:
         model = load_reward_model(ModelConfig(model_name_or_path=str(experts_dir)), "sdpa", seed=0)

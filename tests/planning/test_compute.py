@@ -134,7 +134,7 @@ def test_a_step_counts_its_rows_and_the_passes_that_it_needs(tiny_model_dir: Pat
     flops = compute_flops_per_token(model_config, 64)
     whole = flops.body + flops.head
 
-    def step(stage: str, **changes: Any):
+    def step(recipe: str, **changes: Any):
         keys = {
             "model_name_or_path": tiny_model_dir,
             "dataset_name": "owner/rows",
@@ -144,7 +144,7 @@ def test_a_step_counts_its_rows_and_the_passes_that_it_needs(tiny_model_dir: Pat
             "gradient_accumulation_steps": 3,
             **changes,
         }
-        return count_step(load_config(stage, [f"--{key}={value}" for key, value in keys.items()]), model_config, 4)
+        return count_step(load_config(recipe, [f"--{key}={value}" for key, value in keys.items()]), model_config, 4)
 
     assert dataclasses.astuple(step("sft")) == (24, 64, pytest.approx(whole * 24 * 64))
     frozen = compute_flops_per_token(model_config, 64, is_frozen=True)

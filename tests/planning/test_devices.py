@@ -109,9 +109,9 @@ def test_a_short_name_tells_which_board_it_is_taken_for() -> None:
     assert not choose_device("NVIDIA H100 80GB HBM3").taken
 
 
-def build(stage: str = "sft", **changes: object):
+def build(recipe: str = "sft", **changes: object):
     keys = {"model_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": "out", **changes}
-    return load_config(stage, [f"--{key}={value}" for key, value in keys.items()])
+    return load_config(recipe, [f"--{key}={value}" for key, value in keys.items()])
 
 
 def test_the_share_of_the_peak_is_that_of_published_runs_of_this_kind() -> None:

@@ -14,8 +14,8 @@ from recipes_lib.planning.schedule import plan_groups
 SOUND = ["--model_name_or_path=owner/model", "--dataset_name=owner/data", "--output_dir=out", "--reward_funcs=[a.b:c]"]
 
 
-def load(stage, **keys):
-    return load_config(stage, [*SOUND, *(f"--{name}={value}" for name, value in keys.items())])
+def load(recipe, **keys):
+    return load_config(recipe, [*SOUND, *(f"--{name}={value}" for name, value in keys.items())])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_the_steps_are_those_of_upstreams_sampler(num_prompts, world_size, keys)
     assert plan.steps.num_steps == plan.steps.steps_per_epoch * keys.get("num_train_epochs", 1)
 
 
-def test_the_group_size_of_each_stage_is_upstreams():
+def test_the_group_size_of_each_recipe_is_upstreams():
     assert plan_groups(100, load("rloo"), 1).prompts_per_generation == 4
     assert plan_groups(100, load("grpo"), 1).prompts_per_generation == 1
 

@@ -27,10 +27,10 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture
 def write(tiny_model_dir: Path, tmp_path: Path):
-    """Write a recipe of a stage with changes, and return its path."""
+    """Write a recipe of a recipe with changes, and return its path."""
 
-    def write(stage: str, **changes: Any) -> Path:
-        path = tmp_path / f"{stage}.yaml"
+    def write(recipe: str, **changes: Any) -> Path:
+        path = tmp_path / f"{recipe}.yaml"
         keys = KEYS | {"model_name_or_path": str(tiny_model_dir)} | changes
         path.write_text(yaml.safe_dump({key: value for key, value in keys.items() if value is not None}))
         return path
@@ -42,8 +42,8 @@ def write(tiny_model_dir: Path, tmp_path: Path):
 def count(write, tiny_model_dir: Path):
     """The components of a process, by name."""
 
-    def count(stage: str, num_processes: int = 1, *, is_sharded: bool = False, **changes: Any) -> Mapping[str, int]:
-        config = load_config(stage, ["--config", str(write(stage, **changes))])
+    def count(recipe: str, num_processes: int = 1, *, is_sharded: bool = False, **changes: Any) -> Mapping[str, int]:
+        config = load_config(recipe, ["--config", str(write(recipe, **changes))])
         copied, *sharded = list_layouts(config, num_processes)
         layout = sharded[0] if is_sharded else copied
         return plan_memory(config, AutoConfig.from_pretrained(tiny_model_dir), layout).components
@@ -138,8 +138,8 @@ def test_attention_by_eager_and_layers_by_liger_change_what_is_kept(count) -> No
 
 
 def test_what_a_long_model_keeps_follows_from_two_short_ones(write, tiny_model_dir) -> None:
-    for stage, checkpointed in (("sft", True), ("lora", True), ("sft", False)):
-        config = load_config(stage, ["--config", str(write(stage, activation_checkpointing=checkpointed))])
+    for recipe, checkpointed in (("sft", True), ("lora", True), ("sft", False)):
+        config = load_config(recipe, ["--config", str(write(recipe, activation_checkpointing=checkpointed))])
         model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
         layout = Layout("single_gpu")
         whole = count_kept(config, model_config, layout, is_half=True, num_built=5)
@@ -221,15 +221,15 @@ def test_tensor_parallel_ranks_hold_their_part_of_all_but_norms(plan_pretraining
 
 
 def test_pipeline_stages_hold_their_layers_and_one_end(plan_pretraining, num_parameters) -> None:
-    whole, stage = (plan_pretraining(Layout("", stages=stages, in_flight=stages)) for stages in (1, 2))
+    whole, recipe = (plan_pretraining(Layout("", pipeline_stages=recipes, in_flight=recipes)) for recipes in (1, 2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    # Of embedding and projection, 512 tokens each, a stage has one.
-    assert stage["model, weights"] == whole["model, weights"] - 4 * (layer + 512 * 64)
-    # As many micro-batches as stages, each of its part of the layers: the inputs of all layers, and one anew.
-    kept = [components["activations of a micro-batch"] for components in (whole, stage)]
+    # Of embedding and projection, 512 tokens each, a recipe has one.
+    assert recipe["model, weights"] == whole["model, weights"] - 4 * (layer + 512 * 64)
+    # As many micro-batches as recipes, each of its part of the layers: the inputs of all layers, and one anew.
+    kept = [components["activations of a micro-batch"] for components in (whole, recipe)]
     assert kept[0] <= kept[1] < 2 * kept[0]
-    sharded = plan_pretraining(Layout("", 4, Held(4, 4, 4), stages=2, in_flight=2))
-    assert sharded["gathered: layers, embeddings and output projection"] == 2 * stage["model, weights"] // 4
+    sharded = plan_pretraining(Layout("", 4, Held(4, 4, 4), pipeline_stages=2, in_flight=2))
+    assert sharded["gathered: layers, embeddings and output projection"] == 2 * recipe["model, weights"] // 4
 
 
 def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(plan_pretraining) -> None:

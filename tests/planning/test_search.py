@@ -17,9 +17,9 @@ from recipes_lib.planning.search import Candidate, count_traffic, search
 WHOLE, SHARED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
 
-def build(model_dir: Path, stage: str = "sft", **keys: object):
+def build(model_dir: Path, recipe: str = "sft", **keys: object):
     flags = {"model_name_or_path": model_dir, "dataset_name": "a/b", "output_dir": "out", "max_length": 256, **keys}
-    return load_config(stage, [f"--{key}={value}" for key, value in flags.items()])
+    return load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ from recipes_lib.publish.card import (
 COMMIT = "c" * 40
 
 
-def record(stage="sft", **facts):
+def record(recipe="sft", **facts):
     config = {"model_name_or_path": "owner/base", "dataset_name": "owner/chats", "output_dir": "mine"}
-    return {"stage": stage, "versions": {}, "config": config | facts.pop("config", {}), **facts}
+    return {"stage": recipe, "versions": {}, "config": config | facts.pop("config", {}), **facts}
 
 
 def test_the_lineage_goes_back_as_far_as_records_are_there(tmp_path):

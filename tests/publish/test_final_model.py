@@ -74,7 +74,7 @@ def test_the_main_process_alone_finishes(build, capsys):
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_recipe_trains_what_is_not_done_and_finishes_in_any_case(build, monkeypatch, is_done) -> None:
     parts = {"data": DataConfig(), "tokens": TokensConfig(), "model": ModelConfig(), "evaluation": EvaluationConfig()}
-    config = RecipeConfig(stage="sft", path=None, training={}, **parts)
+    config = RecipeConfig(recipe="sft", path=None, training={}, **parts)
     run, told = replace(build(finished=is_done), config=config), []
     monkeypatch.setattr(finishing, "start_run", lambda config, launch: told.append("start") or run)
     monkeypatch.setattr(finishing, "finish_run", lambda run: told.append("finish"))

@@ -528,7 +528,7 @@ recipe(run, train, hub_strategy="all_checkpoints")()
 
 
 def test_every_recipe_publishes_by_it():
-    stages = [path for path in sorted((ROOT / "recipes").glob("*.py")) if "export_model" in path.read_text()]
-    assert len(stages) >= 6
-    for path in stages:
+    recipes = [path for path in sorted((ROOT / "recipes").glob("*.py")) if "export_model" in path.read_text()]
+    assert len(recipes) >= 6
+    for path in recipes:
         assert "@recipe\ndef main(" in path.read_text(), path.name

@@ -16,9 +16,9 @@ from recipes_lib.config.loader import load_config
 RECIPE = ROOT / "recipes" / "dpo.py"
 
 
-def load_recipe(stage: str = "dpo") -> ModuleType:
-    """The recipe of a stage as a module."""
-    spec = importlib.util.spec_from_file_location(f"{stage}_recipe", RECIPE.with_stem(stage.replace("rloo", "grpo")))
+def load_recipe(recipe: str = "dpo") -> ModuleType:
+    """The recipe of a recipe as a module."""
+    spec = importlib.util.spec_from_file_location(f"{recipe}_recipe", RECIPE.with_stem(recipe.replace("rloo", "grpo")))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,9 +58,9 @@ def write_config(folder: Path, model_dir: Path, data: Path, *, output: str = "a 
     return path
 
 
-def run_here(recipe: ModuleType, config: Path, *flags: str, stage: str = "dpo") -> int:
+def run_here(script: ModuleType, config: Path, *flags: str, recipe: str = "dpo") -> int:
     """Run the recipe in this process and return its exit code."""
-    return run_command(lambda: recipe.main(load_config(stage, ["--config", str(config), *flags])))
+    return run_command(lambda: script.main(load_config(recipe, ["--config", str(config), *flags])))
 
 
 def read_record(output_dir: Path) -> dict[str, Any]:

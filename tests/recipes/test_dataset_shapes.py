@@ -101,10 +101,10 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str], dict[str, Any]]] = {
     ),
 }
 RUNS = [
-    (stage, shape)
+    (recipe, shape)
     for shape, (row, _, keys) in SHAPES.items()
-    for stage in ("sft", "dpo")
-    if stage == "sft" or "rejected" in {*row, *keys.get("dataset_columns", ())}
+    for recipe in ("sft", "dpo")
+    if recipe == "sft" or "rejected" in {*row, *keys.get("dataset_columns", ())}
 ]
 
 
@@ -118,24 +118,24 @@ def fill(value: Any, number: int) -> Any:
 
 @pytest.fixture(scope="module")
 def recipes():
-    return {stage: load_recipe(stage) for stage in ("sft", "dpo")}
+    return {recipe: load_recipe(recipe) for recipe in ("sft", "dpo")}
 
 
-@pytest.mark.parametrize(("stage", "shape"), RUNS, ids=[f"{shape} in {stage}" for stage, shape in RUNS])
+@pytest.mark.parametrize(("recipe", "shape"), RUNS, ids=[f"{shape} in {recipe}" for recipe, shape in RUNS])
 def test_a_common_shape_trains_on_its_answers(
-    tmp_path, tiny_model_dir, tiny_tokenizer, monkeypatch, recipes, stage, shape
+    tmp_path, tiny_model_dir, tiny_tokenizer, monkeypatch, recipes, recipe, shape
 ) -> None:
     row, answers, keys = SHAPES[shape]
     monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
     config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)
-    assert run_here(recipes[stage], config, stage=stage) == 0
+    assert run_here(recipes[recipe], config, recipe=recipe) == 0
     assert read_events(tmp_path / "a run")[-1]["step"] == 2
 
-    loaded = load_config(stage, ["--config", str(config)])
+    loaded = load_config(recipe, ["--config", str(config)])
     expected = [fill(answer, number) for number in range(4) for answer in answers]
-    if stage == "dpo":
+    if recipe == "dpo":
         pairs = prepare_pairs(loaded, lambda _: pytest.fail("tokenised again")).train
         trained = [tiny_tokenizer.decode(pair["chosen_ids"]) for pair in pairs]
         rejected = [tiny_tokenizer.decode(pair["rejected_ids"]) for pair in pairs]

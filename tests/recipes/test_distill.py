@@ -82,7 +82,7 @@ def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, key
     tokenizer.save_pretrained(student)
     (student / "model.safetensors").unlink()
     config = write_config(tmp_path, keys)
-    assert run_here(load_recipe("distill"), config, stage="distill") == 2
+    assert run_here(load_recipe("distill"), config, recipe="distill") == 2
     told = capsys.readouterr().err
     assert f"{config}:2" in told
     assert "the teacher has no token '<new>'" in told
@@ -92,5 +92,5 @@ def test_another_vocabulary_is_refused_before_any_weight_is_loaded(tmp_path, key
 
 def test_without_a_teacher_there_is_no_run(tmp_path, keys, capsys) -> None:
     del keys["teacher_model_name_or_path"]
-    assert run_here(load_recipe("distill"), write_config(tmp_path, keys), stage="distill") == 2
+    assert run_here(load_recipe("distill"), write_config(tmp_path, keys), recipe="distill") == 2
     assert "`teacher_model_name_or_path` is missing" in capsys.readouterr().err

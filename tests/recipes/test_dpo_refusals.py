@@ -41,7 +41,7 @@ BAD_DATA = {
     "the same answer twice": (change(5, rejected=SAME), ":6", "remove the row"),
     "an empty answer": (change(2, chosen=[{"role": "assistant", "content": ""}]), ":3", "write the answer"),
     "no prompt": ([{"prompt": "", "chosen": " a", "rejected": " b"}], ":1", "write a prompt"),
-    "rows of another stage": ([{"messages": [{"role": "user", "content": "a"}]}], ":1", "rename the columns"),
+    "rows of another recipe": ([{"messages": [{"role": "user", "content": "a"}]}], ":1", "rename the columns"),
     "a prompt longer than max_length": (change(7, prompt=LONG), ":8", "raise max_length, or set overlong to drop"),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.distributed import sharding
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.rows import read_rows
 
 # At this rate no weight of float32 changes, so that no evaluation is better than the first.
@@ -17,7 +17,7 @@ STILL = {"learning_rate": 1e-30, "eval_steps": 2, "save_steps": 2, "early_stoppi
 
 
 def run(inputs: Path, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    keys = stages.make_keys(inputs, "sft", **STILL | keys, output_dir=folder)
+    keys = recipe_runs.make_keys(inputs, "sft", **STILL | keys, output_dir=folder)
     assert sharding.run_recipe("sft", keys) == 0
     return json.loads((folder / "run.json").read_text()), read_rows(folder / "metrics.jsonl")
 
@@ -25,7 +25,7 @@ def run(inputs: Path, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[d
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    stages.write_inputs(folder)
+    recipe_runs.write_inputs(folder)
     return folder
 
 
@@ -33,7 +33,7 @@ def test_a_run_without_a_gain_stops_and_says_what_was_best(inputs: Path, tmp_pat
     record, events = run(inputs, tmp_path / "run")
     evaluated = [event["step"] for event in events if event["kind"] == "eval"]
     # The first evaluation is made before the first step.
-    assert max(event["step"] for event in events) == evaluated[2] < stages.NUM_STEPS
+    assert max(event["step"] for event in events) == evaluated[2] < recipe_runs.NUM_STEPS
     assert record["status"] == "done"
     assert record["stopped_early"]["step"] == evaluated[2]
     assert record["stopped_early"]["best_step"] == evaluated[0]
@@ -47,7 +47,7 @@ def test_a_run_without_a_gain_stops_and_says_what_was_best(inputs: Path, tmp_pat
     # With more patience the same checkpoint goes on.
     sharding.cut(tmp_path / "run", tmp_path / "patient", evaluated[2])
     patient, further = run(inputs, tmp_path / "patient", early_stopping_patience=99)
-    assert max(event["step"] for event in further) == stages.NUM_STEPS
+    assert max(event["step"] for event in further) == recipe_runs.NUM_STEPS
     assert patient["stopped_early"] is None
 
 

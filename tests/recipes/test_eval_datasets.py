@@ -1,4 +1,4 @@
-"""Held-out sets by name: each stage scores them as it scores its own, and they decide what is best."""
+"""Held-out sets by name: each recipe scores them as it scores its own, and they decide what is best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.distributed import sharding
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.rows import read_rows
 
 from recipes_lib.boundary import run_command
@@ -20,7 +20,7 @@ from recipes_lib.report.run_files import read_run
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
-    stages.write_inputs(folder)
+    recipe_runs.write_inputs(folder)
     for name in ("chats", "pairs", "documents"):
         lines = (folder / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (folder / f"{name}.jsonl").write_text("".join(lines[:-8]))
@@ -28,23 +28,23 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(inputs: Path, folder: Path, stage: str, **keys: Any) -> list[dict[str, Any]]:
-    data = stages.DATA[stage]
+def run(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str, Any]]:
+    data = recipe_runs.DATA[recipe]
     sets = json.dumps({"web": str(inputs / f"{data} web.jsonl"), "own": {"name": str(inputs / f"{data} web.jsonl")}})
     usual = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "eval_datasets": sets}
-    made = stages.make_keys(inputs, stage, **usual | keys, output_dir=folder)
+    made = recipe_runs.make_keys(inputs, recipe, **usual | keys, output_dir=folder)
     if "dataset_test_split" in keys:
         made.pop("test_split_size")
-    if stage != "reward":
+    if recipe != "reward":
         made["num_sample_prompts"] = 0
-    if stage == "dpo":
+    if recipe == "dpo":
         made |= {"loss_type": '["sigmoid"]', "precompute_ref_log_probs": "true"}
-    assert sharding.run_recipe(stage, made) == 0
+    assert sharding.run_recipe(recipe, made) == 0
     return [event for event in read_rows(folder / "metrics.jsonl") if event["kind"] == "eval"]
 
 
 @pytest.mark.parametrize(
-    "stage",
+    "recipe",
     [
         "sft",
         "pretrain",
@@ -54,15 +54,15 @@ def run(inputs: Path, folder: Path, stage: str, **keys: Any) -> list[dict[str, A
     ],
 )
 def test_a_set_has_by_its_name_the_figures_that_it_has_as_the_held_out_set(
-    inputs: Path, tmp_path: Path, stage: str
+    inputs: Path, tmp_path: Path, recipe: str
 ) -> None:
-    own = str(inputs / f"{stages.DATA[stage]} web.jsonl")
-    events = run(inputs, tmp_path, stage, dataset_test_split=own)
+    own = str(inputs / f"{recipe_runs.DATA[recipe]} web.jsonl")
+    events = run(inputs, tmp_path, recipe, dataset_test_split=own)
     assert len(events) >= 2
     for event in events:
         figures = [name for name in event if name.startswith("eval_web_")]
         assert "eval_web_loss" in figures
-        assert ("eval_web_rewards/accuracies" if stage in ("dpo", "reward") else "eval_web_token_accuracy") in figures
+        assert ("eval_web_rewards/accuracies" if recipe in ("dpo", "reward") else "eval_web_token_accuracy") in figures
         for name in figures:
             assert event[name] == pytest.approx(event[name.replace("web_", "")], rel=1e-5, abs=1e-6)
             assert event[name] == event[name.replace("web_", "own_")]
@@ -94,7 +94,7 @@ def test_sets_by_name_alone_decide_which_model_is_best(inputs: Path, tmp_path: P
 def test_what_is_no_set_is_told(
     inputs: Path, tmp_path: Path, keys: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = stages.make_keys(inputs, "sft", **keys, output_dir=tmp_path)
+    made = recipe_runs.make_keys(inputs, "sft", **keys, output_dir=tmp_path)
     argv = [f"--{name}={value}" for name, value in made.items()]
     assert run_command(lambda: parse_command("sft", argv)) == 2
     assert told in capsys.readouterr().err

@@ -61,15 +61,15 @@ def make_keys(model_dir: Path, folder: Path) -> dict[str, object]:
     }
 
 
-def run(stage: str, model_dir: Path, folder: Path, name: str, **keys: object) -> subprocess.CompletedProcess[str]:
+def run(recipe: str, model_dir: Path, folder: Path, name: str, **keys: object) -> subprocess.CompletedProcess[str]:
     given = {**make_keys(model_dir, folder), "output_dir": folder / name, **keys}
     flags = [f"--{name}={value}" for name, value in given.items()]
-    return run_script(RECIPES / f"{stage}.py", *flags, paths=[folder])
+    return run_script(RECIPES / f"{recipe}.py", *flags, paths=[folder])
 
 
 @pytest.mark.multiprocess
 def test_two_processes_answer_the_groups_of_a_step_between_them(tiny_model_dir, folder, tmp_path):
-    keys = make_keys(tiny_model_dir, folder) | {"reward_funcs": "[tests.faults.stages:prefer_short]"}
+    keys = make_keys(tiny_model_dir, folder) | {"reward_funcs": "[tests.faults.recipe_runs:prefer_short]"}
     # Three prompts a process and a step of the sixteen: the last ones of an epoch make no step.
     jobs = {
         name: {"stage": "grpo", "keys": keys | {"per_device_train_batch_size": size}}
@@ -101,17 +101,17 @@ def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["rloo", "grpo"])
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tiny_model_dir, folder, stage):
-    straight = run(stage, tiny_model_dir, folder, f"{stage} straight")
+@pytest.mark.parametrize("recipe", ["rloo", "grpo"])
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tiny_model_dir, folder, recipe):
+    straight = run(recipe, tiny_model_dir, folder, f"{recipe} straight")
     assert straight.returncode == 0, straight.stderr
     (folder / "stopped").unlink(missing_ok=True)
     keys = {"reward_funcs": "[my_rewards:stopping]"}
-    assert run(stage, tiny_model_dir, folder, f"{stage} stopped", **keys).returncode == 75
-    done = run(stage, tiny_model_dir, folder, f"{stage} stopped", **keys)
+    assert run(recipe, tiny_model_dir, folder, f"{recipe} stopped", **keys).returncode == 75
+    done = run(recipe, tiny_model_dir, folder, f"{recipe} stopped", **keys)
     assert done.returncode == 0, done.stderr
-    assert json.loads((folder / f"{stage} stopped" / "run.json").read_text())["resumed_from"] == "checkpoint-1"
-    models = (AutoModelForCausalLM.from_pretrained(folder / f"{stage} {name}") for name in ("straight", "stopped"))
+    assert json.loads((folder / f"{recipe} stopped" / "run.json").read_text())["resumed_from"] == "checkpoint-1"
+    models = (AutoModelForCausalLM.from_pretrained(folder / f"{recipe} {name}") for name in ("straight", "stopped"))
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)
 

@@ -1,4 +1,4 @@
-"""A row longer than a model has positions for is refused by every stage, as by its check, before weights are loaded."""
+"""Every recipe and its check refuse a row longer than the positions of a model, before weights are loaded."""
 
 from __future__ import annotations
 
@@ -50,32 +50,32 @@ def limit_positions(model: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": POSITIONS}))
 
 
-def build_run(folder: Path, stage: str, **keys: Any) -> Any:
+def build_run(folder: Path, recipe: str, **keys: Any) -> Any:
     rows = folder / "rows.jsonl"
-    write_rows(rows, (ROWS[stage] for _ in range(8)))
+    write_rows(rows, (ROWS[recipe] for _ in range(8)))
     given = {"model_name_or_path": folder / "model", "dataset_name": rows, "output_dir": folder / "run"}
-    given |= {"bf16": False} | KEYS.get(stage, {}) | keys
+    given |= {"bf16": False} | KEYS.get(recipe, {}) | keys
     if "teacher_model_name_or_path" in given:
         given["teacher_model_name_or_path"] = folder / given["teacher_model_name_or_path"]
-    if stage not in ("ppo", "grpo", "rloo"):
+    if recipe not in ("ppo", "grpo", "rloo"):
         given["prepared_dir"] = folder / "prepared"
-    return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+    return load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
 
 
-def train(stage: str, config: Any) -> list[str]:
-    """The problems that the stage's recipe refuses to train for."""
+def train(recipe: str, config: Any) -> list[str]:
+    """The problems that the recipe's recipe refuses to train for."""
     with pytest.raises(UserError) as caught:
-        load_recipe(stage).main(config)
+        load_recipe(recipe).main(config)
     return [str(problem) for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize("stage", ROWS)
-def test_training_refuses_what_its_check_refuses(folder, stage) -> None:
-    config = build_run(folder, stage)
+@pytest.mark.parametrize("recipe", ROWS)
+def test_training_refuses_what_its_check_refuses(folder, recipe) -> None:
+    config = build_run(folder, recipe)
     checked = [str(problem) for problem in check(config, plan_launch(None, 1), Console(quiet=True))]
     found = [problem for problem in checked if f"more than the {POSITIONS} positions of the model" in problem]
     assert found
-    assert train(stage, config) == found
+    assert train(recipe, config) == found
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])

@@ -51,9 +51,9 @@ def keys(tiny_model_dir, tmp_path_factory):
     }
 
 
-def start(keys, output_dir, *, stage="sft", pause=None, num_processes=None, **more):
+def start(keys, output_dir, *, recipe="sft", pause=None, num_processes=None, **more):
     """Start the recipe in forked processes; ``pause`` is (phase, call, rank)."""
-    main, *arguments = write_command(keys, output_dir, stage, pause, more)
+    main, *arguments = write_command(keys, output_dir, recipe, pause, more)
     return Launch(main, *arguments, num_processes=num_processes)
 
 
@@ -65,8 +65,8 @@ def launch(keys, output_dir, *, pause=None, env=None, **more):
     return subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
 
 
-def write_command(keys, output_dir, stage, pause, more):
-    recipe = ROOT / "recipes" / f"{stage}.py"
+def write_command(keys, output_dir, recipe, pause, more):
+    recipe = ROOT / "recipes" / f"{recipe}.py"
     flags = [f"--{name}={value}" for name, value in (keys | {"output_dir": output_dir} | more).items()]
     return [recipe, *flags] if pause is None else [PAUSED, output_dir.parent, *pause, recipe, *flags]
 

@@ -19,7 +19,7 @@ from tests.forked import ROOT
 
 from recipes_lib.cli import main
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.table import STAGES
+from recipes_lib.config.table import RECIPE_NAMES
 
 FOLDER = ROOT / "recipes" / "configs"
 PAGE = ROOT / "docs" / "recipes.md"
@@ -53,7 +53,7 @@ FEW = {
     "max_truncated_fraction": 1,
     "num_sample_prompts": 0,
 }
-FEW_OF_STAGE: dict[str, dict[str, Any]] = {
+FEW_OF_RECIPE: dict[str, dict[str, Any]] = {
     "pretrain": {"max_tokens": 2 * 2 * 64, "max_length": 64, "warmup_steps": 1, "test_split_size": 2},
     "ppo": {"num_mini_batches": 2, "response_length": 8, "max_length": 96, "per_device_train_batch_size": 4},
     "grpo": {
@@ -64,32 +64,32 @@ FEW_OF_STAGE: dict[str, dict[str, Any]] = {
         "per_device_train_batch_size": 4,
     },
 }
-NOT_OF_STAGE = {"pretrain": ("max_steps",), "reward": ("num_sample_prompts",)}
+NOT_OF_RECIPE = {"pretrain": ("max_steps",), "reward": ("num_sample_prompts",)}
 # Bits need a package that need not be here; answers of a random model are never right, and nothing is learnt from that.
 INSTEAD = {
     "load_in_4bit": "false",
     "use_bnb_nested_quant": "true",
     "optim": "adamw_torch",
-    "reward_funcs": "[tests.faults.stages:prefer_short]",
+    "reward_funcs": "[tests.faults.recipe_runs:prefer_short]",
 }
 
 
-def find_stage(name: str) -> str:
-    return next(stage for stage in STAGES if name.split("/")[1].split("_")[0] == stage)
+def find_recipe(name: str) -> str:
+    return next(recipe for recipe in RECIPE_NAMES if name.split("/")[1].split("_")[0] == recipe)
 
 
 def build_jobs(folder: Path, names: list[str]) -> Iterator[tuple[str, sharding.Job]]:
     """Yield each recipe as a job: its own file, with a small model and rows of the same columns."""
     for name in names:
-        values, stage = read(CONFIGS[name]), find_stage(name)
+        values, recipe = read(CONFIGS[name]), find_recipe(name)
         keys: dict[str, Any] = {"config": CONFIGS[name], "prepared_dir": folder / "prepared", **FEW}
-        if stage in ("ppo", "grpo", "rloo"):
+        if recipe in ("ppo", "grpo", "rloo"):
             del keys["prepared_dir"]
-        if stage not in ("sft", "lora", "distill"):
+        if recipe not in ("sft", "lora", "distill"):
             del keys["max_truncated_fraction"]
-        for key in NOT_OF_STAGE.get(stage, ()):
+        for key in NOT_OF_RECIPE.get(recipe, ()):
             del keys[key]
-        keys |= FEW_OF_STAGE.get(stage, {})
+        keys |= FEW_OF_RECIPE.get(recipe, {})
         for key, kind in STAND_INS.items():
             if key in values:
                 known = values[key] if values[key] in stand_ins.SHAPES else values["model_name_or_path"]
@@ -98,7 +98,7 @@ def build_jobs(folder: Path, names: list[str]) -> Iterator[tuple[str, sharding.J
                     stand_ins.save_small(known, place, is_scorer=kind == "reward")
                 keys |= {key: place, key.replace("name_or_path", "revision"): "null"}
         keys |= {key: value for key, value in INSTEAD.items() if key in values}
-        yield name, {"stage": stage, "keys": keys | replace_data(values, folder)}
+        yield name, {"stage": recipe, "keys": keys | replace_data(values, folder)}
 
 
 def replace_data(values: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -125,8 +125,8 @@ def tell_plan(name: str) -> str:
     launch = re.search(r"accelerate_configs/(\w+)\.yaml", command)
     layout = launch[1] if launch else "single_gpu"
     number = re.search(r"--num_processes (\d+)", command)
-    processes = number[1] if number else "1" if layout == "single_gpu" or find_stage(name) == "ppo" else "8"
-    if find_stage(name) == "ppo":
+    processes = number[1] if number else "1" if layout == "single_gpu" or find_recipe(name) == "ppo" else "8"
+    if find_recipe(name) == "ppo":
         layout = "single_gpu" if processes == "1" else "ddp"
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         assert main(["plan", "--config", str(CONFIGS[name]), "--num_processes", processes, "--gpu", "H100"]) == 0
@@ -146,12 +146,12 @@ def tell_plan(name: str) -> str:
 
 
 QUICK = ["qwen3-0.6b/sft", "qwen3-0.6b/dpo", "smollm2-135m/lora", "smollm2-1.7b/pretrain_continued"]
-# Every stage and every kind of model; the others are in the slow tier.
+# Every recipe and every kind of model; the others are in the slow tier.
 OF_EACH_KIND = [
     *("gemma3-1b/sft", "smollm3-3b/sft", "mistral-7b/sft", "llama3-70b/lora_4bit", "smollm2-1.7b/pretrain_continued"),
     *("llama3-8b/reward", "qwen3-0.6b/dpo", "qwen3-8b/ppo_rlvr", "llama3-1b/distill"),
 ]
-PLANNABLE = [name for name in CONFIGS if find_stage(name) not in ("grpo", "rloo")]
+PLANNABLE = [name for name in CONFIGS if find_recipe(name) not in ("grpo", "rloo")]
 
 
 @pytest.mark.parametrize(
@@ -183,15 +183,15 @@ def test_it_is_checked_offline_on_the_shape_of_its_model(name, tmp_path, monkeyp
             known = values[key] if values[key] in stand_ins.SHAPES else values["model_name_or_path"]
             keys |= {key: stand_ins.save_shape(known, tmp_path / key), key.replace("name_or_path", "revision"): "null"}
     keys |= replace_data(values, tmp_path) | {"output_dir": tmp_path / "out", "use_cpu": "true"}
-    if find_stage(name) not in ("ppo", "grpo"):
+    if find_recipe(name) not in ("ppo", "grpo"):
         keys["prepared_dir"] = tmp_path / "prepared"
-    if find_stage(name) == "pretrain":
+    if find_recipe(name) == "pretrain":
         keys["test_split_size"] = 2
-    if find_stage(name) == "grpo":
+    if find_recipe(name) == "grpo":
         # 24 prompts are fewer than it answers at a time.
-        keys |= FEW_OF_STAGE["grpo"] | {"gradient_accumulation_steps": 1}
+        keys |= FEW_OF_RECIPE["grpo"] | {"gradient_accumulation_steps": 1}
     flags = [f"--{key}={value}" for key, value in keys.items()]
-    code = main(["check", "--config", str(CONFIGS[name]), "--stage", find_stage(name), *flags])
+    code = main(["check", "--config", str(CONFIGS[name]), "--recipe", find_recipe(name), *flags])
     told = capsys.readouterr()
     assert code == 0, told.out + told.err
     assert "ready to train" in told.out
@@ -210,11 +210,11 @@ def test_it_runs_two_steps_on_a_small_model_of_its_kind(names, tmp_path) -> None
 
 
 def group_by_launch() -> dict[tuple[str, str], list[str]]:
-    """The recipes of a launch file and a stage share a launch; those for one GPU are run by DDP."""
+    """The recipes of a launch file and a recipe share a launch; those for one GPU are run by DDP."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, path in CONFIGS.items():
         layout = "fsdp2" if "fsdp2.yaml" in path.read_text(encoding="utf-8") else "ddp"
-        groups.setdefault((layout, find_stage(name)), []).append(name)
+        groups.setdefault((layout, find_recipe(name)), []).append(name)
     return groups
 
 

@@ -1,6 +1,6 @@
 """A task that a tiny policy learns in seconds: a prompt ends with two keys, and the reward wants one of them repeated.
 
-Run as a script under a launcher it trains as one process of several: ``keys_task.py '[[STAGE, FLAGS], ...]' [RANK]``.
+Run as a script under a launcher it trains as one process of several: ``keys_task.py '[[RECIPE, FLAGS], ...]' [RANK]``.
 That rank alone is asked to stop in the second iteration of the last run, of PPO, which then goes on.
 """
 
@@ -156,9 +156,9 @@ def build_group_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any
     return [flag for flag in flags if not flag.startswith(tuple(f"--{name}=" for name in of_ppo))]
 
 
-def train(flags: list[str], stage: str = "ppo") -> ActorCritic:
+def train(flags: list[str], recipe: str = "ppo") -> ActorCritic:
     """Train as the recipe does, and return the models."""
-    config, launch = load_config(stage, flags), read_launch()
+    config, launch = load_config(recipe, flags), read_launch()
     run = start_run(config, launch)
     config = run.config
     tokenizer = load_tokenizer(config.model, config.tokens)
@@ -191,8 +191,8 @@ def train_with_a_stop(flags: list[str], *, asked: bool) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     jobs = json.loads(sys.argv[1])
-    for stage, flags in jobs[:-1]:
-        train(flags, stage)
+    for recipe, flags in jobs[:-1]:
+        train(flags, recipe)
     train_with_a_stop(jobs[-1][1], asked=len(sys.argv) > 2 and sys.argv[2] == os.environ["RANK"])
     if is_initialized():
         barrier()

@@ -14,13 +14,13 @@ from tests.rows import read_events
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "neighbours.py"
 
 
-@pytest.mark.parametrize("stage", ["rloo", "grpo"])
+@pytest.mark.parametrize("recipe", ["rloo", "grpo"])
 @pytest.mark.parametrize(("given", "penalty"), [(1.5, 1.5), ("null", 0.0)])
 def test_what_a_policy_learns_from_is_less_the_penalty_of_the_run(
-    policy_dir, prompts_file, tmp_path, stage, given, penalty
+    policy_dir, prompts_file, tmp_path, recipe, given, penalty
 ):
     keys = {"max_steps": 1, "num_iterations": 1, "steps_per_generation": 1, "missing_eos_penalty": given, "beta": 0}
-    keys_task.train(keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **keys), stage)
+    keys_task.train(keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **keys), recipe)
     (event,) = read_events(tmp_path)
     missing = 1 - event["objective/finish_rate"]
     assert 0 < missing < 1
@@ -40,30 +40,30 @@ def run(task, tmp_path):
     """Share of right answers to held-out problems before and after."""
     folder, policy = task
 
-    def train(stage, **keys):
-        flags = arithmetic_task.build_group_flags(policy, tmp_path / stage, folder, **{"max_steps": 160, **keys})
-        keys_task.train(flags, stage)
-        first, last = read_events(tmp_path / stage, "eval")
+    def train(recipe, **keys):
+        flags = arithmetic_task.build_group_flags(policy, tmp_path / recipe, folder, **{"max_steps": 160, **keys})
+        keys_task.train(flags, recipe)
+        first, last = read_events(tmp_path / recipe, "eval")
         return first["eval_reward"], last["eval_reward"]
 
     return train
 
 
-@pytest.mark.parametrize("stage", ["rloo", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_the_verifiable_reward_rises(run, stage):
-    before, after = run(stage)
+@pytest.mark.parametrize("recipe", ["rloo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_the_verifiable_reward_rises(run, recipe):
+    before, after = run(recipe)
     assert after > before + 0.2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["rloo", "grpo"])
-def test_it_does_not_rise_when_the_reward_is_told_of_others(run, stage):
-    before, after = run(stage, reward_funcs="[tests.rl.arithmetic_task:score_shuffled]")
+@pytest.mark.parametrize("recipe", ["rloo", "grpo"])
+def test_it_does_not_rise_when_the_reward_is_told_of_others(run, recipe):
+    before, after = run(recipe, reward_funcs="[tests.rl.arithmetic_task:score_shuffled]")
     assert after < before + 0.1
 
 
 @pytest.mark.slow
-def test_the_comparison_gives_every_stage_as_many_answers_and_steps(task, tmp_path):
+def test_the_comparison_gives_every_recipe_as_many_answers_and_steps(task, tmp_path):
     folder, policy = task
     output = tmp_path / "neighbours.json"
     command = [sys.executable, str(BENCHMARK), "--policy", str(policy), "--prompts", str(folder / "train.jsonl")]

@@ -17,14 +17,14 @@ from recipes_lib.rl.advantages import compute_group_advantages
 from recipes_lib.rl.methods import METHODS, Estimate, GroupMethod
 from recipes_lib.rl.rollout_schedule import choose_prompts
 
-STAGES = ("rloo", "grpo")
+RECIPE_NAMES = ("rloo", "grpo")
 
 
 @pytest.fixture
 def build(policy_dir, prompts_file, tmp_path):
-    def make(stage="grpo", world_size=1, **keys) -> GroupMethod:
-        config = load_config(stage, keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **keys))
-        method = METHODS[stage](config, 300, world_size)
+    def make(recipe="grpo", world_size=1, **keys) -> GroupMethod:
+        config = load_config(recipe, keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **keys))
+        method = METHODS[recipe](config, 300, world_size)
         assert isinstance(method, GroupMethod)
         return method
 
@@ -121,10 +121,10 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_groups_without_signal_are_left_out_and_other_prompts_are_asked(policy_dir, prompts_file, tmp_path, stage):
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_groups_without_signal_are_left_out_and_other_prompts_are_asked(policy_dir, prompts_file, tmp_path, recipe):
     ASKED.clear()
-    keys_task.train(keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **DYNAMIC), stage)
+    keys_task.train(keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **DYNAMIC), recipe)
     events = read_events(tmp_path)
     assert [event["num_answers"] for event in events][-1] == len(ASKED)
     for event in events:
@@ -147,24 +147,24 @@ def test_after_so_many_batches_groups_without_signal_stand_in(policy_dir, prompt
         assert (event["num_answers"], event["frac_reward_zero_std"]) == (128 * iteration, 1)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True, "learning_rate": 3e-3}])
-def test_it_learns_the_task(policy_dir, prompts_file, tmp_path, stage, keys):
+def test_it_learns_the_task(policy_dir, prompts_file, tmp_path, recipe, keys):
     flags = keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **{"max_steps": 80, **keys})
-    keys_task.train(flags, stage)
+    keys_task.train(flags, recipe)
     scores = [event["objective/score"] for event in read_events(tmp_path)]
     assert scores[-1] > scores[0] + 0.3
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @pytest.mark.parametrize("keys", [{}, {"beta": 0, "loss_type": "dr_grpo"}, DYNAMIC])
-def test_a_run_that_was_stopped_resumes_to_the_same_weights(policy_dir, prompts_file, tmp_path, stage, keys):
-    if stage == "rloo":
+def test_a_run_that_was_stopped_resumes_to_the_same_weights(policy_dir, prompts_file, tmp_path, recipe, keys):
+    if recipe == "rloo":
         keys = {name: value for name, value in keys.items() if name != "loss_type"}
     keys = {**keys, "max_steps": 10, "save_strategy": "steps", "save_steps": 4}
 
     def train(folder):
-        return keys_task.train(keys_task.build_group_flags(policy_dir, folder, prompts_file, **keys), stage)
+        return keys_task.train(keys_task.build_group_flags(policy_dir, folder, prompts_file, **keys), recipe)
 
     whole = train(tmp_path / "whole")
     train(tmp_path / "half")

@@ -15,7 +15,7 @@ from tests.rows import read_events, read_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import DivergedError, PreemptedError
-from recipes_lib.inspection.stages import PPOInspection
+from recipes_lib.inspection.recipe_checks import PPOInspection
 from recipes_lib.models import generation as sampling
 from recipes_lib.planning.disk import compute_disk
 from recipes_lib.rl import collect, update

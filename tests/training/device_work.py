@@ -16,7 +16,7 @@ from tests.distributed import sharding
 from tests.simulated_device import WORK
 
 UPSTREAM = "upstream"
-"""Stage that is transformers' own trainer on rows of the length, number and model of ``pretrain``."""
+"""Recipe that is transformers' own trainer on rows of the length, number and model of ``pretrain``."""
 
 
 def main() -> None:

@@ -142,7 +142,7 @@ def build_config(model_dir: Path, output_dir: Path, setting: Setting, **training
         "precompute_ref_log_probs": False,
     }
     return RecipeConfig(
-        stage="dpo",
+        recipe="dpo",
         path=None,
         data=DataConfig(dataset_name="pairs"),
         tokens=TokensConfig(prepared_dir=str(output_dir.parent / setting.cache)),

@@ -47,13 +47,13 @@ class Watched:
         return self._collate(rows)
 
 
-def run(stage: str, folder: Path, model_dir: Path, tokenizer_dir: Path, accumulation: int) -> dict[str, Any]:
-    """Run, or go on with, a stage in ``folder``; return its losses by step and this process's rows by batch."""
+def run(recipe: str, folder: Path, model_dir: Path, tokenizer_dir: Path, accumulation: int) -> dict[str, Any]:
+    """Run, or go on with, a recipe in ``folder``; return its losses by step and this process's rows by batch."""
     keys = KEYS | {"output_dir": str(folder), "gradient_accumulation_steps": accumulation}
-    if stage == "pretrain":
+    if recipe == "pretrain":
         return _run_recipe(folder, tokenizer_dir, keys)
     config = RecipeConfig(
-        stage=stage,
+        recipe=recipe,
         path=None,
         data=DataConfig(dataset_name="rows"),
         tokens=TokensConfig(),
@@ -64,7 +64,7 @@ def run(stage: str, folder: Path, model_dir: Path, tokenizer_dir: Path, accumula
     started = start_run(config, read_launch())
     training = {name: value for name, value in started.config.training.items() if name != "output_dir"}
     # Thirty-two rows are four steps, so that the run goes on into a second epoch.
-    if stage == "sft":
+    if recipe == "sft":
         trainer, recorder = trajectories.make_trainer(model_dir, folder, trajectories.make_packs(32), **training)
     else:
         trainer, recorder = pairs.make_pair_trainer(model_dir, folder, pairs.make_pairs(32), **training)
@@ -116,11 +116,11 @@ def cut(source: Path, target: Path, step: int, damaged: int) -> None:
 
 
 def main() -> None:
-    """Run in this process (one of several): ``MODEL TOKENIZER OUTPUT JSON_OF_[STAGE, FOLDER, ACCUMULATION]``."""
+    """Run in this process (one of several): ``MODEL TOKENIZER OUTPUT JSON_OF_[RECIPE, FOLDER, ACCUMULATION]``."""
     model_dir, tokenizer_dir, output_dir = map(Path, sys.argv[1:4])
     reports = [
-        run(stage, output_dir / folder, model_dir, tokenizer_dir, accumulation)
-        for stage, folder, accumulation in json.loads(sys.argv[4])
+        run(recipe, output_dir / folder, model_dir, tokenizer_dir, accumulation)
+        for recipe, folder, accumulation in json.loads(sys.argv[4])
     ]
     (output_dir / f"reports-{distributed.get_rank()}.json").write_text(json.dumps(reports))
     distributed.barrier()

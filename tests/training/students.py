@@ -80,7 +80,7 @@ def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys:
     attention = keys.pop("attn_implementation", "sdpa")
     rewards = RewardsConfig(response_length=keys.pop("response_length", 8))
     return RecipeConfig(
-        stage="distill",
+        recipe="distill",
         path=None,
         data=DataConfig(dataset_name="packs"),
         tokens=TokensConfig(prepared_dir=keys.pop("prepared_dir", None)),

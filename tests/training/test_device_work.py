@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.distributed.cells import write_inputs
-from tests.faults import stages
+from tests.faults import recipe_runs
 from tests.forked import run_forked
 from tests.simulated_device import SIMULATED
 from tests.training.device_work import UPSTREAM
@@ -25,19 +25,19 @@ QUIET = {
     "max_steps": 4,
     "optim": "adamw_torch",
 }
-OF_STAGE: dict[str, dict[str, Any]] = {
+OF_RECIPE: dict[str, dict[str, Any]] = {
     "sft": {"attn_implementation": "varlen"},
     "pretrain": {
         "attn_implementation": "varlen",
         "cross_document_attention": "true",
-        "model_config": json.dumps({"model_type": "llama"} | stages.SIZES | {"num_hidden_layers": 12}),
+        "model_config": json.dumps({"model_type": "llama"} | recipe_runs.SIZES | {"num_hidden_layers": 12}),
     },
     "sft unpacked": {"attn_implementation": "varlen", "packing": "false"},
     "dpo": {},
     "reward": {},
 }
 ACCUMULATED = (1, 3)
-WAITS = dict.fromkeys(OF_STAGE, 2)
+WAITS = dict.fromkeys(OF_RECIPE, 2)
 """Of the host a step: for the number of terms over all processes, and for what the guard judges."""
 
 
@@ -46,40 +46,40 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("work")
     write_inputs(folder)
     jobs = {}
-    for stage, more in OF_STAGE.items():
-        recipe = stage.split()[0]
-        keys = {**stages.make_keys(folder, recipe), **QUIET, **more}
+    for recipe, more in OF_RECIPE.items():
+        recipe = recipe.split()[0]
+        keys = {**recipe_runs.make_keys(folder, recipe), **QUIET, **more}
         without = [
             "save_steps",
             "eval_steps",
             "save_total_limit",
-            *(["num_sample_prompts"] if stage == "reward" else []),
+            *(["num_sample_prompts"] if recipe == "reward" else []),
         ]
         keys = {key: str(value) for key, value in keys.items() if key not in without}
         for count in ACCUMULATED:
-            jobs[f"{stage} {count}"] = {"stage": recipe, "keys": {**keys, "gradient_accumulation_steps": str(count)}}
+            jobs[f"{recipe} {count}"] = {"stage": recipe, "keys": {**keys, "gradient_accumulation_steps": str(count)}}
     jobs |= {f"{UPSTREAM} {count}": {**jobs[f"pretrain {count}"], "stage": UPSTREAM} for count in ACCUMULATED}
     run_forked("tests.training.device_work", folder / "runs", json.dumps(jobs), variables=SIMULATED, num_processes=None)
     found: dict[str, Any] = json.loads((folder / "runs" / "work.json").read_text())
     return found
 
 
-@pytest.mark.parametrize("stage", OF_STAGE)
-def test_the_host_waits_as_often_however_many_micro_batches_a_step_has(work: dict[str, Any], stage: str) -> None:
+@pytest.mark.parametrize("recipe", OF_RECIPE)
+def test_the_host_waits_as_often_however_many_micro_batches_a_step_has(work: dict[str, Any], recipe: str) -> None:
     for count in ACCUMULATED:
-        waits = work[f"{stage} {count}"]["waits"]
-        assert sum(waits.values()) <= WAITS[stage], waits
+        waits = work[f"{recipe} {count}"]["waits"]
+        assert sum(waits.values()) <= WAITS[recipe], waits
 
 
-@pytest.mark.parametrize("stage", OF_STAGE)
-def test_batches_are_copied_without_waiting(work: dict[str, Any], stage: str) -> None:
+@pytest.mark.parametrize("recipe", OF_RECIPE)
+def test_batches_are_copied_without_waiting(work: dict[str, Any], recipe: str) -> None:
     """What a step copies otherwise are scalars, as many for any number of micro-batches."""
-    few, many = (sum(work[f"{stage} {count}"]["copies"].values()) for count in ACCUMULATED)
+    few, many = (sum(work[f"{recipe} {count}"]["copies"].values()) for count in ACCUMULATED)
     assert few == many <= 2
 
 
 @pytest.mark.parametrize("count", ACCUMULATED)
 def test_a_step_is_no_more_kernels_than_that_of_upstreams_trainer(work: dict[str, Any], count: int) -> None:
-    ours, theirs = (work[f"{stage} {count}"]["kernels"] for stage in ("pretrain", UPSTREAM))
+    ours, theirs = (work[f"{recipe} {count}"]["kernels"] for recipe in ("pretrain", UPSTREAM))
     assert sum(ours.values()) <= sum(theirs.values()), Counter(ours) - Counter(theirs)
     assert sum(work[f"{UPSTREAM} {count}"]["waits"].values()) > 0

@@ -39,7 +39,7 @@ ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 
 def make_config(output_dir: Path, *, tokens=None, **training) -> RecipeConfig:
     return RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(dataset_name="chats.jsonl"),
         tokens=tokens or TokensConfig(),
@@ -389,7 +389,7 @@ def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
     start_run(make_config(tmp_path), ONE)
     leave_checkpoint(tmp_path, 5)
     (tmp_path / "run.json").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.json: is not as it was written: `stage` is missing") as caught:
+    with pytest.raises(ConfigError, match=r"run\.json: is not as it was written: `recipe` is missing") as caught:
         start_run(make_config(tmp_path), ONE)
     assert caught.value.problems[0].remedy == "put the file back, or choose another output_dir"
 

@@ -82,7 +82,7 @@ def make_trainer(
         "lr_scheduler_type": "linear",
     }
     config = RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(dataset_name="packs"),
         tokens=TokensConfig(),

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from recipes_lib.commands.clean import check as check_corpus
 from recipes_lib.commands.evaluate import check as check_evaluation
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
@@ -42,15 +42,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--migrate", type=Path, metavar="OLD", help="print OLD, of TRL or alignment-handbook, as a recipe"
     )
-    stage, rest = split_stage(argv, TABLES)
-    if stage == "corpus":
+    recipe, rest = split_recipe(argv, TABLES)
+    if recipe == "corpus":
         return check_corpus(rest)
-    if stage == "eval":
+    if recipe == "eval":
         return check_evaluation(rest)
     options, overrides = parser.parse_known_args(argv)
     if options.migrate:
-        return _print_migration(options.migrate, stage if options.stage else None)
-    config = load_for_command(stage, overrides, options.config)
+        return _print_migration(options.migrate, recipe if options.recipe else None)
+    config = load_for_command(recipe, overrides, options.config)
     launch_file = find_launch_file(options.hardware) if options.hardware else None
     launch = plan_launch(
         launch_file, options.num_processes, name_pipeline(options.pipeline_stages, options.pipeline_schedule)
@@ -68,25 +68,27 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
         console: Where the findings go.
         launch_file: By which; ``None`` where that is not known.
     """
-    from recipes_lib.inspection.stages import INSPECTIONS
+    from recipes_lib.inspection.recipe_checks import INSPECTIONS
 
-    inspection = INSPECTIONS[config.stage](config, launch, console, launch_file)
+    inspection = INSPECTIONS[config.recipe](config, launch, console, launch_file)
     inspection.look_at_everything()
     count = len(inspection.problems)
     console.print(f"\n{count} problem{'s' * (count != 1)}" if count else "\nready to train")
     return inspection.problems
 
 
-def _print_migration(path: Path, stage: str | None) -> int:
+def _print_migration(path: Path, recipe: str | None) -> int:
     """Print the rewritten file on standard output, and on standard error what changed and what is left."""
-    migration = migrate(path, stage)
+    migration = migrate(path, recipe)
     sys.stdout.write(migration.text)
     for change in migration.changes:
         place = f"{path}:{change.line}" if change.line else str(path)
         sys.stderr.write(f"{'you decide' if change.by_hand else 'changed'}  {place}: {change.what}\n")
-    stage = migration.stage
+    recipe = migration.recipe
     if not migration.is_ready:
         sys.stderr.write("not yet a recipe: settle the last lines above\n")
         return EXIT_USER
-    sys.stderr.write(f"a recipe of {stage}: name the file {stage}.yaml or {stage}_*.yaml, or write --stage {stage}\n")
+    sys.stderr.write(
+        f"a recipe of {recipe}: name the file {recipe}.yaml or {recipe}_*.yaml, or write --recipe {recipe}\n"
+    )
     return EXIT_DONE

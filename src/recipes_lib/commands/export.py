@@ -41,7 +41,7 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     Host memory holds the weights once, and the largest tensors of them twice for a moment.
 
     Args:
-        checkpoint: Sealed, of any stage of one model.
+        checkpoint: Sealed, of any recipe of one model.
         output: Where it goes; it must not be there, or be empty.
 
     Returns:

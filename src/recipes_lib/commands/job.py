@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from recipes_lib.commands.launch import PORT
-from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.config.loader import parse_command, split_recipe
 from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import read_launch_file
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="recipes job", description=__doc__, allow_abbrev=False)
     parser.add_argument("--to", required=True, choices=CLUSTERS, help="which cluster")
-    parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
+    parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
     parser.add_argument(
         "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
     )
@@ -105,8 +105,8 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     Raises:
         ConfigError: As ``main``.
     """
-    stage, _ = split_stage(["--config", options.config, *(["--stage", options.stage] if options.stage else [])])
-    config = parse_command(stage, ["--config", options.config, *overrides])
+    recipe, _ = split_recipe(["--config", options.config, *(["--recipe", options.recipe] if options.recipe else [])])
+    config = parse_command(recipe, ["--config", options.config, *overrides])
     if isinstance(config, str):
         raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))
     if problems := list(_find_problems(options)):
@@ -123,7 +123,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     if options.hardware:
         read_launch_file(find_launch_file(options.hardware))
     hardware = options.hardware or ("ddp" if num_processes > 1 else "single_gpu")
-    command = ["recipes", "launch", "--stage", stage, "--config", options.config, "--hardware", hardware]
+    command = ["recipes", "launch", "--recipe", recipe, "--config", options.config, "--hardware", hardware]
     command += ["--num_processes", str(num_processes), *_leave_out(overrides, "output_dir"), "--output_dir", output_dir]
     cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)
     derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.loader import parse_command, split_stage
+from recipes_lib.config.loader import parse_command, split_recipe
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.shipped import RECIPES, find_launch_file, find_shipped
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
             recipe, this machine cannot do what it asks for, or nothing says where the first machine is.
     """
     parser = argparse.ArgumentParser(prog="recipes launch", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--stage", help="recipe to run (default: what the file's name begins with, or sft)")
+    parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
     parser.add_argument("--num_processes", type=int, help="over all machines (default: one for each GPU)")
@@ -134,10 +134,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--main_process_port", type=int, help="at which machine 0 listens")
     parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
     options, overrides = parser.parse_known_args(argv)
-    stage = split_stage(argv)[0]
+    recipe = split_recipe(argv)[0]
     named = ["--config", options.config, *overrides] if options.config else overrides
     # A wrong key is told before any process starts, and so is what the two files cannot ask for together.
-    config = parse_command(stage, named)
+    config = parse_command(recipe, named)
     machines = _settle_machines(options, find_machines(read_environment()))
     file = find_launch_file(options.hardware or choose_for_this_machine(machines.num_machines))
     document = read_launch_file(file)
@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
-    command = compose(file, [str(find_shipped(RECIPES / f"{stage}.py")), *named], machines, num_processes)
+    command = compose(file, [str(find_shipped(RECIPES / f"{recipe}.py")), *named], machines, num_processes)
     told = [f"{name}={value}" for name, value in pipeline.items()] if options.pipeline_stages > 1 else []
     sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join([*told, *command])}\n")
     if options.dry_run:
@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     raise AssertionError("the process is another one now")
 
 
-def compose(file: Path, recipe: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
+def compose(file: Path, script: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
     """Return accelerate's command; the file is named, so that no ``default_config.yaml`` of the user is read."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
     command += ["--num_processes", str(num_processes), "--num_machines", str(machines.num_machines)]
@@ -174,7 +174,7 @@ def compose(file: Path, recipe: Sequence[str], machines: Machines, num_processes
         command += ["--main_process_ip", str(machines.main_process_ip)]
     if num_processes > 1:
         command += ["--main_process_port", str(machines.main_process_port)]
-    return [*command, *recipe]
+    return [*command, *script]
 
 
 def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:

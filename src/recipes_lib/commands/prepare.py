@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
@@ -34,19 +34,19 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         load_tokenizer: Called only when something has to be tokenised.
 
     Raises:
-        ConfigError: The stage has nothing to prepare.
+        ConfigError: The recipe has nothing to prepare.
     """
     about = "Tokenise, mask and pack the data of a run, or find them prepared."
     parser = argparse.ArgumentParser(prog="recipes prepare", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
     options, overrides = parser.parse_known_args(argv)
-    stage, _ = split_stage(argv)
-    if stage in ("ppo", "rloo", "grpo"):
+    recipe, _ = split_recipe(argv)
+    if recipe in ("ppo", "rloo", "grpo"):
         found = "there is nothing to prepare: prompts are tokenised when the run starts"
-        raise ConfigError(Problem("--stage", found, "look at them with `recipes check` and `recipes preview`"))
-    config = load_for_command(stage, overrides, options.config)
+        raise ConfigError(Problem("--recipe", found, "look at them with `recipes check` and `recipes preview`"))
+    config = load_for_command(recipe, overrides, options.config)
     started = time.monotonic()
-    summary, is_new, places = _prepare(stage, config, load_tokenizer)
+    summary, is_new, places = _prepare(recipe, config, load_tokenizer)
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -56,16 +56,16 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         console.print(place, soft_wrap=True)
 
 
-def _prepare(stage: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
-    """Return what the data of a stage are, whether they had to be made, and where they lie."""
-    if stage == "pretrain":
+def _prepare(recipe: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
+    """Return what the data of a recipe are, whether they had to be made, and where they lie."""
+    if recipe == "pretrain":
         from recipes_lib.data.tokens import token_data
 
         tokens = token_data.prepare_tokens(config, load_tokenizer, num_tokens=config.pretraining.max_tokens)
         named = tokens.record.get("eval_datasets", {}).values()
         places = [f"{source['name']}: {source['path']}" for source in (*tokens.record["sources"], *named)]
         return token_data.render_summary(tokens), tokens.is_new, places
-    if stage in ("reward", "dpo"):
+    if recipe in ("reward", "dpo"):
         from recipes_lib.data.pairs.preference_sets import prepare_pairs as prepare_rows
         from recipes_lib.data.pairs.preference_sets import render_summary
     else:
@@ -103,7 +103,7 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
     parser.add_argument("--html", type=Path, metavar="OUT", help="write them as an HTML page, too")
     options, overrides = parser.parse_known_args(argv)
-    config = load_for_command(split_stage(argv)[0], overrides, options.config)
+    config = load_for_command(split_recipe(argv)[0], overrides, options.config)
     if options.rows < 1:
         raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
     from rich.console import Console

@@ -15,7 +15,7 @@ import yaml
 from packaging.version import VERSION_PATTERN, Version
 
 from recipes_lib.config.loader import check_text
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escape_controls
 from recipes_lib.files import read_record
@@ -41,9 +41,9 @@ def main(argv: Sequence[str]) -> None:
     """
     options = _parse(argv)
     record = _read_record(options.source, options.revision)
-    stage = record["stage"]
+    recipe = record["stage"]
     folder: Path = options.output or Path("reproduced") / Path(options.source).name
-    recipe, constraints = folder / f"{stage}.yaml", folder / "constraints.txt"
+    config_file, constraints = folder / f"{recipe}.yaml", folder / "constraints.txt"
     keys, lost = restore_keys(record)
     keys["output_dir"] = str(folder / "run")
     head = [f"{escape_controls(options.source)}, by `recipes reproduce`."]
@@ -52,24 +52,25 @@ def main(argv: Sequence[str]) -> None:
         head += [f"{key}: {json.dumps(value)}" for key, value in code.items()]
     text = "".join(f"# {line}\n" for line in head) + yaml.safe_dump(keys, sort_keys=False, allow_unicode=True)
     folder.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(text, encoding="utf-8")
+    config_file.write_text(text, encoding="utf-8")
     constraints.write_text("".join(f"{line}\n" for line in list_constraints(record)), encoding="utf-8")
-    sys.stdout.write(f"restored {recipe} ({len(keys)} keys) and {constraints}\n")
+    sys.stdout.write(f"restored {config_file} ({len(keys)} keys) and {constraints}\n")
     lost += [
-        f"the key {key}, which was {value!r}, runs code: {recipe} has it as a comment" for key, value in code.items()
+        f"the key {key}, which was {value!r}, runs code: {config_file} has it as a comment"
+        for key, value in code.items()
     ]
     told = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
     sys.stdout.write("".join(told) or "everything that is recorded matches\n")
     problems: Sequence[Problem] = ()
     try:
-        check_text(stage, text, recipe)
+        check_text(recipe, text, config_file)
     except UserError as error:
         problems = error.problems
     if problems:
         raise ConfigError(*problems)
     launcher = "python" if record["num_processes"] == 1 else f"torchrun --nproc_per_node {record['num_processes']}"
     sys.stdout.write(f"same packages:  python -m pip install -c {shlex.quote(str(constraints))} -e .\n")
-    sys.stdout.write(f"same run:       {launcher} recipes/{stage}.py --config {shlex.quote(str(recipe))}\n")
+    sys.stdout.write(f"same run:       {launcher} recipes/{recipe}.py --config {shlex.quote(str(config_file))}\n")
 
 
 def runs_code(key: str, value: Any) -> bool:
@@ -189,7 +190,7 @@ def _is_commit(value: Any) -> bool:
 _PACKAGE: Final = re.compile("[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _VERSION: Final = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 _FIELDS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "stage": lambda value: value in STAGES,
+    "stage": lambda value: value in RECIPE_NAMES,
     "config": _is_mapping,
     "provenance": _maps_texts,
     "versions": _are_versions,

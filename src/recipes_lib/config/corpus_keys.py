@@ -83,7 +83,7 @@ class InputKeys:
     executor: Literal["local", "slurm", "ray"] = "local"
     """What runs the tasks: processes of this machine, or datatrove's Slurm or Ray executor."""
     executor_options: dict[str, Any] | None = None
-    """Arguments of datatrove's executor, and of one stage: ``{partition: cpu, comparing: {mem_per_cpu_gb: 64}}``."""
+    """Arguments of datatrove's executor, and of one job: ``{partition: cpu, comparing: {mem_per_cpu_gb: 64}}``."""
     workers: int | None = None
     """Tasks at a time. Unset: as many as there are cores."""
     task_megabytes: int = 64
@@ -222,8 +222,8 @@ CORPUS_SECTIONS: Final[Mapping[str, type]] = {
 }
 """Heading in ``--help`` -> the keys below it."""
 PII_KINDS: Final = ("email", "phone", "ip", "card", "iban", "ssn", "private_key", "api_token")
-STAGE_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")
-"""Stages that ``executor_options`` may single out."""
+JOB_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")
+"""Jobs that ``executor_options`` may single out."""
 MAX_SAMPLES: Final = 20
 """Every task collects as many, so that another ``num_samples`` does nothing again."""
 _BOUNDS: Final = {

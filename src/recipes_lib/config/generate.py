@@ -35,18 +35,18 @@ from recipes_lib.config.recipes import (
     read_notes,
     read_refused,
 )
-from recipes_lib.config.table import STAGES, TABLES, Retired, describe, load_table, table_path
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, Retired, describe, load_table, table_path
 from recipes_lib.config.values import is_secret_key
 
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
-_REQUIRED = dict.fromkeys(STAGES, ("model_name_or_path", "output_dir")) | {
+_REQUIRED = dict.fromkeys(RECIPE_NAMES, ("model_name_or_path", "output_dir")) | {
     "pretrain": ("max_length", "output_dir"),
     "distill": ("model_name_or_path", "teacher_model_name_or_path", "output_dir"),
     "corpus": ("sources", "output_dir"),
     "eval": ("model_name_or_path", "tasks"),
 }
-_SECTIONS = dict.fromkeys(STAGES, our_schema.SECTIONS) | {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS}
+_SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS}
 
 
 def main() -> None:
@@ -59,40 +59,40 @@ def main() -> None:
 
 
 def build_tables() -> dict[Path, str]:
-    """Return path and content of the key table of each stage."""
-    return {table_path(stage): _to_json(_build_table(stage)) for stage in TABLES}
+    """Return path and content of the key table of each recipe."""
+    return {table_path(recipe): _to_json(_build_table(recipe)) for recipe in TABLES}
 
 
 def build_documents() -> dict[Path, str]:
     """Return path and content of what is made from the key tables: editor schemas, and the two generated pages."""
     documents = {
-        table_path(stage).with_suffix("").with_suffix(".schema.json"): _build_schema(stage) for stage in TABLES
+        table_path(recipe).with_suffix("").with_suffix(".schema.json"): _build_schema(recipe) for recipe in TABLES
     }
     documents[_ROOT / "docs" / "configs.md"] = format_reference()
     documents[_ROOT / "docs" / "migration.md"] = format_migration()
     return documents
 
 
-def _build_table(stage: str) -> dict[str, Any]:
+def _build_table(recipe: str) -> dict[str, Any]:
     groups: dict[str, str] = {}
     keys: dict[str, Any] = {}
-    is_stage = stage in STAGES
-    refused = read_refused(stage) if is_stage else {}
-    for group, section in _SECTIONS[stage].items():
-        fields = {name: key for name, key in _read_section(section, stage).items() if name not in refused}
+    is_recipe = recipe in RECIPE_NAMES
+    refused = read_refused(recipe) if is_recipe else {}
+    for group, section in _SECTIONS[recipe].items():
+        fields = {name: key for name, key in _read_section(section, recipe).items() if name not in refused}
         if fields:
             groups[group] = (section.__doc__ or "").split("\n")[0]
             keys |= {name: {"group": group} | key for name, key in fields.items()}
-    for name, key in (_read_upstream(stage) if is_stage else {}).items():
+    for name, key in (_read_upstream(recipe) if is_recipe else {}).items():
         if name not in keys and name not in refused and not is_secret_key(name):
             keys[name] = key
             groups.setdefault(key["group"], "")
-    for name in _REQUIRED[stage]:
+    for name in _REQUIRED[recipe]:
         keys[name]["schema"]["type"] = [kind for kind in keys[name]["schema"]["type"] if kind != "null"]
-    return {"stage": stage, "groups": groups, "required": list(_REQUIRED[stage]), "keys": keys}
+    return {"stage": recipe, "groups": groups, "required": list(_REQUIRED[recipe]), "keys": keys}
 
 
-def _read_section(section: type, stage: str) -> dict[str, dict[str, Any]]:
+def _read_section(section: type, recipe: str) -> dict[str, dict[str, Any]]:
     hints = typing.get_type_hints(section)
     helps = _read_field_strings(section)
     return {
@@ -100,15 +100,15 @@ def _read_section(section: type, stage: str) -> dict[str, dict[str, Any]]:
             "owner": "recipes_lib",
             "schema": _describe_key(field.name, hints[field.name], field.metadata.get("items")),
             "help": helps[field.name],
-            **_choose_default(field.name, None if field.default is dataclasses.MISSING else field.default, stage),
+            **_choose_default(field.name, None if field.default is dataclasses.MISSING else field.default, recipe),
         }
         for field in dataclasses.fields(section)
     }
 
 
-def _choose_default(name: str, general: Any, stage: str) -> dict[str, Any]:
-    """Return the default of a key, and where the stage has its own, the general one and why."""
-    ours = read_defaults(stage).get(name) if stage in STAGES else None
+def _choose_default(name: str, general: Any, recipe: str) -> dict[str, Any]:
+    """Return the default of a key, and where the recipe has its own, the general one and why."""
+    ours = read_defaults(recipe).get(name) if recipe in RECIPE_NAMES else None
     return (
         {"default": general} if ours is None else {"default": ours[0], "upstream_default": general, "reason": ours[1]}
     )
@@ -125,18 +125,18 @@ def _read_field_strings(section: type) -> dict[str, str]:
     }
 
 
-def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
+def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
     import trl
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     own = {"reward": trl.RewardConfig, "dpo": trl.DPOConfig, "rloo": trl.RLOOConfig, "grpo": trl.GRPOConfig}
-    config = TrainingArguments if stage in ("pretrain", "ppo") else own.get(stage, trl.SFTConfig)
-    refused = read_refused(stage)
+    config = TrainingArguments if recipe in ("pretrain", "ppo") else own.get(recipe, trl.SFTConfig)
+    refused = read_refused(recipe)
     hints = typing.get_type_hints(config)
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
     headings = _read_headings(inspect.getdoc(TrainingArguments) or "")
-    choices = {"report_to": ("none", "all", *sorted(INTEGRATION_TO_CALLBACK)), **read_choices(stage)}
+    choices = {"report_to": ("none", "all", *sorted(INTEGRATION_TO_CALLBACK)), **read_choices(recipe)}
     keys = {}
     for field in dataclasses.fields(config):
         name = field.name
@@ -148,9 +148,9 @@ def _read_upstream(stage: str) -> dict[str, dict[str, Any]]:
             "owner": "transformers" if name in inherited else "trl",
             "schema": _describe_key(name, hints[name], None, allowed),
             "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes().get(name, "")]).strip(),
-            **_choose_default(name, _read_default(field), stage),
+            **_choose_default(name, _read_default(field), recipe),
         }
-        keys[name]["schema"].get("enum", []).extend(read_added_choices(stage).get(name, ()))
+        keys[name]["schema"].get("enum", []).extend(read_added_choices(recipe).get(name, ()))
     return keys
 
 
@@ -224,15 +224,15 @@ def _describe_type(hint: Any) -> dict[str, Any]:
     return schema
 
 
-def _build_schema(stage: str) -> str:
-    table = load_table(stage)
+def _build_schema(recipe: str) -> str:
+    table = load_table(recipe)
     properties = {
         name: {**key.schema, "description": key.help, "default": key.default} for name, key in table.keys.items()
     }
     return _to_json(
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
-            "title": f"{stage} recipe",
+            "title": f"{recipe} recipe",
             "type": "object",
             "properties": properties,
             "required": list(table.required),
@@ -247,7 +247,7 @@ def _to_json(content: Mapping[str, Any]) -> str:
 
 def format_reference() -> str:
     """Return the reference page in Markdown."""
-    tables = [load_table(stage) for stage in STAGES]
+    tables = [load_table(recipe) for recipe in RECIPE_NAMES]
     return _render(
         "configs.md.jinja",
         tables=tables,

@@ -21,7 +21,7 @@ from recipes_lib.config.paths import PATH_KEYS, expand_home
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
-from recipes_lib.config.table import STAGES, Key, KeyTable, describe, load_table
+from recipes_lib.config.table import RECIPE_NAMES, Key, KeyTable, describe, load_table
 from recipes_lib.config.values import (
     INVALID,
     Entry,
@@ -45,29 +45,29 @@ _SECTION_WORDS = {
 }
 
 
-def load_config(stage: str, argv: Sequence[str]) -> RecipeConfig:
+def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
     """Read and check the configuration of a run.
 
     Args:
-        stage: Name of the recipe, such as ``sft``.
+        recipe: Name of the recipe, such as ``sft``.
         argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
 
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
     """
-    table = load_table(stage)
+    table = load_table(recipe)
     problems: list[Problem] = []
     command = parse_command_line(argv, table, problems)
     return _load(command, table, problems)
 
 
-def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
+def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
     """Read a script's arguments: the configuration to run, or the text that ``--help`` or ``--print-config`` asks for.
 
     Raises:
         ConfigError: As ``load_config``; ``--help`` never.
     """
-    table = load_table(stage)
+    table = load_table(recipe)
     problems: list[Problem] = []
     command = parse_command_line(argv, table, problems)
     if command.wants == "help":
@@ -77,9 +77,9 @@ def parse_command(stage: str, argv: Sequence[str]) -> RecipeConfig | str:
 
 
 def format_help(table: KeyTable) -> str:
-    """Return the help of a stage: usage, then every key by group, with its value, default and meaning."""
+    """Return the help of a recipe: usage, then every key by group, with its value, default and meaning."""
     lines = [
-        f"usage: recipes/{table.stage}.py --config FILE [--key value ...]",
+        f"usage: recipes/{table.recipe}.py --config FILE [--key value ...]",
         "",
         "  --config FILE    a flat YAML file of the keys below; flags override it",
         "  --print-config   print every effective value and where it comes from, and exit",
@@ -110,63 +110,63 @@ def format_config(config: RecipeConfig, table: KeyTable) -> str:
 
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags by which a command names the run that it is about."""
-    parser.add_argument("--stage", help="recipe (default: what the file's name begins with, or sft)")
-    about = "the recipe; further --key value flags override it (`python recipes/STAGE.py --help` lists the keys)"
+    parser.add_argument("--recipe", "--stage", help="recipe (default: what the file's name begins with, or sft)")
+    about = "the recipe; further --key value flags override it (`python recipes/RECIPE.py --help` lists the keys)"
     parser.add_argument("--config", metavar="F", help=about)
 
 
-def split_stage(argv: Sequence[str], stages: Sequence[str] = STAGES) -> tuple[str, list[str]]:
-    """Return the stage that a command's arguments are about, and the rest of them.
+def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:
+    """Return the recipe that a command's arguments are about, and the rest of them.
 
-    It is what ``--stage`` says; without it, what the name of the configuration file begins with, as that of
+    It is what ``--recipe`` says; without it, what the name of the configuration file begins with, as that of
     ``pretrain_long.yaml``; else ``sft``.
 
     Args:
         argv: The arguments.
-        stages: What the command knows; ``check`` and ``plan`` know a corpus too.
+        recipes: What the command knows; ``check`` and ``plan`` know a corpus too.
 
     Raises:
-        ConfigError: There is no such stage.
+        ConfigError: There is no such recipe.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--stage")
+    parser.add_argument("--recipe", "--stage")
     options, rest = parser.parse_known_args(argv)
     parser.add_argument("--config", type=Path)
     config = parser.parse_known_args(rest)[0].config
     named = config.stem.split("_")[0] if config else ""
-    stage = options.stage or (named if named in stages else "sft")
-    if stage not in stages:
-        raise ConfigError(Problem("--stage", f"there is no recipe {stage!r}", f"write one of {', '.join(stages)}"))
-    return stage, rest
+    recipe = options.recipe or (named if named in recipes else "sft")
+    if recipe not in recipes:
+        raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(recipes)}"))
+    return recipe, rest
 
 
-def load_for_command(stage: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
+def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
     """Return the configuration of the run that a command is about.
 
     As argparse does with its own ``--help``, ``--help`` and ``--print-config`` are printed, and end the command.
 
     Args:
-        stage: From ``split_stage``, or that of the command.
+        recipe: From ``split_recipe``, or that of the command.
         overrides: What the command itself did not take: ``--key value`` flags.
         config: Value of its own ``--config``.
 
     Raises:
         ConfigError: As ``load_config``.
     """
-    parsed = parse_command(stage, [*(["--config", config] if config else []), *overrides])
+    parsed = parse_command(recipe, [*(["--config", config] if config else []), *overrides])
     if isinstance(parsed, str):
         sys.stdout.write(f"{parsed}\n")
         raise SystemExit(EXIT_DONE)
     return parsed
 
 
-def check_text(stage: str, text: str, path: Path) -> RecipeConfig:
+def check_text(recipe: str, text: str, path: Path) -> RecipeConfig:
     """Check a recipe's YAML text as the file ``path`` would be.
 
     Raises:
         ConfigError: As ``load_config``.
     """
-    table, problems = load_table(stage), list[Problem]()
+    table, problems = load_table(recipe), list[Problem]()
     return _build(path, read_entries(text, str(path), problems), table, problems)
 
 
@@ -280,12 +280,12 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
     values = _read_values(given, table, problems, _adapt)
     # A retired spelling stands for its successor, so that this is not reported as missing too.
     unknown = [key for key in given if key not in table.keys]
-    known = read_known(table.stage) if unknown else {}
+    known = read_known(table.recipe) if unknown else {}
     standing_for = {known[key].new: given[key] for key in unknown if key in known}
     settings = Settings(
         table, str(path or "command line"), {key: entry for key, entry in standing_for.items() if key} | given, values
     )
-    for rule in RULES[table.stage]:
+    for rule in RULES[table.recipe]:
         problems.extend(rule(settings))
     if problems:
         raise ConfigError(*_in_order(problems, path))
@@ -344,7 +344,7 @@ def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
         )
         for name, section in SECTIONS.items()
     }
-    return RecipeConfig(stage=settings.table.stage, path=path, training=values, provenance=provenance, **sections)
+    return RecipeConfig(recipe=settings.table.recipe, path=path, training=values, provenance=provenance, **sections)
 
 
 def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
@@ -359,7 +359,7 @@ def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
 
 @functools.cache
 def read_synonyms() -> Mapping[str, str]:
-    """Return name elsewhere -> our key, of one stage or of several."""
+    """Return name elsewhere -> our key, of one recipe or of several."""
     names = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
     return {name: key for key, synonyms in names.items() for name in synonyms.split()}
 
@@ -369,13 +369,13 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
 
     Args:
         entry: The key with its value.
-        table: The keys of the stage.
+        table: The keys of the recipe.
         taken: Every key that the user wrote, so that a successor is not offered twice.
     """
     key = entry.key
     if is_secret_key(key):
         return refuse_secret_key(entry.where, key[:60])
-    known = read_known(table.stage)
+    known = read_known(table.recipe)
     if key in known:
         retired = known[key]
         remedy = f"delete the line: `{retired.new}` is set as well" if retired.new in taken else retired.remedy
@@ -391,7 +391,7 @@ def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
     if not isinstance(node, yaml.MappingNode):
         return []
     names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    return [name for name in names if name in table.keys or name in read_known(table.stage)]
+    return [name for name in names if name in table.keys or name in read_known(table.recipe)]
 
 
 def _suggest(key: str, table: KeyTable, flag: bool) -> str:
@@ -399,7 +399,7 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     if positive in table.keys and table.keys[positive].accepts("boolean"):
         return f"write `--{positive} false`" if flag else f"write `{positive}: false`"
     plain = key.lower().replace("-", "_")
-    known = read_known(table.stage)
+    known = read_known(table.recipe)
     synonym = read_synonyms().get(plain, "")
     if synonym in known:
         return f"it is `{synonym}` elsewhere, which {known[synonym].found}; {known[synonym].remedy}"

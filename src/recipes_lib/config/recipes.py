@@ -20,19 +20,19 @@ from recipes_lib.config.table import Retired
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def read_defaults(stage: str) -> Mapping[str, tuple[Any, str]]:
-    """Return the effective defaults of a stage that are not upstream's: key -> (value, reason)."""
-    return {key: tuple(default) for key, default in _gather("defaults", stage).items()}
+def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
+    """Return the effective defaults of a recipe that are not upstream's: key -> (value, reason)."""
+    return {key: tuple(default) for key, default in _gather("defaults", recipe).items()}
 
 
-def read_choices(stage: str) -> Mapping[str, list[str | bool]]:
+def read_choices(recipe: str) -> Mapping[str, list[str | bool]]:
     """Return the values honoured where upstream allows more."""
-    return _gather("choices", stage)
+    return _gather("choices", recipe)
 
 
-def read_added_choices(stage: str) -> Mapping[str, list[str]]:
+def read_added_choices(recipe: str) -> Mapping[str, list[str]]:
     """Return the values of upstream's keys that upstream has not."""
-    return _gather("added_choices", stage)
+    return _gather("added_choices", recipe)
 
 
 def read_notes() -> Mapping[str, str]:
@@ -52,9 +52,9 @@ def read_bounds() -> Mapping[str, Mapping[str, float]]:
 
 
 @functools.cache
-def read_refused(stage: str) -> Mapping[str, Retired]:
-    """Return the keys that upstream or another stage has and this one has not, each with what to say about it."""
-    return build_retired(entry for entry in _read()["refused"] if stage in entry.get("recipes", stage).split())
+def read_refused(recipe: str) -> Mapping[str, Retired]:
+    """Return the keys that upstream or another recipe has and this one has not, each with what to say about it."""
+    return build_retired(entry for entry in _read()["refused"] if recipe in entry.get("recipes", recipe).split())
 
 
 def build_retired(entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Retired]:
@@ -77,12 +77,12 @@ def _build_retired(
     return Retired(found, remedy, new, values)
 
 
-def _gather(part: str, stage: str) -> dict[str, Any]:
-    """Return what a part of the file says of a stage: its entries for all, then those that name it."""
+def _gather(part: str, recipe: str) -> dict[str, Any]:
+    """Return what a part of the file says of a recipe: its entries for all, then those that name it."""
     return {
         key: value
         for names, keys in _read()[part].items()
-        if {"all", stage} & set(names.split())
+        if {"all", recipe} & set(names.split())
         for key, value in keys.items()
     }
 

@@ -91,7 +91,7 @@ class Dependency:
 
     Attributes:
         keys: Separated by blanks.
-        decider: The other key, or several of which one is enough; where a stage has none of them, nothing is required.
+        decider: The other key, or several of which one is enough; where a recipe has none of them, nothing is required.
         values: The values that give the keys their effect; none: every value but null, false and 0.
     """
 
@@ -124,7 +124,7 @@ class Dependency:
 
 
 _DEPENDENCIES: Final = (
-    # every stage
+    # every recipe
     Dependency("max_broken_fraction", "broken_rows", ("drop",)),
     Dependency("overlong", "max_length"),
     Dependency("sample_prompts metrics", "num_sample_prompts"),
@@ -215,7 +215,7 @@ def check_policy(settings: Settings) -> Iterator[Problem]:
     """Checkpoints are no models, and continuous batching has kernels of its own."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
         found = (
-            f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of this stage are no models"
+            f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of this recipe are no models"
         )
         yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
     if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
@@ -232,7 +232,7 @@ def check_own_reference(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
     for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
         if settings.gives(key):
-            found = f"`{key}` is not done in this stage"
+            found = f"`{key}` is not done in this recipe"
             yield settings.problem(key, found, "delete the line; `recipes merge` merges an adapter first")
 
 
@@ -343,7 +343,7 @@ def check_mixture(settings: Settings) -> Iterator[Problem]:
     weights = [entry["weight"] for entry in entries if "weight" in entry]
     if weights and any("repeat" in entry for entry in entries):
         yield Problem(where, "`dataset_mixture` has both `weight` and `repeat`", "write one of the two in all entries")
-    elif weights and settings.table.stage != "pretrain" and not are_shares(entries):
+    elif weights and settings.table.recipe != "pretrain" and not are_shares(entries):
         found = f"a `weight` is a share of the mixture, and those of its {len(entries)} entries add up to"
         remedy = "write weights that add up to 1 or 100; or `repeat`, which is how often the rows of an entry come up"
         yield Problem(where, f"{found} {sum(weights):g}", remedy)
@@ -510,8 +510,8 @@ def check_kept(settings: Settings) -> Iterator[Problem]:
         yield settings.problem("save_keep_steps", found, remedy)
 
 
-def check_adapter_stage(settings: Settings) -> Iterator[Problem]:
-    """The stage of adapters trains one."""
+def check_adapter_recipe(settings: Settings) -> Iterator[Problem]:
+    """The recipe of adapters trains one."""
     if not settings["use_peft"]:
         remedy = "use the `sft` recipe, which trains all weights"
         yield settings.problem("use_peft", "`use_peft` is false", remedy)
@@ -572,7 +572,7 @@ _SAMPLING: Final = (*_COMPARING, check_rewards, check_own_reference, check_polic
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,
-    "lora": (*_FINE_TUNING, check_adapter_stage, check_base),
+    "lora": (*_FINE_TUNING, check_adapter_recipe, check_base),
     "reward": _COMPARING,
     "dpo": (*_COMPARING, check_preference),
     "ppo": _SAMPLING,
@@ -580,4 +580,4 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "grpo": (*_SAMPLING, check_importance_sampling),
     "distill": (*_FINE_TUNING, check_layers),
 }
-"""The rules of each stage."""
+"""The rules of each recipe."""

@@ -265,7 +265,7 @@ class AdapterConfig:
     lora_alpha: int = 32
     """Scale of the adapter: its product is multiplied by ``lora_alpha / lora_r``."""
     lora_dropout: float = 0.0
-    """Dropout before the adapter; preference stages and PPO compare log-probabilities and need 0."""
+    """Dropout before the adapter; preference recipes and PPO compare log-probabilities and need 0."""
     lora_target_modules: list[str] | None = None
     """Layers that get an adapter, by the end of their names. Unset: ``all-linear``, every linear layer but the head."""
     lora_modules_to_save: list[str] | None = None
@@ -476,13 +476,13 @@ class RecipeConfig:
     """One run: our sections, upstream's training keys, and where each value came from.
 
     Attributes:
-        stage: Name of the recipe, one of ``table.STAGES``.
+        recipe: Name of the recipe, one of ``table.RECIPE_NAMES``.
         path: The YAML file; ``None`` when everything came from flags.
         training: Upstream's keys: the user's values, and our defaults where they differ from upstream's.
         provenance: For every effective key, ``default``, ``file:line``, a flag, or ``derived: why``.
     """
 
-    stage: str
+    recipe: str
     path: Path | None
     data: DataConfig
     tokens: TokensConfig
@@ -517,7 +517,7 @@ class RecipeConfig:
         Raises:
             KeyError: The recipe has no such key.
         """
-        return self.training[key] if key in self.training else load_table(self.stage).keys[key].default
+        return self.training[key] if key in self.training else load_table(self.recipe).keys[key].default
 
 
 SECTIONS: Final[Mapping[str, type]] = {
@@ -525,12 +525,12 @@ SECTIONS: Final[Mapping[str, type]] = {
     for name, section in get_type_hints(RecipeConfig).items()
     if isinstance(section, type) and dataclasses.is_dataclass(section)
 }
-"""Our sections by the name of their field in ``RecipeConfig``; ``recipes.py`` says which keys a stage leaves out."""
+"""Our sections by the name of their field in ``RecipeConfig``; ``recipes.py`` says which keys a recipe leaves out."""
 
 
 def flatten_config(config: RecipeConfig) -> dict[str, Any]:
     """Return every effective key of a recipe, sections and upstream keys together, as in the YAML file."""
-    keys = load_table(config.stage).keys
+    keys = load_table(config.recipe).keys
     flat = {name: value for name, value in list_sections(config).items() if name in keys} | dict(config.training)
     return {name: flat[name] for name in sorted(flat)}
 

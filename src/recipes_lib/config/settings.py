@@ -19,7 +19,7 @@ class Settings:
     """Effective values before the derived ones.
 
     Attributes:
-        table: The keys of the stage.
+        table: The keys of the recipe.
         name: The file, or ``command line``; where a missing key is looked for.
         given: What the user wrote, valid or not; a flag stands in place of the line that it overrides.
         values: Valid values the user gave, by key.
@@ -31,7 +31,7 @@ class Settings:
     values: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        """Return the effective value: the user's, else the default; ``None`` for a key that the stage has not."""
+        """Return the effective value: the user's, else the default; ``None`` for a key that the recipe has not."""
         if key in self.values:
             return self.values[key]
         return self.table.keys[key].default if key in self.table.keys else None
@@ -105,7 +105,7 @@ _NO_WARMUP: Final = ("constant", "reduce_lr_on_plateau", "greedy")
 
 def _warms_up_otherwise(settings: Settings) -> bool:
     """In pretraining every schedule has a warm-up; these optimizers have one of their own."""
-    return settings.table.stage == "pretrain" or settings["optim"] in ("schedule_free_adamw", "schedule_free_sgd")
+    return settings.table.recipe == "pretrain" or settings["optim"] in ("schedule_free_adamw", "schedule_free_sgd")
 
 
 DECISIONS: Final = (

@@ -1,6 +1,6 @@
-"""Raw sources to a clean corpus: stages of datatrove pipelines, each in a folder named after what decides its content.
+"""Raw sources to a clean corpus: jobs of datatrove pipelines, each in a folder named after what decides its content.
 
-A stage that is there already is not done again; of one that was interrupted, only the tasks that are missing.
+A job that is there already is not done again; of one that was interrupted, only the tasks that are missing.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from loguru import logger
 
 from recipes_lib import __version__
 from recipes_lib.config.corpus_keys import (
+    JOB_NAMES,
     MAX_SAMPLES,
-    STAGE_NAMES,
     CorpusConfig,
     DuplicateKeys,
     label_entry,
@@ -79,7 +79,7 @@ _EXECUTION_KEYS: Final = frozenset({"output_dir", "executor", "executor_options"
 
 
 @dataclass(frozen=True)
-class Stage:
+class Job:
     """Some tasks of one pipeline.
 
     Attributes:
@@ -114,7 +114,7 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
         raise ConfigError(Problem(config.output_dir, found, "name another output_dir")) from error
     with _lock(work):
         sources = open_inputs(config)
-        stages, key = build_stages(config, sources, work)
+        jobs, key = build_jobs(config, sources, work)
         manifest = _read_finished(config, key)
         if manifest is not None:
             return manifest
@@ -123,11 +123,11 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
             found = f"jobs of this corpus are queued; the last is {read_record(submitted)['job']}"
             raise ConfigError(Problem(config.output_dir, found, "wait for them, or cancel them with scancel"))
         # Whatever became of the shards below `data/` since: they are put there again.
-        shutil.rmtree(stages[-1].folder, ignore_errors=True)
+        shutil.rmtree(jobs[-1].folder, ignore_errors=True)
         if config.executor != "local":
-            _submit(stages, config, submitted)
+            _submit(jobs, config, submitted)
             return _read_finished(config, key)
-        run_local(stages, config.workers or len(os.sched_getaffinity(0)))
+        run_local(jobs, config.workers or len(os.sched_getaffinity(0)))
         return read_record(Path(config.output_dir) / MANIFEST)
 
 
@@ -164,18 +164,16 @@ def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
     return manifest if manifest["key"] == key and intact else None
 
 
-def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path) -> tuple[list[Stage], str]:
-    """Return the stages in their order, and the key of the corpus.
+def build_jobs(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path) -> tuple[list[Job], str]:
+    """Return the jobs in their order, and the key of the corpus.
 
     Raises:
         ConfigError: Thresholds are wrong.
         DataError: A file that a step reads is missing.
     """
     values = list_values(config)
-    stages = [_build_cleaning(config, source, work) for source in sources]
-    folders = [
-        HashFolder(stage.folder, stage.num_tasks, source.label) for stage, source in zip(stages, sources, strict=True)
-    ]
+    jobs = [_build_cleaning(config, source, work) for source in sources]
+    folders = [HashFolder(job.folder, job.num_tasks, source.label) for job, source in zip(jobs, sources, strict=True)]
     names = [folder.path.name for folder in folders]
     duplicates = {name: values[name] for name in DuplicateKeys.__dataclass_fields__}
     earlier = [
@@ -185,7 +183,7 @@ def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Pat
     key = compute_key({"clean": names, "duplicates": duplicates, "earlier": earlier, "code": code})
     num_bytes = sum(count_input_bytes(source) or 0 for source in sources)
     compared = work / f"compare-{key[:16]}"
-    stages.append(Stage("comparing", compared, [CompareHashes(compared, folders, config)], 1, num_bytes))
+    jobs.append(Job("comparing", compared, [CompareHashes(compared, folders, config)], 1, num_bytes))
     tokenizer = load_tokenizer(config.tokenizer_name_or_path, config.tokenizer_revision)
     # The content: a tokenizer of the Hub may have changed under its name, and a local one too.
     shared = [[values[name] for name in _OUTPUT_KEYS], tokenizer and hash_name(tokenizer.to_str())]
@@ -196,17 +194,17 @@ def build_stages(config: CorpusConfig, sources: Sequence[CorpusInput], work: Pat
         for folder, source in zip(folders, sources, strict=True)
         for number in range(folder.num_tasks)
     ]
-    stages.append(Stage("writing", shards, [WriteShards(shards, tasks, compared, config)], len(tasks)))
+    jobs.append(Job("writing", shards, [WriteShards(shards, tasks, compared, config)], len(tasks)))
     described = {name: value for name, value in values.items() if name not in _EXECUTION_KEYS}
     key = compute_key({"shards": key, "config": described, "code": _hash_code(Finish)})
     finish = work / f"finish-{key[:16]}"
     folder_names = {"clean": names, "compare": compared.name, "shards": shards.name, "finish": finish.name}
-    stages.append(Stage("finishing", finish, [Finish(sources, folder_names, key, config)], 1))
-    return stages, key
+    jobs.append(Job("finishing", finish, [Finish(sources, folder_names, key, config)], 1))
+    return jobs, key
 
 
-def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Stage:
-    """Return the stage that reads and cleans a source, in a folder named after all that decides what it leaves."""
+def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Job:
+    """Return the job that reads and cleans a source, in a folder named after all that decides what it leaves."""
     steps, has_lines = build_steps(config, source.kind), config.repeated_lines != "off"
     content = {
         "version": __version__,
@@ -224,7 +222,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> St
         *(Apply(step, getattr(config, step.name), ledger) for step in steps),
         WriteClean(folder, config, ledger, has_lines=has_lines),
     ]
-    return Stage(f"cleaning {source.label}", folder, pipeline, len(source.tasks))
+    return Job(f"cleaning {source.label}", folder, pipeline, len(source.tasks))
 
 
 def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
@@ -315,23 +313,23 @@ def try_steps(config: CorpusConfig) -> Iterator[str]:
                 step.close()
 
 
-def run_local(stages: Sequence[Stage], num_workers: int) -> None:
-    """Run the stages in processes of this machine: the sources are cleaned together, the others follow one another.
+def run_local(jobs: Sequence[Job], num_workers: int) -> None:
+    """Run the jobs in processes of this machine: the sources are cleaned together, the others follow one another.
 
     Raises:
         ConfigError: A worker was killed.
     """
-    cleaning = [stage for stage in stages if stage.name.startswith("cleaning")]
+    cleaning = [job for job in jobs if job.name.startswith("cleaning")]
     with ExitStack() as stack:
         pool: ProcessPoolExecutor | None = None
-        for together in (cleaning, *([stage] for stage in stages if stage not in cleaning)):
-            if num_workers > 1 and pool is None and sum(stage.num_tasks for stage in together) > 1:
+        for together in (cleaning, *([job] for job in jobs if job not in cleaning)):
+            if num_workers > 1 and pool is None and sum(job.num_tasks for job in together) > 1:
                 pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
             run_together(together, pool)
 
 
-def run_together(stages: Sequence[Stage], pool: ProcessPoolExecutor | None) -> None:
-    """Do the tasks of some stages that are missing; one after another where there is no ``pool``.
+def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
+    """Do the tasks of some jobs that are missing; one after another where there is no ``pool``.
 
     Source: datatrove's ``LocalPipelineExecutor.run``, whose own pool waits for ever for a killed worker.
 
@@ -339,12 +337,11 @@ def run_together(stages: Sequence[Stage], pool: ProcessPoolExecutor | None) -> N
         ConfigError: A worker was killed.
     """
     executors = [
-        LocalPipelineExecutor(list(stage.pipeline), stage.num_tasks, workers=1, logging_dir=str(stage.folder))
-        for stage in stages
+        LocalPipelineExecutor(list(job.pipeline), job.num_tasks, workers=1, logging_dir=str(job.folder)) for job in jobs
     ]
     missing = [(executor, rank) for executor in executors for rank in executor.get_incomplete_ranks()]
-    name = stages[0].name if len(stages) == 1 else stages[0].name.partition(" ")[0]
-    num_tasks, started = sum(stage.num_tasks for stage in stages), time.monotonic()
+    name = jobs[0].name if len(jobs) == 1 else jobs[0].name.partition(" ")[0]
+    num_tasks, started = sum(job.num_tasks for job in jobs), time.monotonic()
     shown = started
     for number, _ in enumerate(_run_tasks(missing, pool, name), start=1):
         now = time.monotonic()
@@ -387,8 +384,8 @@ def run_task(executor: LocalPipelineExecutor, rank: int) -> None:
                 block.step.close()
 
 
-def _submit(stages: Sequence[Stage], config: CorpusConfig, submitted: Path) -> None:
-    """Hand the stages to a cluster, each after the one before: Slurm queues them, Ray runs them.
+def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
+    """Hand the jobs to a cluster, each after the one before: Slurm queues them, Ray runs them.
 
     Raises:
         ConfigError: The executor is not installed, or does not take the options.
@@ -396,13 +393,13 @@ def _submit(stages: Sequence[Stage], config: CorpusConfig, submitted: Path) -> N
     """
     is_slurm = config.executor == "slurm"
     previous: Any = None
-    for stage in stages:
-        options = {"pipeline": list(stage.pipeline), "tasks": stage.num_tasks, "logging_dir": str(stage.folder)}
+    for job in jobs:
+        options = {"pipeline": list(job.pipeline), "tasks": job.num_tasks, "logging_dir": str(job.folder)}
         options |= {"workers": config.workers} if config.workers else {}
-        options |= {"job_name": stage.name.replace(" ", "-"), "depends": previous} if is_slurm else {}
+        options |= {"job_name": job.name.replace(" ", "-"), "depends": previous} if is_slurm else {}
         try:
             kind = SlurmPipelineExecutor if is_slurm else RayPipelineExecutor
-            previous = kind(**options | choose_options(stage, config))
+            previous = kind(**options | choose_options(job, config))
             if not is_slurm:
                 previous.run()
         except (TypeError, ImportError) as error:
@@ -410,8 +407,8 @@ def _submit(stages: Sequence[Stage], config: CorpusConfig, submitted: Path) -> N
             raise ConfigError(Problem("executor_options", str(error), remedy)) from error
         # Of tasks that fail, datatrove tells Ray's log alone.
         if not is_slurm and (left := previous.get_incomplete_ranks()):
-            found = f"{stage.name}: {len(left):,} of {stage.num_tasks:,} tasks have failed"
-            raise DataError(Problem(str(stage.folder / "logs"), found, "see the logs there, then run the same command"))
+            found = f"{job.name}: {len(left):,} of {job.num_tasks:,} tasks have failed"
+            raise DataError(Problem(str(job.folder / "logs"), found, "see the logs there, then run the same command"))
     if is_slurm:
         try:
             previous.run()
@@ -420,17 +417,17 @@ def _submit(stages: Sequence[Stage], config: CorpusConfig, submitted: Path) -> N
         replace_record(submitted, {"job": str(previous.job_id)})
 
 
-def choose_options(stage: Stage, config: CorpusConfig) -> dict[str, Any]:
-    """Return the arguments of datatrove's executor for a stage: the user's, those of the stage above the others.
+def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
+    """Return the arguments of datatrove's executor for a job: the user's, those of the job above the others.
 
     Comparing is given memory by the size of the input, which is all that is known of the number of documents.
     """
     given = dict(config.executor_options or {})
-    own = {name: given.pop(name, None) or {} for name in STAGE_NAMES}
-    name = stage.name.partition(" ")[0]
+    own = {name: given.pop(name, None) or {} for name in JOB_NAMES}
+    name = job.name.partition(" ")[0]
     options: dict[str, Any] = {}
     if name == "comparing":
-        memory = _COMPARING_GIGABYTES + stage.num_bytes // _BYTES_PER_DOCUMENT * BYTES_COMPARED / 1e9
+        memory = _COMPARING_GIGABYTES + job.num_bytes // _BYTES_PER_DOCUMENT * BYTES_COMPARED / 1e9
         options["mem_per_cpu_gb"] = math.ceil(memory)
     if config.executor == "slurm":
         # This environment's programs, and no job that waits for ever for one that has failed.

@@ -37,18 +37,18 @@ class Finish(PipelineStep):  # type: ignore[misc]
     type, name = "FINISH", "manifest and report"
 
     def __init__(
-        self, sources: Sequence[CorpusInput], stages: Mapping[str, Any], key: str, config: CorpusConfig
+        self, sources: Sequence[CorpusInput], folders: Mapping[str, Any], key: str, config: CorpusConfig
     ) -> None:
         """Finish the corpus.
 
         Args:
             sources: In their order.
-            stages: Folder names below ``.work``: ``clean`` of every source, ``compare``, ``shards``.
+            folders: Folder names below ``.work``: ``clean`` of every source, ``compare``, ``shards``.
             key: Of the whole.
             config: The corpus.
         """
         super().__init__()
-        self.sources, self.stages, self.key, self.config = sources, stages, key, config
+        self.sources, self.folders, self.key, self.config = sources, folders, key, config
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Write the manifest last; yield nothing.
@@ -59,11 +59,11 @@ class Finish(PipelineStep):  # type: ignore[misc]
         output_dir = Path(self.config.output_dir)
         work = output_dir / ".work"
         ledger = Ledger((), self.config.num_samples)
-        for source, folder in zip(self.sources, self.stages["clean"], strict=True):
+        for source, folder in zip(self.sources, self.folders["clean"], strict=True):
             for number in range(len(source.tasks)):
                 ledger.add(read_record(work / folder / f"{number:05d}.json"))
         num_tasks = sum(len(source.tasks) for source in self.sources)
-        shards = work / self.stages["shards"]
+        shards = work / self.folders["shards"]
         records = [read_record(shards / f"{number:05d}.json") for number in range(num_tasks)]
         for record in records:
             ledger.add(record)
@@ -74,7 +74,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         replace_record(work / "samples.json", samples)
         write_corpus_report(output_dir, manifest, samples)
         replace_record(output_dir / MANIFEST, manifest)
-        remove_old_work(work, self.stages)
+        remove_old_work(work, self.folders)
         yield from ()
 
     def _place(self, shards: Path, records: Sequence[Mapping[str, Any]], output_dir: Path) -> list[dict[str, Any]]:
@@ -106,10 +106,10 @@ class Finish(PipelineStep):  # type: ignore[misc]
         """Show beside each removed near duplicate the document that it repeats."""
         tasks = [
             (work / folder, number)
-            for source, folder in zip(self.sources, self.stages["clean"], strict=True)
+            for source, folder in zip(self.sources, self.folders["clean"], strict=True)
             for number in range(len(source.tasks))
         ]
-        starts = np.load(work / self.stages["compare"] / "starts.npy")
+        starts = np.load(work / self.folders["compare"] / "starts.npy")
         for name, found in samples.items():
             for sample in found if name.startswith(NEAR_STEP) else ():
                 ordinal = sample.pop("repeats", -1)
@@ -152,7 +152,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
             "work": {
                 "clean": [
                     {"folder": folder, "num_tasks": len(source.tasks), "label": source.label}
-                    for source, folder in zip(self.sources, self.stages["clean"], strict=True)
+                    for source, folder in zip(self.sources, self.folders["clean"], strict=True)
                 ]
             },
         }
@@ -221,9 +221,9 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def remove_old_work(work: Path, stages: Mapping[str, Any]) -> None:
-    """Remove the folders of stages that this corpus has not."""
-    used = {*stages["clean"], *(name for name in stages.values() if isinstance(name, str))}
+def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:
+    """Remove the folders of jobs that this corpus has not."""
+    used = {*folders["clean"], *(name for name in folders.values() if isinstance(name, str))}
     for folder in work.iterdir():
         if folder.is_dir() and folder.name not in used:
             shutil.rmtree(folder, ignore_errors=True)

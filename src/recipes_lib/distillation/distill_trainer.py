@@ -157,7 +157,7 @@ class DistillationTrainer(SFTTrainer):
         return (loss, output) if return_outputs else loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as every stage does, the projections of layers with the student."""
+        """Train as every recipe does, the projections of layers with the student."""
         with self.layers.attached():
             return super().train(*args, **kwargs)
 

@@ -104,7 +104,7 @@ class Inspection(ABC):
         """Whether recipe and launch file go together."""
         from recipes_lib.training.layouts.compatibility import verify_combination
 
-        launch, stages = self.launch, self.launch.layout.stages
+        launch, stages = self.launch, self.launch.layout.pipeline_stages
         verify_combination(self.config, launch, str(self.launch_file or "the launch"))
         self.launched_precision = launch.precision
         if self.launch_file is None and stages == 1:
@@ -142,7 +142,7 @@ class Inspection(ABC):
         """What is trained on and what is held out."""
 
     def look_at_corpus(self, say: Say) -> None:
-        """Duplicates, personal data, languages and boilerplate of a sample, in stages that train on texts."""
+        """Duplicates, personal data, languages and boilerplate of a sample, in recipes that train on texts."""
         if self.corpus_kind is not None:
             say_corpus(self.config, self.corpus_kind, say)
 

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from recipes_lib.config.table import STAGES, TABLES
+from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.config.values import compose, read_text, unique_pairs
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
@@ -321,7 +321,7 @@ class _Reader:
         return require
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
-        if "launch" in entry and entry["recipe"] not in STAGES:
+        if "launch" in entry and entry["recipe"] not in RECIPE_NAMES:
             found = f"{entry['recipe']} is not a training, and runs as one process"
             self.problems.append(Problem(f"{where}.launch", found, "delete the line"))
             return []
@@ -388,6 +388,7 @@ def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[s
     if kind == "command":
         return [*_recipes(named[0]), *named[1:]] if named else []
     if "launch" in entry:
+        # Not --recipe: pipeline.json keeps a hash of the command, and a run that is done would be done again.
         return [*_recipes("launch"), "--stage", entry["recipe"], "--hardware", entry["launch"]]
     return [sys.executable, str(find_recipe(entry["recipe"]))]
 

@@ -70,10 +70,10 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, i
     return TokenFlops(passes * 2 * num_weights + attention, passes * 2.0 * head.weight.numel())
 
 
-PAIR_STAGES: Final = ("reward", "dpo")
-"""Stages whose rows are pairs of answers."""
-RL_STAGES: Final = ("ppo", "rloo", "grpo")
-"""Stages that sample what they learn from."""
+PAIR_RECIPES: Final = ("reward", "dpo")
+"""Recipes whose rows are pairs of answers."""
+RL_RECIPES: Final = ("ppo", "rloo", "grpo")
+"""Recipes that sample what they learn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Step:
 
 
 def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_processes: int) -> Step:
-    """Count the operations of an optimizer step of a stage that upstream's trainer runs.
+    """Count the operations of an optimizer step of a recipe that upstream's trainer runs.
 
     Args:
         config: The run, with ``max_length``.
@@ -112,11 +112,11 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
     length = config.tokens.max_length
     assert length is not None
     rows_per_process = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps")
-    num_rows = rows_per_process * num_processes * (2 if config.stage in PAIR_STAGES else 1)
+    num_rows = rows_per_process * num_processes * (2 if config.recipe in PAIR_RECIPES else 1)
     flops = compute_flops_per_token(model_config, length, is_frozen=config.adapter.use_peft)
-    per_token = flops.body + (0 if config.stage == "reward" else flops.head)
+    per_token = flops.body + (0 if config.recipe == "reward" else flops.head)
     read = [model_config] if has_live_reference(config) else []
-    if config.stage == "distill":
+    if config.recipe == "distill":
         read.append(find_shape(choose_teacher(config)))
     for other in read:
         whole = compute_flops_per_token(other, length)
@@ -126,7 +126,7 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
 
 def has_live_reference(config: RecipeConfig) -> bool:
     """Return whether each step of DPO asks the reference model."""
-    return config.stage == "dpo" and not config.read("precompute_ref_log_probs")
+    return config.recipe == "dpo" and not config.read("precompute_ref_log_probs")
 
 
 def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:

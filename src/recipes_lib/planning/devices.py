@@ -158,7 +158,7 @@ def find_efficiency(config: RecipeConfig, measured: Mapping[bool, float] | None 
         measured: Shares that a machine has reached without and with compilation; ``None`` for those of published runs.
     """
     compiles = config.training.get("torch_compile")
-    compiles = config.stage == "pretrain" if compiles is None else bool(compiles)
+    compiles = config.recipe == "pretrain" if compiles is None else bool(compiles)
     share = measured[compiles] if measured else _TOKENS_PER_SECOND[compiles] * _FLOPS_PER_TOKEN / _PEAK
     told = [f"{share:.0%} {'compiled' if compiles else 'eager'} by {'recipes prove' if measured else TORCHTITAN}"]
     options = config.training.get("activation_checkpointing_kwargs") or {}

@@ -1,4 +1,4 @@
-"""GPU memory of a run by component, counted from architecture, stage and layout: no weights, data or GPU.
+"""GPU memory of a run by component, counted from architecture, recipe and layout: no weights, data or GPU.
 
 ``plan_memory`` names what one process holds, in bytes. Models are built on the device ``meta`` as training builds them;
 what a backward pass needs is counted in a forward pass on tensors without memory.
@@ -36,7 +36,7 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.compute import PAIR_STAGES, RL_STAGES, find_shape, has_live_reference, read_shapes
+from recipes_lib.planning.compute import PAIR_RECIPES, RL_RECIPES, find_shape, has_live_reference, read_shapes
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import (
@@ -76,7 +76,7 @@ def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
     """Yield the layouts that a run of so many processes may have."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
     # A critic and a policy that share a base model are not sharded (``training.layouts.compatibility``).
-    is_whole = config.stage == "ppo" and config.adapter.use_peft
+    is_whole = config.recipe == "ppo" and config.adapter.use_peft
     if num_processes > 1 and not is_whole:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
@@ -117,10 +117,10 @@ def plan_memory(
     """
     if is_half is None:
         is_half = config.training.get("bf16") is not False or bool(config.training.get("fp16"))
-    count = _count_rl if config.stage in RL_STAGES else _count_trainer
+    count = _count_rl if config.recipe in RL_RECIPES else _count_trainer
     narrowed = layout.narrow(model_config)
     about, models, temporary = count(config, narrowed, layout, is_half)
-    num_gpus = layout.num_processes * layout.tensor * layout.context * layout.stages
+    num_gpus = layout.num_processes * layout.tensor * layout.context * layout.pipeline_stages
     temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if num_gpus > 1 else 0}
     held = {
         f"{name}, {kind}": size // shards if shards else 0
@@ -128,10 +128,10 @@ def plan_memory(
         for kind, size, shards in zip(KINDS, model, layout.shards, strict=True)
     }
     components = {name: size for name, size in (held | temporary).items() if size}
-    phases = _name_phases(config) if config.stage in RL_STAGES else {}
+    phases = _name_phases(config) if config.recipe in RL_RECIPES else {}
     if "critic" not in models:
         phases.pop("critic's update", None)
-    num_predicted = 0 if config.stage == "reward" else Batch.of(config, layout).num_targets
+    num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     vocabulary = narrowed.get_text_config().vocab_size
     plan = MemoryPlan(layout, about, components, phases, num_predicted, vocabulary)
     if ENGINE in components:
@@ -156,12 +156,12 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, config: RecipeConfig, layout: Layout) -> Batch:
         """Return the largest micro-batch of a run; in a layout that shares out the tokens of a row, a share of it."""
-        num_rows = config.read("per_device_train_batch_size") * (2 if config.stage in PAIR_STAGES else 1)
-        if config.stage in RL_STAGES:
+        num_rows = config.read("per_device_train_batch_size") * (2 if config.recipe in PAIR_RECIPES else 1)
+        if config.recipe in RL_RECIPES:
             answer = config.rewards.response_length
             return cls(num_rows, config.tokens.max_length or 2 * answer, answer)
         length = (config.tokens.max_length or 0) // layout.context
-        return cls(num_rows, length, 1 if config.stage == "reward" else length - 1)
+        return cls(num_rows, length, 1 if config.recipe == "reward" else length - 1)
 
     @property
     def num_targets(self) -> int:
@@ -184,8 +184,8 @@ _Counted = tuple[str, dict[str, Held], dict[str, int]]
 
 
 def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
-    """Count a stage that upstream's trainer runs: one model is trained, others are read."""
-    is_reward = config.stage == "reward"
+    """Count a recipe that upstream's trainer runs: one model is trained, others are read."""
+    is_reward = config.recipe == "reward"
     with torch.device("meta"):
         kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
         model = _build(kind, model_config, config.model.dtype)
@@ -200,7 +200,7 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     if layout.shards.weights != 1:
         parts = map(_count_parts, (model, *frozen.values()))
         # The next layer is fetched while one computes; the layers of a pipeline stage stay until the last micro-batch.
-        several = sum if layout.stages > 1 else (lambda layers: 2 * max(layers))
+        several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
     kept = count_kept(config, model_config, layout, is_half=is_half)
     temporary[ACTIVATIONS] = kept.count(read_checkpointing(config), layout.in_flight)
@@ -224,11 +224,11 @@ def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, i
     if layout.is_deepspeed:
         width = 2 if is_half else next(model.parameters()).element_size()
         temporary[ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
-    elif layout.shards.gradients == 1 < layout.num_processes and config.stage not in RL_STAGES:
+    elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in RL_RECIPES:
         temporary[BUCKETS] = gradients
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
-        temporary[UNREDUCED] = 4 * max(sum(layers) if layout.stages > 1 else max(layers), ends)
+        temporary[UNREDUCED] = 4 * max(sum(layers) if layout.pipeline_stages > 1 else max(layers), ends)
     elif is_half and not keeps_master:
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
         temporary[COPIES] = 2 * copied
@@ -274,7 +274,7 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "frozen base", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     elif has_live_reference(config):
         yield "reference", _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    if config.stage == "distill":
+    if config.recipe == "distill":
         teacher = choose_teacher(config)
         yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)
 
@@ -333,14 +333,14 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str
     add_loss_head(policy)
     folder = None
     if shares:
-        folder = _find_shared_reward(config, model_config) if config.stage == "ppo" else None
+        folder = _find_shared_reward(config, model_config) if config.recipe == "ppo" else None
         policy = add_adapter(policy, config.adapter, seed=0)
     trained = _count_trained(_find_trained(policy), config)
     models = {"policy": trained._replace(weights=trained.weights + (base if shares else 0))}
-    if config.stage == "ppo":
+    if config.recipe == "ppo":
         own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
         models["critic"] = _count_trained(own, config)
-    if not shares and (config.stage == "ppo" or config.read("beta")):
+    if not shares and (config.recipe == "ppo" or config.read("beta")):
         models["reference"] = Held(base)
     about = "adapters of policy and critic on one trunk" if shares else "models of their own"
     if folder is not None:
@@ -348,7 +348,7 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str
         reward = count_bytes(_list_role(policy, add_reward(policy, folder), REWARD))
     elif (reward := _count_own_reward(config, model_config)) and shares:
         about += "; a reward model of its own"
-    return about if config.stage == "ppo" else "", {**models, "reward model": Held(reward)}, policy
+    return about if config.recipe == "ppo" else "", {**models, "reward model": Held(reward)}, policy
 
 
 def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:

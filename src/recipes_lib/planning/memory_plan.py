@@ -100,7 +100,7 @@ class Layout:
         tensor: Ranks of a tensor-parallel group.
         context: Ranks of a context-parallel group.
         gathers_keys: Whether those gather the keys and values of a row; by Ulysses they exchange heads instead.
-        stages: Pipeline stages.
+        pipeline_stages: Pipeline stages.
         in_flight: Micro-batches whose activations the first pipeline stage holds at once.
         is_deepspeed: Whether ZeRO casts the weights to 16 bits and keeps a 32-bit copy with the optimizer states.
     """
@@ -111,7 +111,7 @@ class Layout:
     tensor: int = 1
     context: int = 1
     gathers_keys: bool = False
-    stages: int = 1
+    pipeline_stages: int = 1
     in_flight: float = 1
     is_deepspeed: bool = False
 
@@ -123,7 +123,7 @@ class Layout:
             how = f"{told}shared by {max(self.shards)} processes"
         if on_host := [kind for kind, shards in zip(KINDS, self.shards, strict=True) if not shards]:
             how += f"; on the host {', '.join(on_host)}"
-        for name, size in {"tensor": self.tensor, "context": self.context, "pipeline": self.stages}.items():
+        for name, size in {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline_stages}.items():
             how += f"; {name} parallel over {size}" if size > 1 else ""
         return f"accelerate_configs/{self.launch_file}.yaml: {how}"
 
@@ -140,8 +140,8 @@ class Layout:
             text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
                 setattr(text, name, getattr(text, name) // self.tensor)
-        if self.stages > 1:
-            (layers,) = PipelinePart(0, self.stages).share_layers(text.num_hidden_layers)
+        if self.pipeline_stages > 1:
+            (layers,) = PipelinePart(0, self.pipeline_stages).share_layers(text.num_hidden_layers)
             narrowed = shorten(narrowed, len(layers))
             # The first stage has the embedding, the last one the projection: none has both.
             narrowed.tie_word_embeddings = True

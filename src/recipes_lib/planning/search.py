@@ -123,7 +123,7 @@ def _list_modes(
     """Yield the keys of each kind of checkpointing, its name, and what a process then holds."""
     layout, is_half = memory.layout, config.training.get("bf16") is not False
     kept = count_kept(config, layout.narrow(model_config), layout, is_half=is_half)
-    num_predicted = 0 if config.stage == "reward" else Batch.of(config, layout).num_targets
+    num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     for mode, (checkpointing, options) in _MODES.items():
         keys = {"activation_checkpointing": options is not None, "activation_checkpointing_kwargs": options or None}
         components = {**memory.components, ACTIVATIONS: kept.count(checkpointing, layout.in_flight)}

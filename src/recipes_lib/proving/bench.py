@@ -94,7 +94,7 @@ class Bench:
 
     def run(
         self,
-        stage: str,
+        recipe: str,
         name: str,
         *,
         on_device: bool = True,
@@ -105,7 +105,7 @@ class Bench:
         """Run a recipe and return its folder; its log stands beside it.
 
         Args:
-            stage: The recipe.
+            recipe: The recipe.
             name: Of the run, and its folder.
             on_device: Whether it runs on the device, or on the CPU as the reference.
             resumes: Whether it resumes from what is in its folder.
@@ -120,28 +120,28 @@ class Bench:
             shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True, exist_ok=True)
         uses_cpu = not (on_device and self.is_cuda)
-        flags = {**self.name_inputs(stage), "output_dir": output, "use_cpu": str(uses_cpu).lower(), **keys}
-        arguments = [*by, f"recipes/{stage}.py", *(f"--{key}={value}" for key, value in flags.items())]
+        flags = {**self.name_inputs(recipe), "output_dir": output, "use_cpu": str(uses_cpu).lower(), **keys}
+        arguments = [*by, f"recipes/{recipe}.py", *(f"--{key}={value}" for key, value in flags.items())]
         variables = {"HF_HUB_OFFLINE": "1", **({"CUDA_VISIBLE_DEVICES": ""} if uses_cpu else {})}
         log = output.with_suffix(".log")
         if code := self.launch(arguments, variables, log):
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
-            raise WrongResultError(f"recipes/{stage}.py ended with {code}; {log}:\n{tail}")
+            raise WrongResultError(f"recipes/{recipe}.py ended with {code}; {log}:\n{tail}")
         return output
 
-    def train(self, stage: str, name: str, **options: Any) -> list[Event]:
+    def train(self, recipe: str, name: str, **options: Any) -> list[Event]:
         """As ``run``; return what ``metrics.jsonl`` says of its training steps."""
-        lines = (self.run(stage, name, **options) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        lines = (self.run(recipe, name, **options) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [event for event in map(json.loads, lines) if event["kind"] == "train"]
 
-    def name_inputs(self, stage: str) -> dict[str, Any]:
+    def name_inputs(self, recipe: str) -> dict[str, Any]:
         """Return the keys of a recipe's model and data, which are written where they are not there."""
         inputs = write_inputs(self.folder / "inputs")
-        data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents"}.get(stage, "chats")
+        data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents"}.get(recipe, "chats")
         named: dict[str, Any] = {"dataset_name": inputs / f"{data}.jsonl", "prepared_dir": self.folder / "prepared"}
-        if stage == "pretrain":
+        if recipe == "pretrain":
             return {**named, "tokenizer_name_or_path": inputs / "model"}
-        teacher = {"teacher_model_name_or_path": inputs / "teacher"} if stage == "distill" else {}
+        teacher = {"teacher_model_name_or_path": inputs / "teacher"} if recipe == "distill" else {}
         return {**named, "model_name_or_path": inputs / "model", **teacher}
 
 

@@ -90,7 +90,7 @@ def measure_seconds(compute: Callable[[], Any], bench: Bench, repeats: int = 10)
     return statistics.median(times[3:])
 
 
-_OF_STAGE: Final[Mapping[str, Mapping[str, Any]]] = {
+_OF_RECIPE: Final[Mapping[str, Mapping[str, Any]]] = {
     "pretrain": {"max_length": 128, "test_split_size": 0.05},
     "sft": {"max_length": 128, "test_split_size": 16},
     "lora": {"max_length": 128, "test_split_size": 16, "lora_r": 8},
@@ -102,18 +102,18 @@ _SMALL_MODEL: Final = json.dumps({"model_type": "llama", **SHAPE})
 _QUIET: Final = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
 
 
-def _set_up(bench: Bench, stage: str, **keys: Any) -> dict[str, Any]:
+def _set_up(bench: Bench, recipe: str, **keys: Any) -> dict[str, Any]:
     num_steps = 3 if bench.is_small else 20
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
-    of_model = {"model_config": _SMALL_MODEL} if stage == "pretrain" else {}
-    quiet = _QUIET if stage == "reward" else {**_QUIET, "num_sample_prompts": 0}
-    return {**quiet, **batch, **_OF_STAGE[stage], **of_model, **keys}
+    of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
+    quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}
+    return {**quiet, **batch, **_OF_RECIPE[recipe], **of_model, **keys}
 
 
-def compare_with_cpu(stage: str, bench: Bench) -> Figures:
+def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
     """Losses of a recipe's steps on the device in ``float32`` and in bfloat16, against the CPU's in ``float32``."""
     runs = {
-        name: bench.train(stage, f"{stage}-{name}", on_device=name != "cpu", **_set_up(bench, stage, bf16=precision))
+        name: bench.train(recipe, f"{recipe}-{name}", on_device=name != "cpu", **_set_up(bench, recipe, bf16=precision))
         for name, precision in (("cpu", "false"), ("fp32", "false"), ("bf16", "true"))
     }
     gaps = {name: measure_gap(runs["cpu"], runs[name]) for name in ("fp32", "bf16")}
@@ -324,9 +324,9 @@ def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
     return {"gpus": count, "gap": gap, "speed_of_one": speeds[0], "speed_of_all": speeds[1]}
 
 
-def count_synchronisations(stage: str, bench: Bench) -> Figures:
+def count_synchronisations(recipe: str, bench: Bench) -> Figures:
     """How often the host waits for the device in a step, by the warnings of torch's synchronisation debugger."""
-    few, many = (_count_in_a_step(bench, stage, count) for count in (1, 3))
+    few, many = (_count_in_a_step(bench, recipe, count) for count in (1, 3))
     if many > few or many > _ALLOWED:
         found = (
             f"a step of 1 micro-batch has {few:g} host synchronisations, one of 3 has {many:g}; {_ALLOWED} are allowed"
@@ -335,14 +335,14 @@ def count_synchronisations(stage: str, bench: Bench) -> Figures:
     return {"synchronisations_a_step": many}
 
 
-def _count_in_a_step(bench: Bench, stage: str, num_micro_batches: int) -> float:
-    keys = {**_set_up(bench, stage), "gradient_accumulation_steps": num_micro_batches, "logging_steps": 1000}
+def _count_in_a_step(bench: Bench, recipe: str, num_micro_batches: int) -> float:
+    keys = {**_set_up(bench, recipe), "gradient_accumulation_steps": num_micro_batches, "logging_steps": 1000}
     watched = ("-W", "always", "-m", "recipes_lib.proving.scripts")
     counts = []
     # What a run does once is in both.
     for num_steps in (2, 6):
-        name = f"synchronisations-{stage}-{num_micro_batches}-{num_steps}"
-        output = bench.run(stage, name, by=watched, **{**keys, "max_steps": num_steps})
+        name = f"synchronisations-{recipe}-{num_micro_batches}-{num_steps}"
+        output = bench.run(recipe, name, by=watched, **{**keys, "max_steps": num_steps})
         told = output.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
         counts.append(told.count("called a synchronizing CUDA operation"))
         # The process makes one on purpose: none in the log means that warnings were lost, not that none were made.
@@ -402,8 +402,8 @@ def measure_throughput(shape: str, bench: Bench) -> Figures:
 def list_checks() -> Iterable[Check]:
     """Yield every check, most telling first."""
     yield Check("environment", "versions, device, matrix products, copies", look_at_environment)
-    for stage in _OF_STAGE:
-        yield Check(f"numbers-{stage}", f"losses of {stage} on CPU and device", partial(compare_with_cpu, stage))
+    for recipe in _OF_RECIPE:
+        yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))
     for kernel, package in {
         "varlen": "",
         "flash_attention_2": "flash_attn",
@@ -426,6 +426,6 @@ def list_checks() -> Iterable[Check]:
         compare_gpus = partial(compare_with_one_gpu, launch_file)
         told = f"losses of all GPUs by {launch_file} = those of one"
         yield Check(f"gpus-{launch_file}", told, compare_gpus, min_gpus=2)
-    for stage in ("sft", "pretrain", "dpo", "reward"):
-        count = partial(count_synchronisations, stage)
-        yield Check(f"synchronisations-{stage}", f"host synchronisations of {stage}", count, min_gpus=1)
+    for recipe in ("sft", "pretrain", "dpo", "reward"):
+        count = partial(count_synchronisations, recipe)
+        yield Check(f"synchronisations-{recipe}", f"host synchronisations of {recipe}", count, min_gpus=1)

@@ -88,7 +88,7 @@ def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
     return _render(
         name=Path(config.get("output_dir", folder)).name,
         about=f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
-        stage=record["stage"],
+        recipe=record["stage"],
         base=base,
         dataset=config.get("dataset_name"),
         adapter=adapter,
@@ -123,7 +123,7 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
     text = _render(
         name=folder.name,
         about=f"{base} with the adapter {adapter} merged into its weights by recipes-lib.",
-        stage="merged",
+        recipe="merged",
         base=record["base"],
         figures=[(name, f"{value:.3g}") for name, value in figures.items()],
         facts=[*make_portable(facts).items(), ("versions", _tell_versions(record))],
@@ -172,7 +172,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def trace_lineage(record: Record) -> list[Row]:
-    """Return the stages that led to a model, the first one first, as far as their records are on this machine."""
+    """Return the recipes that led to a model, the first one first, as far as their records are on this machine."""
     rows: list[Row] = []
     while len(rows) < _MAX_GENERATIONS:
         config = record["config"]

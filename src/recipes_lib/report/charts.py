@@ -144,7 +144,7 @@ def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
 
 
 def _plan_charts(run: RunFiles) -> list[Plan]:
-    """Plan the charts of every stage, in the order of the page; those that a run has no points for are left out."""
+    """Plan the charts of every recipe, in the order of the page; those that a run has no points for are left out."""
     train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
 
     def both(name: str) -> list[Line]:

@@ -63,7 +63,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
-    stages = {str(run.facts.get("stage", "?")) for run in runs.values()}
+    recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
     images = path.with_suffix("")
     try:
         images.mkdir(parents=True, exist_ok=True)
@@ -72,9 +72,9 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
             "compare",
             names=list(runs),
             colours=_COLOURS,
-            stages=sorted(stages),
-            charts=draw_overlays(runs, images, is_one_recipe=len(stages) == 1),
-            figures=compare_figures(list(runs.values()), is_one_recipe=len(stages) == 1),
+            recipes=sorted(recipes),
+            charts=draw_overlays(runs, images, is_one_recipe=len(recipes) == 1),
+            figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
         )
     except OSError as error:

@@ -104,7 +104,7 @@ class GroupMethod:
             ConfigError: As ``compute_group_schedule``.
         """
         self.schedule = compute_group_schedule(num_prompts, config, world_size)
-        self._config, self._is_rloo = config, config.stage == "rloo"
+        self._config, self._is_rloo = config, config.recipe == "rloo"
         if self._is_rloo:
             clips = {name: config.read(name) for name in ("epsilon", "epsilon_high")}
             self.objective = PolicyObjective("grpo", "answer", **clips)

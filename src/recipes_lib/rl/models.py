@@ -199,7 +199,7 @@ def load_actor_critic(
     add_loss_head(unwrap_adapter(policy))
     place = choose_placement(args, launch)
     critic = own_reference = reward = None
-    has_critic = config.stage == "ppo"
+    has_critic = config.recipe == "ppo"
     has_reference = has_critic or bool(config.read("beta"))
     if config.adapter.use_peft:
         if not getattr(unwrap_adapter(policy), "is_quantized", False):  # Those were put there by their loading.

@@ -156,7 +156,7 @@ class PolicyTrainer:
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
         self._rank, self._world_size = int(args.process_index), int(args.world_size)
         self._dtype = get_compute_dtype(args)
-        self.method: Method = METHODS[config.stage](config, len(prompts.train), self._world_size)
+        self.method: Method = METHODS[config.recipe](config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
@@ -411,13 +411,13 @@ class PolicyTrainer:
         learners = self._learners
         weights = [learner.parameters for learner in learners.values()]
 
-        def stage(folder: str) -> Staged:
+        def recipe(folder: str) -> Staged:
             staged = stage_state(self._saver, self.state, learners, folder)
             compare = functools.partial(compare_own_shards_with_live, staged.folder, learners)
             return dataclasses.replace(staged, tasks=[*staged.tasks, compare])
 
         self._saver.dry_run(
-            stage,
+            recipe,
             functools.partial(compare_state_with_live, learners=learners),
             lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),
             num_steps=self.schedule.num_steps,

@@ -50,7 +50,7 @@ class UpdateGuard:
         output_dir: Of the run.
         find_prompt: Gives the place of an answer's prompt among the prompts of the run, by the answer's number.
 
-    Source: ``recipes_lib.training.guards.step_facts``, by which every stage stops; ``tests/rl/test_guard.py``.
+    Source: ``recipes_lib.training.guards.step_facts``, by which every recipe stops; ``tests/rl/test_guard.py``.
     """
 
     output_dir: Path

@@ -19,7 +19,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from recipes_lib.config.schema import RecipeConfig, flatten_config
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
     ConfigError,
@@ -253,7 +253,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
     if not run.finished:
         run.record(
-            stage=config.stage,
+            stage=config.recipe,
             status="running",
             started=previous.get("started", _now()),
             resumed_from=resume_from and resume_from.name,
@@ -265,7 +265,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             git_commit=read_git_commit(),
             hardware=describe_hardware(),
             num_processes=launch.world_size,
-            pipeline_stages=launch.layout.stages,
+            pipeline_stages=launch.layout.pipeline_stages,
             rows_per_step=count_rows_per_step(config.training, launch.data_size),
         )
     return run
@@ -360,7 +360,7 @@ def describe_process(launch: Launch) -> str:
     if launch.world_size == 1 and torch.cuda.device_count() > 1:
         told += f", the only one of {torch.cuda.device_count()} GPUs in use (`recipes launch` takes all)"
     if launch.part is not None:
-        return f"{told}, stage {launch.part.stage} of {launch.part.num_stages}"
+        return f"{told}, pipeline stage {launch.part.stage} of {launch.part.num_stages}"
     return f"{told}, {launch.engine}" if launch.engine else told
 
 
@@ -436,7 +436,7 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
 
 def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """A record with those keys of ``now`` that came with later versions: until then runs computed by their defaults."""
-    if not record or record["stage"] not in STAGES:
+    if not record or record["stage"] not in RECIPE_NAMES:
         return record
     keys = load_table(record["stage"]).keys
     defaults = {name: keys[name].default for name in now.keys() & keys.keys()}

@@ -58,7 +58,7 @@ class Runs:
         self.made.append(run)
         if code := self.codes.get(run.name):
             return code
-        loaded = load_config(run.stage, ["--config", str(write_run(self._config, run))])
+        loaded = load_config(run.recipe, ["--config", str(write_run(self._config, run))])
         folder = Path(loaded.training["output_dir"])
         folder.mkdir(exist_ok=True)
         tokens, model = loaded.training["max_steps"], str(loaded.model.model_name_or_path)

@@ -26,7 +26,7 @@ def find_shards(keys: dict[str, Any]) -> list[Path]:
 
 def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, keys, capsys) -> None:
     config = write_config(tmp_path, keys | {"teacher_top_k": 16, "eval_strategy": "no", "num_sample_prompts": 0})
-    assert run_here(load_recipe("distill"), config, stage="distill") == 2
+    assert run_here(load_recipe("distill"), config, recipe="distill") == 2
     assert "run `recipes distill-store` with this configuration first" in capsys.readouterr().err
 
     assert run_command(config) == 0
@@ -46,7 +46,7 @@ def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, keys
     patch = pytest.MonkeyPatch()
     patch.setattr("recipes_lib.distillation.teacher_store.load_causal_lm", lambda *args: loaded.append("a teacher"))
     try:
-        assert run_here(load_recipe("distill"), config, stage="distill") == 0
+        assert run_here(load_recipe("distill"), config, recipe="distill") == 0
     finally:
         patch.undo()
     assert not loaded

@@ -306,7 +306,7 @@ def test_the_curve_of_a_run_rises_and_falls(plan) -> None:
     assert first.index("█") == pytest.approx(64 * 4000 / 9766, abs=2)
 
 
-OF_A_STAGE: Mapping[str, Mapping[str, Any]] = {
+OF_A_RECIPE: Mapping[str, Mapping[str, Any]] = {
     "sft": {"max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
     "rloo": {"max_length": 512, "reward_funcs": ["a.b:c"]},
     "grpo": {"max_length": 512, "reward_funcs": ["a.b:c"]},
@@ -320,21 +320,21 @@ OF_A_STAGE: Mapping[str, Mapping[str, Any]] = {
 
 
 @pytest.fixture
-def plan_stage(plan, tiny_model_dir: Path, tmp_path: Path):
-    """Write a recipe of a stage other than pretraining, with changes, plan it, and return what was told."""
+def plan_recipe(plan, tiny_model_dir: Path, tmp_path: Path):
+    """Write a recipe of a recipe other than pretraining, with changes, plan it, and return what was told."""
 
-    def plan_stage(stage: str, *flags: object, code: int = 0, **changes: Any) -> str:
+    def plan_recipe(recipe: str, *flags: object, code: int = 0, **changes: Any) -> str:
         keys = {"model_name_or_path": str(tiny_model_dir), "dataset_name": "owner/rows", "output_dir": "out"}
-        path = tmp_path / f"{stage}_tiny.yaml"
-        given = {**keys, **OF_A_STAGE[stage], **changes}
+        path = tmp_path / f"{recipe}_tiny.yaml"
+        given = {**keys, **OF_A_RECIPE[recipe], **changes}
         path.write_text(yaml.safe_dump({key: value for key, value in given.items() if value is not None}))
         return plan.file(path, *flags, code=code)
 
-    return plan_stage
+    return plan_recipe
 
 
-def test_the_command_tells_time_layouts_and_verdict(plan_stage) -> None:
-    told = plan_stage("sft", "--num_processes", 4, "--gpu", "H100", "--mfu", 0.5, max_steps=1000)
+def test_the_command_tells_time_layouts_and_verdict(plan_recipe) -> None:
+    told = plan_recipe("sft", "--num_processes", 4, "--gpu", "H100", "--mfu", 0.5, max_steps=1000)
     assert "step            24 rows of 64 tokens, 1,536 in all" in told
     assert re.search(r"4 GPUs x 9\.89e\+14 FLOP/s x 0\.5 MFU", told)
     assert "hours for 1,000 steps" in told
@@ -348,15 +348,15 @@ def test_the_command_tells_time_layouts_and_verdict(plan_stage) -> None:
         assert "fits H100" in part
 
 
-def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
-    told = plan_stage("sft", "--num_processes", 4, "--gpu", "H100", device_hour_price=2)
+def test_a_price_makes_a_cost_of_the_time(plan_recipe) -> None:
+    told = plan_recipe("sft", "--num_processes", 4, "--gpu", "H100", device_hour_price=2)
     cost = float(re.search(r"cost +([\d.]+) for 1,000,000,000 tokens of rows, at 2 for a GPU hour", told)[1])
     seconds, tokens = float(re.search(r"operations +([\d.e+]+) a step", told)[1]) / (9.89e14 * 0.338), 24 * 64
     assert cost == pytest.approx(seconds / 3600 * 2 / tokens * 1e9, abs=0.01)
 
 
 @pytest.mark.parametrize(
-    ("stage", "flags", "changes", "words"),
+    ("recipe", "flags", "changes", "words"),
     [
         ("sft", ["--num_processes", "0"], {}, "write 1 or more"),
         ("sft", ["--mfu", "2"], {}, "is usual"),
@@ -376,40 +376,40 @@ def test_a_price_makes_a_cost_of_the_time(plan_stage) -> None:
         ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is a flag of pretraining"),
     ],
 )
-def test_what_makes_no_sense_is_refused(plan_stage, stage, flags, changes, words) -> None:
-    assert words in plan_stage(stage, *flags, code=2, **changes)
+def test_what_makes_no_sense_is_refused(plan_recipe, recipe, flags, changes, words) -> None:
+    assert words in plan_recipe(recipe, *flags, code=2, **changes)
 
 
 def read(told: str, name: str) -> float:
     return float(re.search(rf"([\d.]+) GB  {name}$", told, re.MULTILINE)[1])
 
 
-def test_terms_add_up_to_phases_and_the_largest_is_told(plan_stage) -> None:
-    told = plan_stage("ppo")
+def test_terms_add_up_to_phases_and_the_largest_is_told(plan_recipe) -> None:
+    told = plan_recipe("ppo")
     assert told.startswith(
         "accelerate_configs/single_gpu.yaml: a copy of everything on each process\n    models of their own\n"
     )
     assert "shared by" not in told
     # Adapters on one trunk are not shared by processes.
-    assert "shared by" not in plan_stage("ppo", "--num_processes", 4, use_peft=True)
+    assert "shared by" not in plan_recipe("ppo", "--num_processes", 4, use_peft=True)
     phases = [float(size) for size in re.findall(r"([\d.]+) GB  ", told.split("at once")[1])]
     assert len(phases) == 5
     assert max(phases) == pytest.approx(float(re.search(r"([\d.]+) GB at most", told)[1]), abs=0.06)
     assert "fits 24 GB, 48 GB, 80 GB, 141 GB, 192 GB" in told
     assert "reward model" not in told
-    assert "adapters of policy and critic" in plan_stage("ppo", use_peft=True)
+    assert "adapters of policy and critic" in plan_recipe("ppo", use_peft=True)
 
 
-def test_a_batch_that_no_device_holds_fits_none(plan_stage) -> None:
+def test_a_batch_that_no_device_holds_fits_none(plan_recipe) -> None:
     rows = {"per_device_eval_batch_size": 10_000_000}
-    assert "does not fit 24 GB, 48 GB, 80 GB, 141 GB, 192 GB" in plan_stage("ppo", **rows)
+    assert "does not fit 24 GB, 48 GB, 80 GB, 141 GB, 192 GB" in plan_recipe("ppo", **rows)
     # A pipeline that asks before it rents learns it from the exit code.
-    assert "the run does not fit H100" in plan_stage("ppo", "--gpu", "H100", code=2, **rows)
-    assert "fits NVIDIA A100-SXM4-80GB" in plan_stage("ppo", "--gpu", "NVIDIA A100-SXM4-80GB")
+    assert "the run does not fit H100" in plan_recipe("ppo", "--gpu", "H100", code=2, **rows)
+    assert "fits NVIDIA A100-SXM4-80GB" in plan_recipe("ppo", "--gpu", "NVIDIA A100-SXM4-80GB")
 
 
-def test_several_processes_are_told_both_ways(plan_stage) -> None:
-    alone, shared = plan_stage("ppo", "--num_processes", 4, per_device_eval_batch_size=1000).split(
+def test_several_processes_are_told_both_ways(plan_recipe) -> None:
+    alone, shared = plan_recipe("ppo", "--num_processes", 4, per_device_eval_batch_size=1000).split(
         "shared by 4 processes"
     )
     assert read(alone, "logits of a batch") == read(shared, "logits of a batch")
@@ -417,9 +417,9 @@ def test_several_processes_are_told_both_ways(plan_stage) -> None:
     assert "gathered" not in alone
 
 
-def test_a_launch_file_decides_on_layout_rows_and_time(plan, plan_stage) -> None:
+def test_a_launch_file_decides_on_layout_rows_and_time(plan, plan_recipe) -> None:
     """Of 16 processes, 8 share the tensors of a row: two groups take rows, all take time."""
-    told = plan_stage("sft", "--hardware", "fsdp2_cp", "--gpu", "H100")
+    told = plan_recipe("sft", "--hardware", "fsdp2_cp", "--gpu", "H100")
     assert "step            12 rows of 64 tokens" in told
     assert "/ (8 GPUs x" in told
     assert told.count("accelerate_configs/") == 1
@@ -429,17 +429,17 @@ def test_a_launch_file_decides_on_layout_rows_and_time(plan, plan_stage) -> None
     assert "batch           2,048 tokens" in staged
 
 
-def test_groups_have_no_critic(plan_stage) -> None:
-    told = plan_stage("grpo", per_device_eval_batch_size=64, beta=0.01)
+def test_groups_have_no_critic(plan_recipe) -> None:
+    told = plan_recipe("grpo", per_device_eval_batch_size=64, beta=0.01)
     assert "critic" not in told
     assert read(told, "reference, weights") == read(told, "policy, weights")
     assert read(told, "logits of a batch") == pytest.approx(44 * 64 * 512 / 1e9, abs=0.005)
-    assert "reference" not in plan_stage("rloo", beta=0)
+    assert "reference" not in plan_recipe("rloo", beta=0)
 
 
-@pytest.mark.parametrize("stage", ["sft", "ppo", "grpo"])
-def test_every_component_says_how_it_is_counted(plan_stage, stage) -> None:
-    brief, explained = (plan_stage(stage, "--num_processes", 4, *flags).splitlines() for flags in ([], ["--explain"]))
+@pytest.mark.parametrize("recipe", ["sft", "ppo", "grpo"])
+def test_every_component_says_how_it_is_counted(plan_recipe, recipe) -> None:
+    brief, explained = (plan_recipe(recipe, "--num_processes", 4, *flags).splitlines() for flags in ([], ["--explain"]))
     for line, full in zip(brief, explained, strict=True):
         assert full == line or (full.startswith(f"{line} = ") and " GB  " in line)
     layouts = len([line for line in brief if "accelerate_configs" in line])

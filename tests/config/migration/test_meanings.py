@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from recipes_lib.config.migration.renames import read_renames
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 @pytest.mark.parametrize("meaning", read_renames().meanings, ids=lambda meaning: meaning.where)
 def test_it_names_keys_that_there_are(meaning) -> None:
-    known = {key for stage in STAGES for key in load_table(stage).keys}
+    known = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
     assert meaning.decisive in known
     assert not meaning.unless or meaning.unless & known
     assert not meaning.keys or meaning.keys & known
 
 
 @pytest.mark.parametrize(
-    ("stage", "present", "expected"),
+    ("recipe", "present", "expected"),
     [
         ("sft", set(), ["`loss_on: all`"]),
         ("sft", {"loss_on"}, []),
@@ -28,10 +28,10 @@ def test_it_names_keys_that_there_are(meaning) -> None:
         ("sft", {"loss_on", "packing", "gradient_accumulation_steps"}, []),
     ],
 )
-def test_a_file_that_decides_nothing_is_told_what_it_means(stage, present, expected) -> None:
+def test_a_file_that_decides_nothing_is_told_what_it_means(recipe, present, expected) -> None:
     told = [
         meaning.advice
         for meaning in read_renames().meanings
-        if meaning.concerns(present, load_table(stage).keys.keys())
+        if meaning.concerns(present, load_table(recipe).keys.keys())
     ]
     assert [advice.split(" ")[0] + " " + advice.split(" ")[1] for advice in told] == expected

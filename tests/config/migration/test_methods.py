@@ -6,12 +6,12 @@ import pytest
 
 from recipes_lib.config.migration.legacy_files import infer_method
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.table import STAGES
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "stage", "loss"),
+    ("name", "values", "recipe", "loss"),
     [
         ("orpo/config_full", {"beta": 0.05}, "dpo", "orpo"),
         ("simpo/config", {"beta": 2.0, "loss_type": "simpo"}, "dpo", None),
@@ -37,26 +37,26 @@ from recipes_lib.errors import ConfigError
         ("dpo/config", {"completion_only_loss": True}, "sft", None),
     ],
 )
-def test_keys_decide_and_names_where_they_leave_it_open(name: str, values: dict, stage: str, loss: str | None) -> None:
+def test_keys_decide_and_names_where_they_leave_it_open(name: str, values: dict, recipe: str, loss: str | None) -> None:
     folder, _, stem = name.partition("/")
     method = infer_method([stem, folder], values)
-    assert (method.stage, method.loss_type, method.doubt) == (stage, loss, "")
+    assert (method.recipe, method.loss_type, method.doubt) == (recipe, loss, "")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_file_named_after_its_stage_is_of_it(stage: str) -> None:
-    assert infer_method([f"{stage}_small", "configs"], {}).stage == stage
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_file_named_after_its_recipe_is_of_it(recipe: str) -> None:
+    assert infer_method([f"{recipe}_small", "configs"], {}).recipe == recipe
 
 
 @pytest.mark.parametrize("name", ["cpo", "online_dpo", "nash_md", "bco", "kto"])
 def test_a_method_that_no_recipe_trains_is_refused_unless_the_user_says_another(name: str) -> None:
     with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
         infer_method([name, "scripts"], {"beta": 0.1})
-    assert infer_method([name, "scripts"], {"beta": 0.1}, "dpo").stage == "dpo"
+    assert infer_method([name, "scripts"], {"beta": 0.1}, "dpo").recipe == "dpo"
 
 
 @pytest.mark.parametrize(
-    ("stage", "line"),
+    ("recipe", "line"),
     [
         ("sft", "beta: 0.1"),
         ("sft", "loss_type: ipo"),
@@ -65,10 +65,10 @@ def test_a_method_that_no_recipe_trains_is_refused_unless_the_user_says_another(
         ("reward", "num_generations: 4"),
     ],
 )
-def test_a_stage_that_would_change_the_method_is_not_ready(write, sound: str, stage: str, line: str) -> None:
-    old = sound + "teacher_model_name_or_path: a/t\n" * (stage == "distill")
-    assert migrate(write(old), stage).is_ready
-    migration = migrate(write(f"{old}{line}\n"), stage)
+def test_a_recipe_that_would_change_the_method_is_not_ready(write, sound: str, recipe: str, line: str) -> None:
+    old = sound + "teacher_model_name_or_path: a/t\n" * (recipe == "distill")
+    assert migrate(write(old), recipe).is_ready
+    migration = migrate(write(f"{old}{line}\n"), recipe)
     assert not migration.is_ready
     assert any(change.by_hand and "another method" in change.what for change in migration.changes)
 

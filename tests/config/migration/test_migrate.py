@@ -207,7 +207,7 @@ def test_a_chat_template_goes_into_a_file_that_is_never_overwritten(write, sound
 
 
 @pytest.mark.parametrize(
-    ("stage", "old", "new"),
+    ("recipe", "old", "new"),
     [
         ("sft", "torch_dtype: null", ("dtype", "float32")),
         ("sft", "packing: null", ("packing", True)),
@@ -220,10 +220,10 @@ def test_a_chat_template_goes_into_a_file_that_is_never_overwritten(write, sound
         ("grpo", "reward_funcs: think_format_reward", ("reward_funcs", ["trl.rewards:think_format_reward"])),
     ],
 )
-def test_what_upstream_made_of_a_line_is_written(write, sound: str, stage: str, old: str, new: tuple) -> None:
-    migration = migrate(write(f"{sound}{old}\n"), stage)
+def test_what_upstream_made_of_a_line_is_written(write, sound: str, recipe: str, old: str, new: tuple) -> None:
+    migration = migrate(write(f"{sound}{old}\n"), recipe)
     assert migration.is_ready, migration.changes
-    assert flatten_config(check_text(stage, migration.text, Path("new.yaml")))[new[0]] == new[1]
+    assert flatten_config(check_text(recipe, migration.text, Path("new.yaml")))[new[0]] == new[1]
 
 
 def test_dropout_that_upstream_kept_is_left_to_the_user(write, sound: str) -> None:
@@ -267,17 +267,17 @@ def test_any_mix_of_old_lines_gives_a_file_whose_keys_are_all_known(tmp_path_fac
     assert all(problem == "`dataset_name` is missing" for problem in problems), text
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo", "pretrain"])
-def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, stage: str) -> None:
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "pretrain"])
+def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, recipe: str) -> None:
     head = "model_name_or_path: a/b\noutput_dir: o\nmax_length: 64\noverlong: drop\n"
     rest = "max_steps: 5\nwarmup_steps: 0\ntest_split_size: 10\n"
-    if stage == "pretrain":
+    if recipe == "pretrain":
         head = head.replace("overlong: drop\n", "")
     passes = 'dataset_mixture:\n- name: a/weight  # weight: all\n  "weight": 1\n- {name: c/d, weight: 0.5, split: x}\n'
     shares = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
-    migration = migrate(write(head + passes + rest), stage)
+    migration = migrate(write(head + passes + rest), recipe)
     text, changes = migration.text, migration.changes
-    if stage == "pretrain":
+    if recipe == "pretrain":
         assert text == head + passes + rest
         return
     assert (
@@ -289,8 +289,8 @@ def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(w
         + rest
     )
     assert [change.line for change in changes if "became `repeat`" in change.what] == [5]
-    check_text(stage, text, Path("new.yaml"))
-    migration = migrate(write(head + shares + rest), stage)
+    check_text(recipe, text, Path("new.yaml"))
+    migration = migrate(write(head + shares + rest), recipe)
     text, changes = migration.text, migration.changes
     assert text == head + shares + rest
     assert [change.line for change in changes if change.by_hand and "`repeat` is how often" in change.what] == [5]

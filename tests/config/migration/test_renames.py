@@ -7,7 +7,7 @@ import trl
 
 from recipes_lib.config.migration.renames import read_known, read_renames
 from recipes_lib.config.recipes import read_refused
-from recipes_lib.config.table import STAGES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import is_secret_key
 
 KEYS = load_table("sft").keys
@@ -45,18 +45,18 @@ def test_every_key_of_trls_model_section_is_ours_or_named() -> None:
 
 
 @pytest.mark.parametrize("config", [trl.DPOConfig, trl.RewardConfig])
-def test_every_key_of_another_stage_is_named(config: type) -> None:
+def test_every_key_of_another_recipe_is_named(config: type) -> None:
     for field in dataclasses.fields(config):
         named = field.name in KEYS or field.name in read_known("sft") or is_secret_key(field.name)
         assert named, field.name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_retired_key_is_no_key_and_its_successor_is_one(stage: str) -> None:
-    keys = load_table(stage).keys
-    assert not set(read_known(stage)) & set(keys)
-    for key, retired in read_known(stage).items():
-        assert retired.new is None or retired.new in {*keys, *read_refused(stage)}, key
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_retired_key_is_no_key_and_its_successor_is_one(recipe: str) -> None:
+    keys = load_table(recipe).keys
+    assert not set(read_known(recipe)) & set(keys)
+    for key, retired in read_known(recipe).items():
+        assert retired.new is None or retired.new in {*keys, *read_refused(recipe)}, key
         for new in (retired.values or {}).values():
             assert set(new) <= set(keys), key
 

@@ -64,12 +64,12 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_trl_becomes_a_recipe_that_loads(command: str, tmp_path: Path) -> None:
-    stage, expected = COMMANDS[command]
+    recipe, expected = COMMANDS[command]
     path = tmp_path / "run.sh"
     path.write_text(f"{command}\n")
     migration = migrate(path)
-    assert (migration.stage, migration.is_ready) == (stage, True), migration.changes
-    found = flatten_config(check_text(stage, migration.text, path))
+    assert (migration.recipe, migration.is_ready) == (recipe, True), migration.changes
+    found = flatten_config(check_text(recipe, migration.text, path))
     assert {key: found[key] for key in expected} == expected
     # The lines of the changes are not those of the user's file.
     assert not [change for change in migration.changes if change.line]

@@ -92,7 +92,7 @@ from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.data.packed.prepared_set import prepare, render_summary
 values = json.loads(sys.argv[1])
 sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
-prepared = prepare(RecipeConfig(stage="sft", path=None, training=values["training"], **sections), None)
+prepared = prepare(RecipeConfig(recipe="sft", path=None, training=values["training"], **sections), None)
 assert not prepared.is_new
 render_summary(prepared)
 print(json.dumps(sorted(sys.modules)))

@@ -180,12 +180,12 @@ def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tiny_to
     assert html.escape("gold & <b>") in page
 
 
-@pytest.mark.parametrize("stage", ["reward", "dpo"])
-def test_both_answers_of_a_pair_are_shown_behind_their_prompt(tmp_path, tiny_tokenizer, tiny_tokenizer_dir, stage):
+@pytest.mark.parametrize("recipe", ["reward", "dpo"])
+def test_both_answers_of_a_pair_are_shown_behind_their_prompt(tmp_path, tiny_tokenizer, tiny_tokenizer_dir, recipe):
     data = tmp_path / "pairs.jsonl"
     data.write_text(json.dumps({"prompt": "2 and 2?", "chosen": " 4", "rejected": " 22"}) + "\n")
     config = load_config(
-        stage,
+        recipe,
         [f"--model_name_or_path={tiny_tokenizer_dir}", f"--dataset_name={data}", f"--output_dir={tmp_path / 'out'}"],
     )
     chosen, rejected = build_preview(config, tiny_tokenizer, 3)

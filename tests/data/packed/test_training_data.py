@@ -21,7 +21,7 @@ def config(tmp_path, tiny_model_dir):
         )
         write_rows(tmp_path / f"{name}.jsonl", rows)
     return RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(dataset_name=str(tmp_path / "train.jsonl"), dataset_test_split=str(tmp_path / "eval.jsonl")),
         tokens=TokensConfig(max_length=64, prepared_dir=str(tmp_path / "prepared")),

@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 from recipes_lib.commands.prepare import prepare
 
 
-@pytest.mark.parametrize("stage", ["reward", "dpo"])
-def test_pairs_are_prepared_once_and_told(tmp_path, tiny_tokenizer_dir, capsys, stage):
+@pytest.mark.parametrize("recipe", ["reward", "dpo"])
+def test_pairs_are_prepared_once_and_told(tmp_path, tiny_tokenizer_dir, capsys, recipe):
     rows = [{"prompt": f"{n} and {n}?", "chosen": f" {2 * n}", "rejected": f" {n} " * 3} for n in range(6)]
     data = tmp_path / "pairs.jsonl"
     write_rows(data, rows)
@@ -19,15 +19,15 @@ def test_pairs_are_prepared_once_and_told(tmp_path, tiny_tokenizer_dir, capsys, 
         f"--prepared_dir={tmp_path / 'prepared'}",
         "--test_split_size=2",
     ]
-    prepare(["--stage", stage, *argv], lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    prepare(["--recipe", recipe, *argv], lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
     told = capsys.readouterr().out
     assert "prepared in" in told
     assert "4" in told.split("prompts")[0]
-    prepare(["--stage", stage, *argv], lambda _: pytest.fail("tokenised again"))
+    prepare(["--recipe", recipe, *argv], lambda _: pytest.fail("tokenised again"))
     assert "nothing to do: already prepared" in capsys.readouterr().out
 
 
 def test_help_is_told(capsys):
     with pytest.raises(SystemExit, match="0"):
-        prepare(["--stage", "dpo", "--help"], lambda _: pytest.fail("asked for a tokenizer"))
+        prepare(["--recipe", "dpo", "--help"], lambda _: pytest.fail("asked for a tokenizer"))
     assert "--config" in capsys.readouterr().out

@@ -140,7 +140,7 @@ from recipes_lib.config.schema import SECTIONS, RecipeConfig
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
 values = json.loads(sys.argv[1])
 sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
-assert not prepare_pairs(RecipeConfig(stage="dpo", path=None, training=values["training"], **sections), None).is_new
+assert not prepare_pairs(RecipeConfig(recipe="dpo", path=None, training=values["training"], **sections), None).is_new
 print(json.dumps(sorted(sys.modules)))
 """
     command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(config))]

@@ -125,9 +125,9 @@ def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_token
     write("new.jsonl", 0)
     write("old.jsonl", 100, margin=0.5)
     keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 64}
-    config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.1, stage="dpo")
+    config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.1, recipe="dpo")
     data = load_pair_data(config, tiny_tokenizer)
-    plain = load_pair_data(build_config(**keys, stage="dpo"), tiny_tokenizer)
+    plain = load_pair_data(build_config(**keys, recipe="dpo"), tiny_tokenizer)
     assert (len(data.train), data.order.rows_per_epoch) == (40, 23)
     assert data.record["key"] != plain.record["key"]
     assert [row["margin"] for row in data.train] == [0] * 20 + [0.5] * 20

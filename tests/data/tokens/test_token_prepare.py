@@ -20,11 +20,11 @@ def test_every_source_and_side_is_told_and_a_second_time_no_tokenizer_is_loaded(
         "max_length": 32,
     }
     argv = [f"--{name}={value}" for name, value in keys.items()]
-    prepare(["--stage", "pretrain", *argv], lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
+    prepare(["--recipe", "pretrain", *argv], lambda _: AutoTokenizer.from_pretrained(tiny_tokenizer_dir))
     first = capsys.readouterr().out
     assert "prepared in" in first
     assert "held out of" in first
-    prepare(["--stage", "pretrain", *argv], lambda _: pytest.fail("tokenised again"))
+    prepare(["--recipe", "pretrain", *argv], lambda _: pytest.fail("tokenised again"))
     second = capsys.readouterr().out
     assert "already prepared" in second
     assert first.split("prepared in")[0] == second.split("nothing to do")[0]

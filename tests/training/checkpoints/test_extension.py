@@ -52,7 +52,7 @@ def test_another_batch_or_another_key_is_not_an_extension(build) -> None:
     then = build(max_steps=10, **WSD)
     assert find(build(max_steps=15, **WSD), then, world_size=2) is None
     assert find(build(max_steps=15, learning_rate=0.5, **WSD), then) is None
-    assert find(replace(build(max_steps=15, **WSD), stage="sft"), then) is None
+    assert find(replace(build(max_steps=15, **WSD), recipe="sft"), then) is None
 
 
 def test_a_checkpoint_that_is_not_whole_is_passed_over(build, tmp_path) -> None:

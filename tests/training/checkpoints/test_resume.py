@@ -33,7 +33,7 @@ def launch(world_size, engine=""):
 
 def config(per_device, accumulation, **sections):
     return RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(dataset_name="rows"),
         tokens=TokensConfig(),

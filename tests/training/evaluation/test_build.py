@@ -28,7 +28,7 @@ def config(tmp_path, tiny_model_dir):
     )
     write_rows(chats, rows)
     return RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(dataset_name=str(chats), test_split_size=4),
         tokens=TokensConfig(max_length=64, prepared_dir=str(tmp_path / "prepared")),

@@ -89,7 +89,7 @@ def test_the_model_without_its_adapter(tiny_model_dir: Path, batch: dict[str, An
 
 def test_a_run_begins_at_its_base_and_stays_closer_to_it(tiny_model_dir: Path, tmp_path: Path) -> None:
     config = RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(),
         tokens=TokensConfig(),

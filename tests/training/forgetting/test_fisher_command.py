@@ -80,12 +80,12 @@ def test_documents_of_pretraining_are_looked_at_one_by_one(tmp_path: Path, tiny_
     run = tmp_path / "run"
     keys = {"model_name_or_path": tiny_model_dir, "dataset_name": documents, "output_dir": run}
     flags = make_flags(tmp_path, **keys, max_length=32, max_steps=4)
-    fisher.main(["--stage=pretrain", *flags, "--num_documents=5"])
+    fisher.main(["--recipe=pretrain", *flags, "--num_documents=5"])
     assert read_record(run)["num_documents"] == 5
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), [(["--stage=dpo"], "not one of sft"), (["--num_documents=0"], "number from 1 on")]
+    ("flags", "words"), [(["--recipe=dpo"], "not one of sft"), (["--num_documents=0"], "number from 1 on")]
 )
 def test_what_has_no_such_information_is_refused(flags: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -125,7 +125,7 @@ def make_config(tiny_model_dir: Path, tmp_path: Path):
 
     def build(model_dir: Path = tiny_model_dir, **keys: Any) -> RecipeConfig:
         return RecipeConfig(
-            stage="sft",
+            recipe="sft",
             path=None,
             data=DataConfig(),
             tokens=TokensConfig(),

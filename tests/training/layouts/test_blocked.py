@@ -21,7 +21,7 @@ def block(**more: object) -> Blocked:
     ("row", "where", "found"),
     [
         (block(), "mine.yaml", "the one: it would fail"),
-        (block(stages=("sft",)), "mine.yaml", "recipes/sft.py and a launch with the one: it would fail"),
+        (block(recipes=("sft",)), "mine.yaml", "recipes/sft.py and a launch with the one: it would fail"),
         (block(keys=("seed",)), "--seed", "`seed: 7` and a launch with the one: it would fail"),
         (block(keys=("optim", "seed")), "--seed", "`seed: 7` and a launch with the one: it would fail"),
         (block(keys=("optim",)), "optim", "`optim`, which is not given, and a launch with the one: it would fail"),

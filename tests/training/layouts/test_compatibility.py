@@ -41,8 +41,8 @@ def launch(kind: str = "FSDP", *, precision: str = "bf16", **settings: Any) -> d
     return document | ({"parallelism_config": mesh} if mesh else {})
 
 
-def stages(num: int = 2, schedule: str = "1f1b", kind: str = "MULTI_GPU", **settings: Any) -> dict[str, Any]:
-    """A launch in stages; ``num_processes`` of them are four."""
+def pipeline(num: int = 2, schedule: str = "1f1b", kind: str = "MULTI_GPU", **settings: Any) -> dict[str, Any]:
+    """A launch with pipeline parallelism; ``num_processes`` of them are four."""
     return launch(kind, **settings) | {"pipeline": name_pipeline(num, schedule)}
 
 
@@ -65,8 +65,8 @@ FSDP, ZERO = launch(), launch("DEEPSPEED")
 ZERO_3 = launch("DEEPSPEED", zero_stage=3, zero3_save_16bit_model=True)
 HEADS_SHARED = ZERO_3 | {"parallelism_config": mesh(dp_shard=2, sp=2)["parallelism_config"]}
 LIVE = {"precompute_ref_log_probs": False}
-PRETRAIN, SFT = {"stage": "pretrain", "gradient_accumulation_steps": 4}, {"stage": "sft"}
-PPO, RLOO, DISTIL = ({"stage": stage} for stage in ("ppo", "rloo", "distill"))
+PRETRAIN, SFT = {"recipe": "pretrain", "gradient_accumulation_steps": 4}, {"recipe": "sft"}
+PPO, RLOO, DISTIL = ({"recipe": recipe} for recipe in ("ppo", "rloo", "distill"))
 # For each row, in its order: what trips it, and what beside it does not; a recipe's keys and a launch file each.
 CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, Any], dict[str, Any]]]]] = [
     (
@@ -191,58 +191,64 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         (DISTIL | {"lmbda": 0.5}, ZERO_3),
         [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],
     ),
-    ((SFT, stages()), [(PRETRAIN, stages()), (SFT, DDP), (SFT, stages(1))]),
-    ((PRETRAIN, stages(3)), [(PRETRAIN, stages(4)), (PRETRAIN, stages(2)), (PRETRAIN, DDP)]),
+    ((SFT, pipeline()), [(PRETRAIN, pipeline()), (SFT, DDP), (SFT, pipeline(1))]),
+    ((PRETRAIN, pipeline(3)), [(PRETRAIN, pipeline(4)), (PRETRAIN, pipeline(2)), (PRETRAIN, DDP)]),
     (
-        (PRETRAIN, stages(kind="DEEPSPEED")),
-        [(PRETRAIN, stages(kind="FSDP")), (PRETRAIN, ZERO), (PRETRAIN, stages(kind="FSDP") | mesh(tp=2))],
+        (PRETRAIN, pipeline(kind="DEEPSPEED")),
+        [(PRETRAIN, pipeline(kind="FSDP")), (PRETRAIN, ZERO), (PRETRAIN, pipeline(kind="FSDP") | mesh(tp=2))],
     ),
-    ((PRETRAIN, stages(kind="FSDP", fsdp_offload_params=True)), [(PRETRAIN, launch(fsdp_offload_params=True))]),
-    ((PRETRAIN, stages(precision="fp16")), [(PRETRAIN, stages(precision="no")), (PRETRAIN, stages(precision="bf16"))]),
-    ((PRETRAIN | {"fp16": True}, stages(precision="no")), [(PRETRAIN | {"bf16": True}, stages(precision="no"))]),
+    ((PRETRAIN, pipeline(kind="FSDP", fsdp_offload_params=True)), [(PRETRAIN, launch(fsdp_offload_params=True))]),
     (
-        (PRETRAIN | {"gradient_accumulation_steps": 3}, stages(4)),
-        [(PRETRAIN | {"gradient_accumulation_steps": 3}, launch) for launch in (stages(2), stages(4, "gpipe"), DDP)],
+        (PRETRAIN, pipeline(precision="fp16")),
+        [(PRETRAIN, pipeline(precision="no")), (PRETRAIN, pipeline(precision="bf16"))],
+    ),
+    ((PRETRAIN | {"fp16": True}, pipeline(precision="no")), [(PRETRAIN | {"bf16": True}, pipeline(precision="no"))]),
+    (
+        (PRETRAIN | {"gradient_accumulation_steps": 3}, pipeline(4)),
+        [
+            (PRETRAIN | {"gradient_accumulation_steps": 3}, launch)
+            for launch in (pipeline(2), pipeline(4, "gpipe"), DDP)
+        ],
     ),
     (
-        (PRETRAIN | {"gradient_accumulation_steps": 6}, stages(4, "interleaved")),
-        [(PRETRAIN, stages(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 6}, stages(4))],
+        (PRETRAIN | {"gradient_accumulation_steps": 6}, pipeline(4, "interleaved")),
+        [(PRETRAIN, pipeline(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 6}, pipeline(4))],
     ),
-    ((PRETRAIN | {"batch_ramp_tokens": 4096}, stages()), [(PRETRAIN | {"batch_ramp_tokens": 4096}, DDP)]),
-    ((PRETRAIN | {"max_rollbacks": 1}, stages()), [(PRETRAIN | {"max_rollbacks": 0}, stages())]),
-    ((PRETRAIN | {"verify_steps": 2}, stages()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
-    ((PRETRAIN | {"metrics": "[mine:Score]"}, stages()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
-    ((PRETRAIN | {"ewc_lambda": 1.0}, stages()), [(PRETRAIN | {"ewc_lambda": 1.0}, FSDP)]),
-    ((PRETRAIN | {"torch_compile": True}, stages()), [(PRETRAIN | {"torch_compile": False}, stages())]),
-    ((PRETRAIN | {"use_liger_kernel": True}, stages()), [(PRETRAIN | {"use_liger_kernel": False}, stages())]),
+    ((PRETRAIN | {"batch_ramp_tokens": 4096}, pipeline()), [(PRETRAIN | {"batch_ramp_tokens": 4096}, DDP)]),
+    ((PRETRAIN | {"max_rollbacks": 1}, pipeline()), [(PRETRAIN | {"max_rollbacks": 0}, pipeline())]),
+    ((PRETRAIN | {"verify_steps": 2}, pipeline()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
+    ((PRETRAIN | {"metrics": "[mine:Score]"}, pipeline()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
+    ((PRETRAIN | {"ewc_lambda": 1.0}, pipeline()), [(PRETRAIN | {"ewc_lambda": 1.0}, FSDP)]),
+    ((PRETRAIN | {"torch_compile": True}, pipeline()), [(PRETRAIN | {"torch_compile": False}, pipeline())]),
+    ((PRETRAIN | {"use_liger_kernel": True}, pipeline()), [(PRETRAIN | {"use_liger_kernel": False}, pipeline())]),
     (
-        (PRETRAIN | {"optim": "adafactor"}, stages()),
-        [(PRETRAIN | {"optim": "muon"}, stages()), (PRETRAIN | {"optim": "adafactor"}, DDP)],
+        (PRETRAIN | {"optim": "adafactor"}, pipeline()),
+        [(PRETRAIN | {"optim": "muon"}, pipeline()), (PRETRAIN | {"optim": "adafactor"}, DDP)],
     ),
 ]
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    *(({"stage": stage}, TENSORS, "does not support adapters") for stage in ("reward", "dpo", "distill")),
-    ({"stage": "pretrain"}, TENSORS | {"pipeline": name_pipeline(4, "gpipe")}, "do not fill the device mesh"),
+    *(({"recipe": recipe}, TENSORS, "does not support adapters") for recipe in ("reward", "dpo", "distill")),
+    ({"recipe": "pretrain"}, TENSORS | {"pipeline": name_pipeline(4, "gpipe")}, "do not fill the device mesh"),
     (
-        {"stage": "pretrain"},
-        stages(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True),
+        {"recipe": "pretrain"},
+        pipeline(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True),
         "does not shard pipeline stages",
     ),
-    ({"stage": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add different noise"),
-    ({"stage": "sft", "torch_compile": True}, TENSORS, "would add different noise"),
-    *(({"stage": stage}, ROWS_SHARED, "more than tokens and labels") for stage in ("reward", "dpo", "distill")),
-    *(({"stage": stage}, HEADS_SHARED, "more than tokens and labels") for stage in ("reward", "dpo", "distill")),
-    ({"stage": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "needs its own attention"),
+    ({"recipe": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add different noise"),
+    ({"recipe": "sft", "torch_compile": True}, TENSORS, "would add different noise"),
+    *(({"recipe": recipe}, ROWS_SHARED, "more than tokens and labels") for recipe in ("reward", "dpo", "distill")),
+    *(({"recipe": recipe}, HEADS_SHARED, "more than tokens and labels") for recipe in ("reward", "dpo", "distill")),
+    ({"recipe": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "needs its own attention"),
     (
-        {"stage": "sft", "dataset_streaming": True, "max_steps": 1, "max_length": 64},
+        {"recipe": "sft", "dataset_streaming": True, "max_steps": 1, "max_length": 64},
         HEADS_SHARED,
         "would read different rows",
     ),
     ({}, HEADS_SHARED | {"deepspeed_config": {"zero_stage": 2}}, "is proved with ZeRO-3"),
-    ({"stage": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same under context parallelism"),
+    ({"recipe": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same under context parallelism"),
     ({}, mesh(dp_replicate=2, cp=2), "with tensor parallelism or replication"),
-    ({"stage": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same under context parallelism"),
+    ({"recipe": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same under context parallelism"),
     ({}, cut("fp8"), "8-bit layers take whole tensors"),
     ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
     (RLOO, ZERO, "DeepSpeed trains one model"),
@@ -250,19 +256,21 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),
     (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, ZERO, "outside of the forward"),
 ]
-ROWS = [f"{number}: {row.recipe} {row.launch}" for number, row in enumerate(BLOCKED)]
+ROWS = [f"{number}: {row.recipe_text} {row.launch}" for number, row in enumerate(BLOCKED)]
 
 
 def read(keys: dict[str, Any], output_dir: Path) -> RecipeConfig:
-    stage = "dpo" if "precompute_ref_log_probs" in keys else "pretrain" if keys.get("optim") == "muon" else "sft"
-    stage = "lora" if keys.get("use_peft") and stage == "sft" else stage
-    stage = keys.get("stage", stage)
+    recipe = "dpo" if "precompute_ref_log_probs" in keys else "pretrain" if keys.get("optim") == "muon" else "sft"
+    recipe = "lora" if keys.get("use_peft") and recipe == "sft" else recipe
+    recipe = keys.get("recipe", recipe)
     given = {"dataset_name": "o/d", "output_dir": output_dir, "model_name_or_path": "o/m"}
-    given |= {"max_length": 64, "max_steps": 1} if stage == "pretrain" else {}
-    given |= {"reward_funcs": "[mine:score]"} if stage in ("ppo", "rloo", "grpo") else {}
-    given |= {"teacher_model_name_or_path": "o/t"} if stage == "distill" else {}
-    given |= {name: value for name, value in keys.items() if (stage, name) != ("lora", "use_peft") and name != "stage"}
-    return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+    given |= {"max_length": 64, "max_steps": 1} if recipe == "pretrain" else {}
+    given |= {"reward_funcs": "[mine:score]"} if recipe in ("ppo", "rloo", "grpo") else {}
+    given |= {"teacher_model_name_or_path": "o/t"} if recipe == "distill" else {}
+    given |= {
+        name: value for name, value in keys.items() if (recipe, name) != ("lora", "use_peft") and name != "recipe"
+    }
+    return load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
 
 
 def find_rows(config: RecipeConfig, document: dict[str, Any]) -> list[str]:

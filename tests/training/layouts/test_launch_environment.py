@@ -41,7 +41,7 @@ def test_a_launchers_variables_are_read(monkeypatch):
 
 def test_pipelines_lie_across_the_processes():
     """Six processes in three stages: neighbours hold the same part, and take rows of their own."""
-    layout = Layout(stages=3)
+    layout = Layout(pipeline_stages=3)
     every = [Launch(rank=rank, local_rank=rank, world_size=6, engine="", layout=layout) for rank in range(6)]
     assert [one.part.stage for one in every] == [0, 0, 1, 1, 2, 2]
     assert {one.data_size for one in every} == {2}
@@ -165,7 +165,7 @@ def test_a_model_that_was_not_cut_after_all_is_refused():
 
 
 def test_a_stage_that_was_not_shared_out_after_all_is_refused():
-    shared = Launch(rank=0, local_rank=0, world_size=4, engine="FSDP", layout=Layout(stages=2))
+    shared = Launch(rank=0, local_rank=0, world_size=4, engine="FSDP", layout=Layout(pipeline_stages=2))
     verify_engine(shared, "MULTI_GPU", is_in_shards=True)
     with pytest.raises(ConfigError, match="FSDP was launched and accelerate is running MULTI_GPU"):
         verify_engine(shared, "MULTI_GPU", is_in_shards=False)

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.training.layouts.pipeline_schedule import Pipeline, build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import Pipeline, build_pipeline_groups
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +25,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # has a pipeline of one process. Goes when torch 2.13 is the lowest version; 2.15 has no such method.
     monkeypatch.setattr(PipelineStage, "_get_init_p2p_neighbors_ops", lambda _: [], raising=False)
     distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
-    build_stage_mesh.cache_clear()
+    build_pipeline_groups.cache_clear()
     yield
-    build_stage_mesh.cache_clear()
+    build_pipeline_groups.cache_clear()
     distributed.destroy_process_group()
 
 
@@ -37,7 +37,7 @@ def build_pipeline(*, is_tied: bool = False) -> tuple[Any, Any]:
     (part,) = build_parts(config, 1, 2)
     whole = build_whole(config)
     add_loss_head(whole)
-    mesh = build_stage_mesh(1)
+    mesh = build_pipeline_groups(1)
     return whole, Pipeline(part, mesh, schedule="interleaved", autocast=contextlib.nullcontext)
 
 

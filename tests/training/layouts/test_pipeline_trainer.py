@@ -15,7 +15,7 @@ from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 
 def test_a_launch_in_stages_has_a_trainer_of_its_own() -> None:
     assert choose_trainer(Launch(0, 0, 2, "")) is PretrainTrainer
-    assert choose_trainer(Launch(0, 0, 2, "", layout=Layout(stages=2))) is PipelineTrainer
+    assert choose_trainer(Launch(0, 0, 2, "", layout=Layout(pipeline_stages=2))) is PipelineTrainer
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_a_run_reports_them_each_step(tmp_path, tiny_tokenizer_dir, monkeypatch)
 
 def run_reporting_to(wanted) -> RecipeConfig:
     return RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(),
         tokens=TokensConfig(),

@@ -23,23 +23,23 @@ ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 FP8 = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
 TENSORS = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
 CONTEXT = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"cp": 2}))
-STAGES = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(stages=2))
+RECIPE_NAMES = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(pipeline_stages=2))
 
 
-def read(stage: str, **keys: Any) -> RecipeConfig:
+def read(recipe: str, **keys: Any) -> RecipeConfig:
     given = {"model_name_or_path": "o/m", "dataset_name": "o/d", "output_dir": "out", **keys}
-    given |= {"max_length": 8} if stage == "pretrain" else {}
-    return load_config(stage, [f"--{name}={value}" for name, value in given.items()])
+    given |= {"max_length": 8} if recipe == "pretrain" else {}
+    return load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
 
 
 @pytest.mark.parametrize(
-    ("stage", "keys", "launch", "is_cuda", "expected"),
+    ("recipe", "keys", "launch", "is_cuda", "expected"),
     [
         ("pretrain", {}, ONE, True, {}),
         ("pretrain", {}, ONE, False, None),
         ("pretrain", {"torch_compile": "false"}, ONE, True, None),
         ("pretrain", {}, TENSORS, True, None),
-        ("pretrain", {}, STAGES, True, None),
+        ("pretrain", {}, RECIPE_NAMES, True, None),
         ("pretrain", {}, CONTEXT, True, None),
         ("sft", {}, ONE, True, None),
         ("sft", {}, FP8, True, {}),
@@ -50,14 +50,14 @@ def read(stage: str, **keys: Any) -> RecipeConfig:
 )
 def test_pretraining_and_fp8_are_compiled_and_the_rest_on_request(
     monkeypatch: pytest.MonkeyPatch,
-    stage: str,
+    recipe: str,
     keys: dict[str, Any],
     launch: Launch,
     is_cuda: bool,
     expected: dict[str, Any] | None,
 ) -> None:
     monkeypatch.setattr(compilation, "find_compiler", lambda: "/usr/bin/c++")
-    assert choose_compilation(read(stage, **keys), launch, is_cuda=is_cuda) == expected
+    assert choose_compilation(read(recipe, **keys), launch, is_cuda=is_cuda) == expected
 
 
 def test_pretraining_is_not_compiled_by_default_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_fp8_without_compilation_is_refused() -> None:
         ({}, ONE, True, False, False),
         ({}, ONE, False, True, False),
         ({}, TENSORS, True, True, False),
-        ({}, STAGES, True, True, False),
+        ({}, RECIPE_NAMES, True, True, False),
         ({}, CONTEXT, True, True, False),
         ({"use_liger_kernel": "false"}, ONE, True, True, False),
         ({"use_liger_kernel": "true"}, ONE, True, True, True),

@@ -66,9 +66,9 @@ EMBEDDINGS = {
 }
 
 
-def verify(training, *, stage="sft"):
+def verify(training, *, recipe="sft"):
     config = RecipeConfig(
-        stage=stage,
+        recipe=recipe,
         path=None,
         data=DataConfig(),
         tokens=TokensConfig(),
@@ -351,7 +351,7 @@ def test_a_share_as_the_warmup_of_a_schedule_free_optimizer_would_multiply_the_f
 def test_pretraining_warms_up_by_its_own_schedule(packages):
     packages["all"] = True
     training = ACCEPTED | {"optim": "schedule_free_adamw", "warmup_steps": 0.01}
-    verify(training, stage="pretrain")
+    verify(training, recipe="pretrain")
     with pytest.raises(ConfigError, match="not by a share"):
         verify(training)
 
@@ -370,7 +370,7 @@ def test_the_planned_groups_are_those_of_the_run(tiny_model_dir, tmp_path, optim
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     keys = {"optim": optim, "learning_rate": 1e-3, "weight_decay": 0.1, "output_dir": str(tmp_path), "use_cpu": True}
     config = RecipeConfig(
-        stage="pretrain",
+        recipe="pretrain",
         path=None,
         data=DataConfig(),
         tokens=TokensConfig(),

@@ -27,7 +27,7 @@ ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 
 def make_config(tmp_path, **training):
     return RecipeConfig(
-        stage="sft",
+        recipe="sft",
         path=None,
         data=DataConfig(dataset_name="chats.jsonl"),
         tokens=TokensConfig(),

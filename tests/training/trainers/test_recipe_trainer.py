@@ -1,4 +1,4 @@
-"""The trainer of every stage: its guards, its checkpoints, and hooks that change nothing."""
+"""The trainer of every recipe: its guards, its checkpoints, and hooks that change nothing."""
 
 import pytest
 from tests.training.trajectories import assert_equal_weights, make_packs, make_trainer, weights_of

@@ -31,14 +31,14 @@ class ChainRun:
 
     Attributes:
         name: Of its folder under ``output_dir``.
-        stage: ``distill`` or ``sft``.
+        recipe: ``distill`` or ``sft``.
         model: What it starts from.
         teacher: ``None`` for labels alone.
         factor: On the length that the configuration says.
     """
 
     name: str
-    stage: str
+    recipe: str
     model: str
     teacher: str | None = None
     factor: float = 1.0
@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
     def start(run: ChainRun) -> int:
         path = write_run(config, run)
-        command = [*shlex.split(options.launcher), str(Path("recipes") / f"{run.stage}.py"), "--config", str(path)]
+        command = [*shlex.split(options.launcher), str(Path("recipes") / f"{run.recipe}.py"), "--config", str(path)]
         sys.stdout.write(f"\n{run.name}: {shlex.join(command)}\n")
         sys.stdout.flush()
         return subprocess.run(command, check=False).returncode
@@ -149,7 +149,7 @@ def write_run(config: RecipeConfig, run: ChainRun) -> Path:
         changed["model_revision"] = None
     if run.teacher != config.distillation.teacher_model_name_or_path:
         changed["teacher_model_revision"] = None
-    table = load_table(run.stage).keys
+    table = load_table(run.recipe).keys
     lines = [
         f"{name}: {json.dumps(value, default=str)}\n"
         for name, value in (values | changed).items()

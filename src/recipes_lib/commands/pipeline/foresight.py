@@ -12,7 +12,7 @@ from typing import NamedTuple
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.table import STAGES
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, read_state
@@ -85,7 +85,7 @@ def _look_at(stage: Stage) -> None:
     from recipes_lib.commands.check import main as check
 
     hardware = ["--hardware", stage.launch] if stage.launch else []
-    if check(["--stage", stage.recipe, *hardware, *stage.argv]) != EXIT_DONE:
+    if check(["--recipe", stage.recipe, *hardware, *stage.argv]) != EXIT_DONE:
         raise ConfigError(Problem("recipes check", "found the problems above", "mend them"))
 
 
@@ -130,7 +130,7 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     with _pretending(path) as pretended:
         for stage in pretended.stages:
             _put_output(stage)
-            if stage.recipe in STAGES:
+            if stage.recipe in RECIPE_NAMES:
                 problems += _collect(
                     stage.name,
                     lambda stage=stage: plans.update({stage.name: _plan(stage, gpu, num_processes)}),  # type: ignore[misc]
@@ -154,7 +154,7 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
 
 def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     from recipes_lib.commands.planning.plan import find_planned_model
-    from recipes_lib.planning.compute import RL_STAGES, compute_flops_per_token, compute_hours, count_step
+    from recipes_lib.planning.compute import RL_RECIPES, compute_flops_per_token, compute_hours, count_step
     from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
     from recipes_lib.planning.memory import plan_memory
     from recipes_lib.planning.pretraining import plan_pretraining
@@ -172,7 +172,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     if stage.recipe == "pretrain":
         tokens = plan_pretraining(config, launch.data_size)
         flops = compute_flops_per_token(model_config, tokens.max_length).total(tokens.num_tokens, tokens.num_tokens)
-    elif stage.recipe in RL_STAGES or num_steps < 1 or config.tokens.max_length is None:
+    elif stage.recipe in RL_RECIPES or num_steps < 1 or config.tokens.max_length is None:
         return StagePlan(launch.world_size, memory)
     else:
         flops = num_steps * count_step(config, model_config, launch.data_size).num_flops

@@ -1,6 +1,6 @@
-"""``recipes plan``: what a run is, takes and holds, from its YAML alone; no data, weights or network.
+"""``recipes plan``: GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network.
 
-Of a pretraining run it tells tokens, hours and schedule, of fine-tuning a step and its time; of every stage the memory.
+Pretraining: tokens, hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Every recipe: memory.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from recipes_lib.commands.planning.planned_hardware import (
     Row,
     format_rows,
 )
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.table import STAGES
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.models.architecture import find_model_config
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.compute import (
-    RL_STAGES,
+    RL_RECIPES,
     TOKENS_PER_PARAMETER,
     ModelSize,
     compute_flops_per_token,
@@ -72,12 +72,12 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
             be had, the PNG cannot be written, or the run does not fit the GPU that is named.
     """
-    stage, rest = split_stage(argv, (*STAGES, "corpus"))
-    if stage == "corpus":
+    recipe, rest = split_recipe(argv, (*RECIPE_NAMES, "corpus"))
+    if recipe == "corpus":
         plan_corpus(rest)
         return
     options, overrides = _build_parser().parse_known_args(argv)
-    config = load_for_command(stage, overrides, options.config)
+    config = load_for_command(recipe, overrides, options.config)
     if options.gpus:
         batch_processes = options.num_processes
         options.num_processes, options.gpu = _read_gpus(options.gpus)
@@ -92,15 +92,15 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
         return
     rows = list(hardware.describe()) if hardware else []
-    if stage == "pretrain":
+    if recipe == "pretrain":
         plan = plan_pretraining(config, num_processes)
         rows += describe_pretraining(config, model_config, plan, hardware)
         if options.schedule:
             _draw(options.schedule, config, plan.schedule)
             rows.append(("drawn", str(options.schedule)))
-    elif stage not in RL_STAGES:
+    elif recipe not in RL_RECIPES:
         rows += describe_step(config, model_config, num_processes, hardware, options.num_rows)
-    has_memory = stage != "pretrain" or options.gpu or options.hardware
+    has_memory = recipe != "pretrain" or options.gpu or options.hardware
     rows += [(CURVE, "")] if rows and has_memory else []
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
     if has_memory:
@@ -191,7 +191,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     Raises:
         ConfigError: The GPU is not known, or its peak.
     """
-    if options.gpu is None or config.stage in RL_STAGES:
+    if options.gpu is None or config.recipe in RL_RECIPES:
         return None
     failures = None
     if options.save_seconds:
@@ -313,42 +313,42 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
 
 
 def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
-    stage = config.stage
-    if stage == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
+    recipe = config.recipe
+    if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the length of the run is in epochs, and a plan reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
-    if stage not in ("pretrain", *RL_STAGES) and config.tokens.max_length is None:
+    if recipe not in ("pretrain", *RL_RECIPES) and config.tokens.max_length is None:
         found = "the length of the rows follows from the data, and a plan reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
-    if stage != "pretrain" and options.num_gpus is not None:
+    if recipe != "pretrain" and options.num_gpus is not None:
         found = "is a flag of pretraining, where several GPUs may share a row; here a process has a GPU"
         yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
-    if stage != "pretrain" and options.schedule is not None:
+    if recipe != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
-    if stage in RL_STAGES and options.mfu is not None:
-        yield Problem("--mfu", f"of {stage} memory alone is told", "remove it")
-    yield from _find_search_problems(stage, options)
+    if recipe in RL_RECIPES and options.mfu is not None:
+        yield Problem("--mfu", f"of {recipe} memory alone is told", "remove it")
+    yield from _find_search_problems(recipe, options)
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
-    yield from _find_failure_problems(stage, options)
+    yield from _find_failure_problems(recipe, options)
     if options.mfu is not None and not 0 < options.mfu <= 1:
         yield Problem("--mfu", f"is {options.mfu}", "write a share above 0, at most 1; 0.3 to 0.4 is usual")
 
 
-def _find_search_problems(stage: str, options: argparse.Namespace) -> Iterator[Problem]:
-    if stage in RL_STAGES and options.gpus is not None:
-        yield Problem("--gpus", f"the time of {stage} is not counted, by which plans are compared", "write --gpu")
+def _find_search_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
+    if recipe in RL_RECIPES and options.gpus is not None:
+        yield Problem("--gpus", f"the time of {recipe} is not counted, by which plans are compared", "write --gpu")
     for flag in ("budget", "deadline", "write"):
         if getattr(options, flag) is not None and options.gpus is None:
             yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
 
 
-def _find_failure_problems(stage: str, options: argparse.Namespace) -> Iterator[Problem]:
+def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
     if options.save_seconds is None:
         return
-    if stage != "pretrain":
+    if recipe != "pretrain":
         yield Problem("--save_seconds", "is a flag of pretraining", "remove it")
     elif options.gpu is None:
         yield Problem("--save_seconds", "failures are counted in hours on a GPU", "name one: --gpu H100")

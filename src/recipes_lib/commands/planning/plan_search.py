@@ -108,7 +108,7 @@ def _list_searched(config: RecipeConfig, number: int) -> list[Layout]:
 
 def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_processes: int) -> int:
     """Return the optimizer steps of the run, which the batch decides, not the layout; 0 where they are not known."""
-    if config.stage == "pretrain":
+    if config.recipe == "pretrain":
         num_tokens, length = count_run_tokens(config, num_processes), config.tokens.max_length
         return round(num_tokens / (batch * length)) if num_tokens and length else 0
     return compute_steps(num_rows, config.training, num_processes).num_steps
@@ -162,7 +162,7 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware:
         )
         for part in (length // 2, length // 4)
     ]
-    if config.stage in ("sft", "dpo", "reward") and not config.adapter.use_peft:
+    if config.recipe in ("sft", "dpo", "reward") and not config.adapter.use_peft:
         adapter = dataclasses.replace(config.adapter, use_peft=True)
         tried.append(
             (

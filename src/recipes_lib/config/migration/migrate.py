@@ -55,17 +55,17 @@ class Migration(NamedTuple):
     Attributes:
         text: The new file.
         changes: What was done, and what is left to the user.
-        stage: The recipe that trains by it.
+        recipe: The recipe that trains by it.
         is_ready: Whether it loads, and trains by the method of the old file.
     """
 
     text: str
     changes: list[Change]
-    stage: str
+    recipe: str
     is_ready: bool
 
 
-def migrate(path: Path, stage: str | None = None) -> Migration:
+def migrate(path: Path, recipe: str | None = None) -> Migration:
     """Rewrite a recipe, or a command line of TRL, to a file that loads; order and comments of what stays are kept.
 
     A key that cannot be rewritten becomes a comment, and a change ``by_hand`` names it. What the result still lacks is
@@ -73,7 +73,7 @@ def migrate(path: Path, stage: str | None = None) -> Migration:
 
     Args:
         path: The old file.
-        stage: The recipe that is to train by it; ``None`` to infer it from keys and names.
+        recipe: The recipe that is to train by it; ``None`` to infer it from keys and names.
 
     Raises:
         ConfigError: The file cannot be read, repeats a key, is one JSON-like mapping in braces, or is of a method that
@@ -96,29 +96,29 @@ def migrate(path: Path, stage: str | None = None) -> Migration:
             )
     if problems or text is None:
         raise ConfigError(*problems)
-    method = infer_method(names, {entry.key: plain_value(entry.node) for entry in entries}, stage)
-    rewriter = _Rewriter(load_table(method.stage), text, entries, path)
+    method = infer_method(names, {entry.key: plain_value(entry.node) for entry in entries}, recipe)
+    rewriter = _Rewriter(load_table(method.recipe), text, entries, path)
     rewriter.settle()
     rewriter.drop_overruled()
     for entry in entries:
         rewriter.rewrite(entry)
     rewriter.complete(method)
     rewriter.remark_on_meaning()
-    why = "as --stage says" if stage else method.why or "nothing in the file says another"
-    changes = [Change(0, f"it is of the stage {method.stage}: {why}"), *rewriter.changes]
+    why = "as --recipe says" if recipe else method.why or "nothing in the file says another"
+    changes = [Change(0, f"it is of the recipe {method.recipe}: {why}"), *rewriter.changes]
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
     if is_shell:
         # The lines are those of the keys, one a flag, which the user's file has not.
         changes = [replace(change, line=0) for change in changes]
     new_text = rewriter.apply()
-    left = [Problem("", method.doubt, "write the `--stage` of the file's own method")] if method.doubt else []
+    left = [Problem("", method.doubt, "write the `--recipe` of the file's own method")] if method.doubt else []
     try:
-        check_text(method.stage, new_text, path)
+        check_text(method.recipe, new_text, path)
     except ConfigError as error:
         left += error.problems
     changes += [Change(0, f"{problem.found}: {problem.remedy}", by_hand=True) for problem in left]
-    return Migration(new_text, changes, method.stage, is_ready=not left)
+    return Migration(new_text, changes, method.recipe, is_ready=not left)
 
 
 @dataclass(slots=True)
@@ -146,8 +146,8 @@ class _Rewriter:
             self._give_way(entries["warmup_steps"], "warmup_ratio")
         if values.get("assistant_only_loss") is True and values.get("completion_only_loss", True) is False:
             self._give_way(entries["completion_only_loss"], "assistant_only_loss")
-        stage = self.table.stage
-        if stage in ("ppo", "rloo") and values.get("sft_model_path") and values.get("model_name_or_path"):
+        recipe = self.table.recipe
+        if recipe in ("ppo", "rloo") and values.get("sft_model_path") and values.get("model_name_or_path"):
             # TRL took the policy from the first, and the tokenizer alone from the second.
             model = entries["model_name_or_path"]
             if values["model_name_or_path"] == values["sft_model_path"] or _TOKENIZER_KEYS & self.taken:
@@ -158,7 +158,7 @@ class _Rewriter:
 
     def drop_overruled(self) -> None:
         """Take back keys that another one leaves without effect, which upstream says nothing of."""
-        known, entries = read_known(self.table.stage), {entry.key: entry for entry in self.entries}
+        known, entries = read_known(self.table.recipe), {entry.key: entry for entry in self.entries}
         renamed = {known[key].new: value for key, value in self.values.items() if key in known}
         for decision in DECISIONS:
             decider = self.values.get(decision.decider, renamed.get(decision.decider))
@@ -186,7 +186,7 @@ class _Rewriter:
             and "chat_template_path" not in self.taken
         ):
             self._move_template(entry, value)
-        elif key in read_known(self.table.stage):
+        elif key in read_known(self.table.recipe):
             self._rewrite_retired(entry, value)
         elif is_secret_key(key):
             self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
@@ -232,11 +232,11 @@ class _Rewriter:
         key = entry.key
         successor = read_renames().values.get((key, str(value)))
         # TRL switches dropout off in the whole model, adapters too, before it compares log-probabilities or scores.
-        is_off = self.table.stage in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
+        is_off = self.table.recipe in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
         if successor:
             self._replace(entry, {key: successor}, f"`{key}: {value}` became {successor}")
-        elif key == "dataset_mixture" and self.table.stage != "pretrain":
+        elif key == "dataset_mixture" and self.table.recipe != "pretrain":
             self._rewrite_weights(entry, value)
         elif value in (None, "None") and not self.table.keys[key].accepts("null"):
             self._replace(entry, {}, f"deleted `{key}: {value}`: the default stands")
@@ -288,7 +288,7 @@ class _Rewriter:
         self.changes.append(Change(first + 1, "`weight` in `dataset_mixture` became `repeat`"))
 
     def _rewrite_retired(self, entry: Entry, value: Any) -> None:
-        retired = read_known(self.table.stage)[entry.key]
+        retired = read_known(self.table.recipe)[entry.key]
         new = retired.rewrite(value)
         if value in (None, "None") and new and all(not self._accepts_null(key) for key in new):
             new = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.recipes import build_retired, read_lists, read_refused
-from recipes_lib.config.table import STAGES, Retired, load_table
+from recipes_lib.config.table import RECIPE_NAMES, Retired, load_table
 
 _NAMED: Final = re.compile(r"`(\w+)[`:]")
 
@@ -27,7 +27,7 @@ class Meaning:
         advice: What to write for what it was, as a clause; ``None`` where there is nothing to decide.
         keys: It concerns files with one of these keys; none: all files.
         unless: It is settled where one of these is set.
-        decisive: A key of the stages that it concerns.
+        decisive: A key of the recipes that it concerns.
     """
 
     where: str
@@ -39,7 +39,7 @@ class Meaning:
     decisive: str = "output_dir"
 
     def concerns(self, present: AbstractSet[str], known: AbstractSet[str]) -> bool:
-        """Return whether a file with the keys ``present``, for a stage with the keys ``known``, leaves it to decide."""
+        """Return whether a file with the keys ``present`` leaves it open to a recipe with the keys ``known``."""
         is_there = not self.keys or bool(self.keys & present)
         return self.advice is not None and self.decisive in known and is_there and not self.unless & present
 
@@ -53,7 +53,7 @@ class Renames:
 
     Attributes:
         retired: Old spelling -> what became of it.
-        elsewhere: Keys of another stage, another file or another level of the file.
+        elsewhere: Keys of another recipe, another file or another level of the file.
         values: (key, removed value) -> the value that takes its place.
         mixture: Other spellings of the keys of a ``dataset_mixture`` entry.
         meanings: Differences that no key of a file shows, which migration tells.
@@ -84,14 +84,14 @@ def _build_meaning(keys: str = "", unless: str = "", **texts: Any) -> Meaning:
 
 
 @functools.cache
-def read_known(stage: str) -> Mapping[str, Retired]:
-    """Return every spelling that a stage understands only to refuse it; a corpus has none."""
-    if stage not in STAGES:
+def read_known(recipe: str) -> Mapping[str, Retired]:
+    """Return every spelling that a recipe understands only to refuse it; a corpus has none."""
+    if recipe not in RECIPE_NAMES:
         return {}
-    keys, renames = load_table(stage).keys, read_renames()
+    keys, renames = load_table(recipe).keys, read_renames()
     elsewhere = {key: retired for key, retired in renames.elsewhere.items() if key not in keys}
-    known = {**elsewhere, **renames.retired, **read_refused(stage)}
-    # A successor that the stage has not says itself what to do; and no remedy names a key that is refused in turn.
+    known = {**elsewhere, **renames.retired, **read_refused(recipe)}
+    # A successor that the recipe has not says itself what to do; and no remedy names a key that is refused in turn.
     led = {key: known.get(retired.new or "", retired) for key, retired in known.items()}
     return {
         key: replace(retired, remedy="delete the line") if known.keys() & _NAMED.findall(retired.remedy) else retired

@@ -136,11 +136,11 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
         ConfigError: The options do not fit together.
         DataError: The rows cannot be read, tokenised or masked.
     """
-    if config.stage in ("reward", "dpo"):
+    if config.recipe in ("reward", "dpo"):
         return _build_pair_preview(config, tokenizer, num_rows)
-    if config.stage in ("ppo", "rloo", "grpo"):
+    if config.recipe in ("ppo", "rloo", "grpo"):
         return _build_prompt_preview(config, tokenizer, num_rows)
-    if config.stage == "pretrain":
+    if config.recipe == "pretrain":
         documents = chain.from_iterable(corpus.rows() for corpus in load_corpora(config))
         rows, encoder = list(islice(documents, num_rows)), build_encoder(select_options(config), tokenizer)
     else:

@@ -63,7 +63,7 @@ class PairEncoder:
         sound = [row for row in rows if not _check_turns(row)] if problems else rows
         answers: list[EncodedRow] = []
         try:
-            answers = self._encoder.encode([row for pair in sound for row in (pair, _take_rejected(pair))])
+            answers = self._encoder.encode([row for pair in sound for row in (pair, take_rejected(pair))])
         except DataError as error:
             problems += dict.fromkeys(error.problems)  # what is wrong with a prompt is wrong twice
         pairs = []
@@ -120,7 +120,7 @@ def _check_turns(row: Row) -> Problem | None:
     return None
 
 
-def _take_rejected(row: Row) -> Row:
+def take_rejected(row: Row) -> Row:
     """The row with its rejected answer in place of the chosen one."""
     if row.messages is None:
         assert isinstance(row.rejected, str)

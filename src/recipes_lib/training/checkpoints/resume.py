@@ -255,7 +255,7 @@ def find_common_checkpoint(
 
     Source: ``tests/training/checkpoints/test_extension.py``.
     """
-    if config.stage != "pretrain" or not set(differing) <= EXTENDABLE:
+    if config.recipe != "pretrain" or not set(differing) <= EXTENDABLE:
         return None
     try:
         now = plan_pretraining(config, world_size)

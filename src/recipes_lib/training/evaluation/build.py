@@ -25,7 +25,7 @@ from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
 from recipes_lib.training.evaluation.user_metrics import load_metrics
 from recipes_lib.training.layouts.context_rows import shard_batch
-from recipes_lib.training.layouts.pipeline_schedule import build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import build_pipeline_groups
 from recipes_lib.training.monitoring.callbacks import EarlyStopping, EvaluationHook, MetricsCallback, Observer
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, StepCounter, ThroughputMeter
 from recipes_lib.training.monitoring.progress import build_progress
@@ -89,7 +89,7 @@ def build_observer(
     # Under tensor parallelism each rank counts the same tokens; in a pipeline one of the last stage counts alone.
     counting_group = row_group if part is None else None
     if part is not None:
-        row_group = build_stage_mesh(part.num_stages, part.tensor_size).replicas.get_group()
+        row_group = build_pipeline_groups(part.num_stages, part.tensor_size).replicas.get_group()
     output_dir, progress = Path(str(args.output_dir)), build_progress(is_main=is_main)
     for warning in data.warnings if is_main else ():
         logger.warning(warning)

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_stage
+from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.schema import ForgettingConfig, ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STAGES: Final = ("sft", "pretrain")
+RECIPE_NAMES: Final = ("sft", "pretrain")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -39,12 +39,14 @@ def main(argv: Sequence[str]) -> None:
         help="targets drawn from the model, which is the Fisher information; or the text's own (default: %(default)s)",
     )
     options, overrides = parser.parse_known_args(argv)
-    stage, _ = split_stage(argv)
-    if stage not in STAGES:
-        raise ConfigError(Problem("--stage", f"`{stage}` is not one of {', '.join(STAGES)}", "name such a recipe"))
+    recipe, _ = split_recipe(argv)
+    if recipe not in RECIPE_NAMES:
+        raise ConfigError(
+            Problem("--recipe", f"`{recipe}` is not one of {', '.join(RECIPE_NAMES)}", "name such a recipe")
+        )
     if options.num_documents < 1:
         raise ConfigError(Problem("--num_documents", f"{options.num_documents} is none", "write a number from 1 on"))
-    config = load_for_command(stage, overrides, options.config)
+    config = load_for_command(recipe, overrides, options.config)
     compute(config, num_documents=options.num_documents, labels=options.labels)
 
 
@@ -122,7 +124,7 @@ def choose_model(config: RecipeConfig, output_dir: Path) -> ModelConfig:
 
 def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_rank: int) -> Iterable[Mapping[str, Any]]:
     """Return the training rows of a run, those of pretraining in its order."""
-    if config.stage == "pretrain":
+    if config.recipe == "pretrain":
         from recipes_lib.data.tokens.token_data import prepare_tokens
         from recipes_lib.planning.pretraining import count_run_tokens
         from recipes_lib.training.trainers.pretraining_rows import build_rows

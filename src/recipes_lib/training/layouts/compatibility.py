@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from recipes_lib.config.schema import WEIGHTS, RecipeConfig, flatten_config
-from recipes_lib.config.table import STAGES
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.launch_environment import Launch
 
@@ -30,8 +30,8 @@ class Blocked:
         why: What would happen.
         remedy: What to do instead.
         keys: Of the recipe; it is told at the first of them that is set. Without any it is told of the launch file.
-        recipe: What the recipe says, in Markdown; empty: that one of ``keys`` is set, or anything where there are none.
-        stages: Recipes that it is about; empty: all of them.
+        recipe_text: The condition on the recipe, in Markdown; empty: one of ``keys`` is set, or any recipe if none.
+        recipes: Recipes that it is about; empty: all of them.
         is_asked: Whether keys of a recipe are such; ``None``: where one of ``keys`` is set, or always without any.
     """
 
@@ -40,12 +40,12 @@ class Blocked:
     why: str
     remedy: str
     keys: tuple[str, ...] = ()
-    recipe: str = ""
-    stages: tuple[str, ...] = ()
+    recipe_text: str = ""
+    recipes: tuple[str, ...] = ()
     is_asked: Callable[[Keys, Launch], object] | None = None
 
     def applies(self, keys: Keys, launch: Launch) -> bool:
-        """Whether a recipe of these stages and a launch are such a combination."""
+        """Whether one of these recipes and a launch are such a combination."""
         if not self.is_launched(launch):
             return False
         if self.is_asked is not None:
@@ -61,7 +61,7 @@ class Blocked:
             file: The launch file, as it is to be called.
         """
         if not self.keys:
-            asked = f"recipes/{config.stage}.py and a launch with {self.launch}" if self.stages else self.launch
+            asked = f"recipes/{config.recipe}.py and a launch with {self.launch}" if self.recipes else self.launch
             return Problem(file, f"{asked}: {self.why}", self.remedy)
         key = next((key for key in self.keys if keys.get(key)), self.keys[0])
         said = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
@@ -93,8 +93,8 @@ def _has_rows(launch: Launch) -> bool:
     return launch.context_size > 1
 
 
-def _has_stages(launch: Launch) -> bool:
-    return launch.layout.stages > 1
+def _has_pipeline(launch: Launch) -> bool:
+    return launch.layout.pipeline_stages > 1
 
 
 def _is_optim_outside(*allowed: str) -> Callable[[Keys, Launch], bool]:
@@ -105,13 +105,14 @@ _FSDP: Final = ("FSDP", _is_by("FSDP"))
 _DEEPSPEED: Final = ("DeepSpeed", _is_by("DEEPSPEED"))
 _TENSORS: Final = ("`parallelism_config_tp_size`", _has_tensors)
 _ROWS: Final = ("`parallelism_config_cp_size` or `parallelism_config_sp_size`", _has_rows)
-_STAGES: Final = ("`--pipeline_stages`", _has_stages)
+_PIPELINE: Final = ("`--pipeline_stages`", _has_pipeline)
 
 OF_MESHES: Final = (
     Blocked(
         "sizes of `parallelism_config` and `--pipeline_stages` that are not `num_processes` together",
         lambda launch: (
-            launch.layout.sizes and launch.layout.stages * math.prod(launch.layout.sizes.values()) != launch.world_size
+            launch.layout.sizes
+            and launch.layout.pipeline_stages * math.prod(launch.layout.sizes.values()) != launch.world_size
         ),
         "the processes do not fill the device mesh, which accelerate notices when the model is loaded",
         "write sizes whose product is the number of processes",
@@ -152,8 +153,8 @@ OF_MESHES: Final = (
         *_TENSORS,
         "tensor parallelism does not support adapters, score heads or a second model",
         "use accelerate_configs/fsdp2.yaml",
-        recipe=_OTHER_MODELS,
-        stages=_WITH_OTHER_MODELS,
+        recipe_text=_OTHER_MODELS,
+        recipes=_WITH_OTHER_MODELS,
     ),
     Blocked(*_TENSORS, "the loss scaler takes whole tensors", "write `bf16: true`", ("fp16",), "`fp16: true`"),
     Blocked(
@@ -192,8 +193,8 @@ OF_MESHES: Final = (
         *_ROWS,
         "rows of these recipes hold more than tokens and labels and are not split",
         "use accelerate_configs/fsdp2.yaml",
-        recipe=_OTHER_MODELS,
-        stages=_WITH_OTHER_MODELS,
+        recipe_text=_OTHER_MODELS,
+        recipes=_WITH_OTHER_MODELS,
     ),
     Blocked(
         *_ROWS,
@@ -214,7 +215,7 @@ OF_MESHES: Final = (
 
 
 _PIPELINE_OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "muon")
-_WITHOUT_STAGES: Final = "delete the line, or launch without pipeline parallelism"
+_WITHOUT_PIPELINE: Final = "delete the line, or launch without pipeline parallelism"
 
 
 def _count_batches(keys: Keys) -> int:
@@ -222,76 +223,76 @@ def _count_batches(keys: Keys) -> int:
     return num_batches
 
 
-OF_STAGES: Final = (
+OF_PIPELINES: Final = (
     Blocked(
-        *_STAGES,
+        *_PIPELINE,
         "only pretraining supports pipeline parallelism",
         "launch without pipeline parallelism, by accelerate_configs/fsdp2.yaml where the model does not fit",
-        recipe="any but pretraining",
-        stages=tuple(stage for stage in STAGES if stage != "pretrain"),
+        recipe_text="any but pretraining",
+        recipes=tuple(recipe for recipe in RECIPE_NAMES if recipe != "pretrain"),
     ),
     Blocked(
         "`--pipeline_stages` that do not divide the number of processes",
-        lambda launch: launch.world_size % launch.layout.stages,
+        lambda launch: launch.world_size % launch.layout.pipeline_stages,
         "some processes would be in no pipeline",
-        "write a number of stages that divides `--num_processes`",
+        "write a number of pipeline stages that divides `--num_processes`",
     ),
     Blocked(
         "`--pipeline_stages` and DeepSpeed, context parallelism or `parallelism_config_dp_replicate_size`",
         lambda launch: (
-            _has_stages(launch)
+            _has_pipeline(launch)
             and (launch.engine == "DEEPSPEED" or {"dp_replicate", "cp", "sp"} & set(launch.layout.sizes))
         ),
         "a pipeline stage is sharded by FSDP2 and tensor parallelism only, over all ranks that hold it",
-        "use accelerate_configs/fsdp2.yaml or fsdp2_tp.yaml, or ddp.yaml, where each rank has the whole stage",
+        "use accelerate_configs/fsdp2.yaml or fsdp2_tp.yaml, or ddp.yaml, where each rank has the whole pipeline stage",
     ),
     Blocked(
         "`--pipeline_stages` and `fsdp_offload_params` or `fsdp_activation_checkpointing`",
-        lambda launch: _has_stages(launch) and (launch.layout.offloads_weights or launch.layout.recomputes),
+        lambda launch: _has_pipeline(launch) and (launch.layout.offloads_weights or launch.layout.recomputes),
         "accelerate would apply it, which does not shard pipeline stages",
         "use accelerate_configs/fsdp2.yaml as it is; `activation_checkpointing: true` is the recipe's",
     ),
     Blocked(
         "`--pipeline_stages` and `mixed_precision: fp16` or `fp8`",
-        lambda launch: _has_stages(launch) and _is_scaled(launch),
+        lambda launch: _has_pipeline(launch) and _is_scaled(launch),
         "loss scaling and layer replacement need the whole model on one rank",
         "use a launch file with `mixed_precision: bf16`",
     ),
     Blocked(
-        *_STAGES, "the loss scale would have to be the same on all pipeline stages", "write `bf16: true`", ("fp16",)
+        *_PIPELINE, "the loss scale would have to be the same on all pipeline stages", "write `bf16: true`", ("fp16",)
     ),
     Blocked(
         "`--pipeline_schedule 1f1b`",
-        lambda launch: _has_stages(launch) and launch.layout.schedule == "1f1b",
+        lambda launch: _has_pipeline(launch) and launch.layout.schedule == "1f1b",
         "too few micro-batches to fill the pipeline, which this schedule requires",
-        "write as many as there are stages, better four times as many and smaller ones",
+        "write as many as there are pipeline stages, better four times as many and smaller ones",
         ("gradient_accumulation_steps",),
-        "`gradient_accumulation_steps` below the stages",
-        is_asked=lambda keys, launch: _count_batches(keys) < launch.layout.stages,
+        "`gradient_accumulation_steps` below the number of pipeline stages",
+        is_asked=lambda keys, launch: _count_batches(keys) < launch.layout.pipeline_stages,
     ),
     Blocked(
         "`--pipeline_schedule interleaved`",
-        lambda launch: _has_stages(launch) and launch.layout.schedule == "interleaved",
-        "the chunks of a process take turns by groups of as many micro-batches as there are stages",
-        "write a multiple of the stages",
+        lambda launch: _has_pipeline(launch) and launch.layout.schedule == "interleaved",
+        "the chunks of a process take turns by groups of as many micro-batches as there are pipeline stages",
+        "write a multiple of the number of pipeline stages",
         ("gradient_accumulation_steps",),
-        "`gradient_accumulation_steps` that is no multiple of the stages",
-        is_asked=lambda keys, launch: _count_batches(keys) % launch.layout.stages,
+        "`gradient_accumulation_steps` that is no multiple of the number of pipeline stages",
+        is_asked=lambda keys, launch: _count_batches(keys) % launch.layout.pipeline_stages,
     ),
     *(
-        Blocked(*_STAGES, why, _WITHOUT_STAGES, (key,))
+        Blocked(*_PIPELINE, why, _WITHOUT_PIPELINE, (key,))
         for key, why in (
             ("batch_ramp_tokens", "a step of few micro-batches leaves most pipeline stages idle"),
             ("max_rollbacks", "rollback is not implemented for pipeline stages"),
             ("verify_steps", "no two ranks of a pipeline hold the same weights to compare"),
             ("metrics", "they score sampled answers, and no rank has the whole model to sample from"),
             ("ewc_lambda", "the penalty is not proved where each rank holds some layers"),
-            ("torch_compile", "the layers of absent stages cannot be compiled"),
-            ("use_liger_kernel", "it would replace modules of absent stages"),
+            ("torch_compile", "the layers of absent pipeline stages cannot be compiled"),
+            ("use_liger_kernel", "it would replace modules of absent pipeline stages"),
         )
     ),
     Blocked(
-        *_STAGES,
+        *_PIPELINE,
         "its states are not proved to convert between pipeline stages and whole models",
         "write `optim: adamw_torch_fused`",
         ("optim",),
@@ -472,8 +473,8 @@ BLOCKED: Final = (
         *_DEEPSPEED,
         "DeepSpeed trains one model; these recipes evaluate others besides, and PPO trains two",
         "use accelerate_configs/fsdp2.yaml, which shards all of them; or ddp.yaml, where they fit",
-        recipe="PPO, RLOO, GRPO",
-        stages=_SAMPLES_ANSWERS,
+        recipe_text="PPO, RLOO, GRPO",
+        recipes=_SAMPLES_ANSWERS,
     ),
     Blocked(
         *_FSDP,
@@ -510,7 +511,7 @@ BLOCKED: Final = (
         "launch with accelerate_configs/fsdp2.yaml, or with ZeRO-1 or 2",
         ("lmbda",),
     ),
-    *OF_STAGES,
+    *OF_PIPELINES,
 )
 """Every combination that is refused."""
 
@@ -528,15 +529,16 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
 
     Source: ``tests/training/layouts/test_compatibility.py``.
     """
-    keys, of_stage = flatten_config(config), [row for row in BLOCKED if not row.stages or config.stage in row.stages]
-    if problems := [row.tell(keys, config, file) for row in of_stage if row.applies(keys, launch)]:
+    keys = flatten_config(config)
+    rows = [row for row in BLOCKED if not row.recipes or config.recipe in row.recipes]
+    if problems := [row.tell(keys, config, file) for row in rows if row.applies(keys, launch)]:
         raise ConfigError(*problems)
 
 
 def format_table() -> str:
     """Return the table of ``docs/hardware.md``, in Markdown."""
     rows = [
-        f"| {row.recipe or ', '.join(f'`{key}`' for key in row.keys) or 'any'} "
+        f"| {row.recipe_text or ', '.join(f'`{key}`' for key in row.keys) or 'any'} "
         f"| {row.launch} | {row.why} | {row.remedy} |\n"
         for row in BLOCKED
     ]

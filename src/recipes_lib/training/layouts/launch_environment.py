@@ -22,7 +22,7 @@ _LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
 """Set where accelerate's own sharding was switched off, since transformers shards the model while it loads it."""
 _ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-_STAGES: Final = "PIPELINE_STAGES"
+_PIPELINE_STAGES: Final = "PIPELINE_STAGES"
 """Launch files of accelerate have no pipeline keys: ``recipes launch`` sets the number of stages here."""
 _SCHEDULE: Final = "PIPELINE_SCHEDULE"
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
@@ -57,7 +57,7 @@ class Layout:
         accumulation: ``gradient_accumulation_steps`` of DeepSpeed; ``None`` leaves it to the recipe.
         clipping: ``gradient_clipping`` of DeepSpeed; ``None`` leaves it to the recipe.
         offloads_optimizer: Whether DeepSpeed updates on the host.
-        stages: Processes of a pipeline, each with a part of the layers; 1 is none.
+        pipeline_stages: Processes of a pipeline, each with a part of the layers; 1 is none.
         schedule: One of ``SCHEDULES``.
     """
 
@@ -72,7 +72,7 @@ class Layout:
     accumulation: int | None = None
     clipping: float | None = None
     offloads_optimizer: bool = False
-    stages: int = 1
+    pipeline_stages: int = 1
     schedule: str = SCHEDULES[0]
 
 
@@ -130,12 +130,12 @@ class Launch:
     def data_size(self) -> int:
         """Processes that take rows of their own, or groups that share tensors, rows or the stages of a pipeline."""
         # A launch that does not fill one group is refused a moment later.
-        return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.stages))
+        return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.pipeline_stages))
 
     @property
     def data_rank(self) -> int:
         """Index of this process, or of its group, among those."""
-        if self.layout.stages > 1:
+        if self.layout.pipeline_stages > 1:
             # Pipelines lie across the processes, so that those which add up gradients are neighbours.
             return self.rank // self.tensor_size % self.data_size
         return self.rank * self.data_size // self.world_size
@@ -143,11 +143,11 @@ class Launch:
     @property
     def part(self) -> PipelinePart | None:
         """What this process holds of a model; ``None``: all of it."""
-        if self.layout.stages == 1:
+        if self.layout.pipeline_stages == 1:
             return None
         num_chunks = 2 if self.layout.schedule == "interleaved" else 1
-        stage = self.rank * self.layout.stages // self.world_size
-        return PipelinePart(stage, self.layout.stages, num_chunks, self.tensor_size)
+        stage = self.rank * self.layout.pipeline_stages // self.world_size
+        return PipelinePart(stage, self.layout.pipeline_stages, num_chunks, self.tensor_size)
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
@@ -198,7 +198,7 @@ def _read_pipeline(told: Mapping[str, str]) -> dict[str, Any]:
     schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
     if schedule not in SCHEDULES:
         raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
-    return {"stages": _read_number(told, _STAGES, 1, least=1), "schedule": schedule}
+    return {"pipeline_stages": _read_number(told, _PIPELINE_STAGES, 1, least=1), "schedule": schedule}
 
 
 def _read_number(told: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:
@@ -218,14 +218,14 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a pipeline; without them it is as the variables say."""
     layout = read_launch().layout
     parser.add_argument(
-        "--pipeline_stages", type=int, default=layout.stages, help="processes that share the layers of a model"
+        "--pipeline_stages", type=int, default=layout.pipeline_stages, help="processes that share the layers of a model"
     )
     parser.add_argument("--pipeline_schedule", default=layout.schedule, help=f"one of {', '.join(SCHEDULES)}")
 
 
 def name_pipeline(stages: int, schedule: str) -> dict[str, str]:
     """Return the variables by which a process is told of a pipeline."""
-    return {_STAGES: str(stages), _SCHEDULE: schedule}
+    return {_PIPELINE_STAGES: str(stages), _SCHEDULE: schedule}
 
 
 def _is_true(told: Mapping[str, str], name: str) -> bool:
@@ -245,7 +245,7 @@ def keep_from_accelerate(launch: Launch) -> None:
     shared it would drop the masks, under FSDP for torch's ring and under DeepSpeed for sdpa, so that packed documents
     see each other, and DeepSpeed, once told of them, doubles gradients at ZeRO-1 and 2.
     """
-    if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.stages > 1):
+    if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.pipeline_stages > 1):
         os.environ[_LEFT_TO_LOADING] = "true"
         os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     if launch.context_size > 1:

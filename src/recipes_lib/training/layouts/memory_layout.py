@@ -14,7 +14,7 @@ def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
         name: Of the launch file.
         num_batches: Micro-batches of an optimizer step.
     """
-    layout, stages = launch.layout, launch.layout.stages
+    layout, stages = launch.layout, launch.layout.pipeline_stages
     zero = {"FSDP": 3, "DEEPSPEED": layout.zero_stage}.get(launch.engine, 0)
     size = launch.world_size // (launch.tensor_size * stages * layout.sizes.get("dp_replicate", 1))
     weights, gradients, states = (size if zero >= least else 1 for least in (3, 2, 1))
@@ -30,7 +30,7 @@ def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
         tensor=launch.tensor_size,
         context=launch.context_size,
         gathers_keys=launch.context_size > 1 and not launch.shares_by_heads,
-        stages=stages,
+        pipeline_stages=stages,
         in_flight=in_flight[layout.schedule] if stages > 1 else 1,
         is_deepspeed=launch.engine == "DEEPSPEED",
     )

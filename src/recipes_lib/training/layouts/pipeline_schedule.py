@@ -34,7 +34,7 @@ from recipes_lib.training.trainers.recipe_trainer import Batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StageMesh:
+class PipelineGroups:
     """The groups that this process is in.
 
     Attributes:
@@ -49,7 +49,7 @@ class StageMesh:
 
 
 @functools.cache
-def build_stage_mesh(num_stages: int, tensor_size: int = 1) -> StageMesh:
+def build_pipeline_groups(num_stages: int, tensor_size: int = 1) -> PipelineGroups:
     """Return the groups of this process; every process must call, with the same numbers.
 
     Args:
@@ -60,7 +60,7 @@ def build_stage_mesh(num_stages: int, tensor_size: int = 1) -> StageMesh:
     last = num_pipelines * (num_stages - 1)
     # Each process takes part in making every group.
     ends = [distributed.new_group(sorted({first, last + first})) for first in range(num_pipelines)]
-    return StageMesh(mesh.get_group("pp"), mesh["fsdp"], ends[get_rank() % num_pipelines])
+    return PipelineGroups(mesh.get_group("pp"), mesh["fsdp"], ends[get_rank() % num_pipelines])
 
 
 _SCHEDULES: Final[Mapping[str, Any]] = {
@@ -130,7 +130,7 @@ class Pipeline(nn.Module):
     def __init__(
         self,
         model: Any,
-        mesh: StageMesh,
+        mesh: PipelineGroups,
         *,
         schedule: str,
         autocast: Callable[[], AbstractContextManager[Any]],
@@ -317,7 +317,7 @@ class PipelineTrainer(PretrainTrainer):
         """
         launch, args = read_launch(), kwargs["args"]
         layout = launch.layout
-        self._mesh = build_stage_mesh(layout.stages, launch.tensor_size)
+        self._mesh = build_pipeline_groups(layout.pipeline_stages, launch.tensor_size)
         self.pipeline = Pipeline(model, self._mesh, schedule=layout.schedule, autocast=build_autocast(args))
         if launch.engine == "FSDP":
             # Before upstream looks for what is sharded.
@@ -343,7 +343,9 @@ class PipelineTrainer(PretrainTrainer):
         """
         batches, num_terms = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_terms is not None:
-            num_terms = self.guard.inputs.num_terms = num_terms // (self.launch.layout.stages * self.launch.tensor_size)
+            num_terms = self.guard.inputs.num_terms = num_terms // (
+                self.launch.layout.pipeline_stages * self.launch.tensor_size
+            )
         return batches, num_terms
 
     def training_step(

@@ -47,7 +47,7 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
     if asked is None:
         can_be_compiled = is_cuda and _has_whole_layers(launch) and find_compiler() is not None
-        asked = is_fp8 or (can_be_compiled and config.stage == _COMPILED_BY_DEFAULT)
+        asked = is_fp8 or (can_be_compiled and config.recipe == _COMPILED_BY_DEFAULT)
     return {name: value for name, value in options.items() if value is not None} if asked else None
 
 
@@ -79,14 +79,14 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
     if problems:
         raise ConfigError(*problems)
     can_be_used = is_cuda and is_liger_kernel_available() and _has_whole_layers(launch)
-    if asked is False or not can_be_used or config.stage in _SAMPLES:
+    if asked is False or not can_be_used or config.recipe in _SAMPLES:
         return {"use_liger_kernel": False, "liger_kernel_config": None}
     return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
 
 
 def _has_whole_layers(launch: Launch) -> bool:
     """Whether each process computes all layers of its rows, all of their tokens and all of their tensors."""
-    return launch.tensor_size == launch.context_size == launch.layout.stages == 1
+    return launch.tensor_size == launch.context_size == launch.layout.pipeline_stages == 1
 
 
 def compile_layers(model: Any, options: Mapping[str, Any]) -> int:

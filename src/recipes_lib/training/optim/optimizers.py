@@ -349,7 +349,7 @@ def verify_optimizer(config: RecipeConfig) -> None:
             not be resumed; or it acts where neither accumulation nor the guards can.
     """
     # The schedule of pretraining is its own: upstream's warm-up is off there.
-    training = {**config.training, **({"warmup_steps": 0} if config.stage == "pretrain" else {})}
+    training = {**config.training, **({"warmup_steps": 0} if config.recipe == "pretrain" else {})}
     optim = str(read_training(training, "optim"))
     if problems := list(_find_problems(optim, training)):
         raise ConfigError(*problems)

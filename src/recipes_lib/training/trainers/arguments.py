@@ -144,7 +144,7 @@ def build_training_arguments(
         # By their old names DeepSpeed 0.19 calls collectives of torch 2.13, several times a step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
-    arguments = {**config.training, **_OF_RECIPE.get(config.stage, {}), **_ALWAYS, **precision}
+    arguments = {**config.training, **_OF_RECIPE.get(config.recipe, {}), **_ALWAYS, **precision}
     # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
     arguments.setdefault("ddp_find_unused_parameters", False)
     arguments["accelerator_config"] = {
@@ -169,7 +169,7 @@ def build_training_arguments(
     if arguments.get("optim") not in {None, *(optimizer.value for optimizer in OptimizerNames)}:
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
-    args: TrainingArguments = _ARGUMENT_CLASSES.get(config.stage, TrainingArguments)(**arguments)
+    args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
     # Upstream would spread the rows of one process over all GPUs that it sees by `DataParallel`: another batch than was
     # planned, on copies of a model that is not made to be copied.
     args._n_gpu = min(args.n_gpu, 1)

@@ -1,4 +1,4 @@
-"""``recipes check`` of each stage, from pretraining to GRPO."""
+"""``recipes check`` of each recipe, from pretraining to GRPO."""
 
 from __future__ import annotations
 
@@ -171,14 +171,14 @@ class PairInspection(Inspection):
         """Vocabulary, special tokens, length, what answers end with, and whether padding can be told from it."""
         terminators = self._data.audit.terminators if self._data else ()
         self.say_agreement(say, self._data.longest if self._data else self.config.tokens.max_length, terminators)
-        if self.config.stage == "reward":
+        if self.config.recipe == "reward":
             from recipes_lib.models.heads.score_head import set_pad_token
 
             set_pad_token(SimpleNamespace(config=self.model_config), self.tokenizer, terminators)  # type: ignore[arg-type]
             say(f"the score is read at the end; {self.tokenizer.pad_token!r} pads")
 
     def look_at_kernels(self, say: Say) -> None:
-        """As for every stage, and whether a prompt is computed once for both answers."""
+        """As for every recipe, and whether a prompt is computed once for both answers."""
         from recipes_lib.models.attention.shared_prompt import supports_shared_prompt
 
         super().look_at_kernels(say)
@@ -270,7 +270,7 @@ class PPOInspection(Inspection):
             say(warning)
 
     def look_at_kernels(self, say: Say) -> None:
-        """As in every stage; and whether the models fit into this machine's accelerator, if it has one."""
+        """As in every recipe; and whether the models fit into this machine's accelerator, if it has one."""
         from recipes_lib.hardware import read_device_memory
         from recipes_lib.planning.memory import list_layouts, plan_memory
         from recipes_lib.training.layouts.memory_layout import build_layout
@@ -343,4 +343,4 @@ INSPECTIONS: Final[Mapping[str, type[Inspection]]] = {
     "distill": DistillationInspection,
     **dict.fromkeys(("rloo", "grpo"), GroupInspection),
 }
-"""Stage -> what looks at its runs."""
+"""Recipe -> what looks at its runs."""

@@ -14,7 +14,7 @@ from tests.rows import write_rows
 
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.stages import SFTInspection
+from recipes_lib.inspection.recipe_checks import SFTInspection
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import plan_launch
@@ -58,7 +58,7 @@ def test_a_disk_that_holds_the_adapters_alone_is_large_enough(tmp_path, tiny_mod
     assert f"2 checkpoints of {checkpoint / 1e9:.2f} GB" in told
 
 
-def inspect(tmp_path, model, hardware: str, stage: str = "sft", **changes) -> tuple[SFTInspection, str]:
+def inspect(tmp_path, model, hardware: str, recipe: str = "sft", **changes) -> tuple[SFTInspection, str]:
     chats = tmp_path / "chats.jsonl"
     turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(16)]
     write_rows(chats, ({"messages": messages} for messages in turns))
@@ -74,7 +74,7 @@ def inspect(tmp_path, model, hardware: str, stage: str = "sft", **changes) -> tu
         "gradient_accumulation_steps": 1,
         **changes,
     }
-    config = load_config(stage, [f"--{name}={value}" for name, value in keys.items()])
+    config = load_config(recipe, [f"--{name}={value}" for name, value in keys.items()])
     output = io.StringIO()
     file = find_launch_file(hardware)
     inspection = SFTInspection(config, plan_launch(file, 8), Console(file=output, width=200, highlight=False), file)

@@ -41,7 +41,7 @@ _PPO: Mapping[str, Any] = {
     "kl_target_per_sequence": 0.5,
     "kl_horizon": 100,
     "logging_steps": 1,
-    "reward_funcs": "[tests.faults.stages:prefer_short]",
+    "reward_funcs": "[tests.faults.recipe_runs:prefer_short]",
 }
 _GROUPS: Mapping[str, Any] = {
     "test_split_size": 6,
@@ -50,9 +50,9 @@ _GROUPS: Mapping[str, Any] = {
     "num_generations": 2,
     "beta": 0.02,
     "logging_steps": 1,
-    "reward_funcs": "[tests.faults.stages:prefer_short]",
+    "reward_funcs": "[tests.faults.recipe_runs:prefer_short]",
 }
-OF_STAGE: Mapping[str, Mapping[str, Any]] = {
+OF_RECIPE: Mapping[str, Mapping[str, Any]] = {
     # Recipe, and what tells two runs of it apart -> its keys.
     "sft": {"test_split_size": 6, "max_length": 96, "per_device_eval_batch_size": 2} | SAMPLES,
     "pretrain": {"test_split_size": 0.1, "max_length": 32, "model_config": SHAPE} | SAMPLES,
@@ -65,7 +65,7 @@ OF_STAGE: Mapping[str, Mapping[str, Any]] = {
     "rloo": _GROUPS,
     "grpo": _GROUPS | {"num_iterations": 2},
 }
-STAGES = tuple(OF_STAGE)
+RECIPE_NAMES = tuple(OF_RECIPE)
 DATA = {
     "sft": "chats",
     "lora": "chats",
@@ -77,7 +77,7 @@ DATA = {
 
 
 def write_inputs(folder: Path) -> None:
-    """Write model, tokenizer and data of all stages."""
+    """Write model, tokenizer and data of all recipes."""
     tokenizer = tiny.build_tokenizer()
     tiny.save_model(folder / "model", tokenizer)
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -92,20 +92,20 @@ def write_chats(path: Path, numbers: Iterable[int]) -> None:
     _write(path, (_make_chat(number) for number in numbers))
 
 
-def make_keys(folder: Path, stage: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
+def make_keys(folder: Path, recipe: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
     """Return the flags of a run but for its ``output_dir``; the batch is the same on one process and on two."""
-    recipe = stage.split()[0]
+    recipe = recipe.split()[0]
     keys: dict[str, Any] = {"dataset_name": folder / f"{DATA[recipe]}.jsonl"}
     if DATA[recipe] != "prompts":
         keys["prepared_dir"] = folder / "prepared"
-    if stage == "pretrain":
+    if recipe == "pretrain":
         keys["tokenizer_name_or_path"] = folder / "tokenizer"
     else:
         keys["model_name_or_path"] = folder / "model"
     batch = {"gradient_accumulation_steps": 2 // num_processes}
     if recipe in ("rloo", "grpo"):
         batch["steps_per_generation"] = 4 // num_processes
-    return keys | COMMON | OF_STAGE[stage] | batch | more
+    return keys | COMMON | OF_RECIPE[recipe] | batch | more
 
 
 def prefer_short(*, completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Every stage stops when it is asked to, and goes on by the same command to the very weights."""
+"""Every recipe stops when it is asked to, and goes on by the same command to the very weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.rows import write_rows
 from tests.training.pairs import load_weights
 
 PAIRS = {"test_split_size": 2, "per_device_train_batch_size": 2}
-STAGES = {
+RECIPE_NAMES = {
     "pretrain": {"max_length": 64, "max_steps": 6, "learning_rate": 1e-3},
     "lora": {"test_split_size": 2, "lora_r": 4, "lora_dropout": 0.1, "learning_rate": 1e-3},
     "reward": {**PAIRS, "learning_rate": 1e-3},
@@ -20,12 +20,12 @@ STAGES = {
 }
 
 
-def describe(stage, tiny_model_dir, folder):
+def describe(recipe, tiny_model_dir, folder):
     """The keys of a run of six steps that is saved at its end."""
     data = folder / "rows.jsonl"
-    if stage in ("reward", "dpo"):
+    if recipe in ("reward", "dpo"):
         write_rows(data, make_rows(14))
-    elif stage == "pretrain":
+    elif recipe == "pretrain":
         data.write_text("".join(json.dumps({"text": f"Document {n} of many. " * 30}) + "\n" for n in range(40)))
     else:
         rows = ({"prompt": f"{n}?", "completion": f" {n}, yes. " * (1 + n % 5)} for n in range(40))
@@ -38,13 +38,13 @@ def describe(stage, tiny_model_dir, folder):
         "use_cpu": "true",
         "max_steps": 6,
         "save_steps": 100,
-        **({} if stage == "reward" else {"num_sample_prompts": 1, "sample_max_new_tokens": 2}),
-    } | STAGES[stage]
+        **({} if recipe == "reward" else {"num_sample_prompts": 1, "sample_max_new_tokens": 2}),
+    } | RECIPE_NAMES[recipe]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "phase", "call", "saved"),
+    ("recipe", "phase", "call", "saved"),
     [
         ("pretrain", "step", 3, "checkpoint-3 is complete"),
         ("lora", "step", 3, "checkpoint-3 is complete"),
@@ -53,19 +53,19 @@ def describe(stage, tiny_model_dir, folder):
         ("dpo", "reference", 1, "nothing was to be saved yet"),
     ],
 )
-def test_a_stage_stops_and_goes_on_to_the_very_weights(tiny_model_dir, tmp_path, stage, phase, call, saved):
-    keys = describe(stage, tiny_model_dir, tmp_path)
-    code, told = finish(start(keys, tmp_path / "straight", stage=stage))
+def test_a_recipe_stops_and_goes_on_to_the_very_weights(tiny_model_dir, tmp_path, recipe, phase, call, saved):
+    keys = describe(recipe, tiny_model_dir, tmp_path)
+    code, told = finish(start(keys, tmp_path / "straight", recipe=recipe))
     assert code == 0, told[-3000:]
 
     (tmp_path / "stopped").mkdir()
     run = tmp_path / "stopped" / "run"
     if phase == "reference":
         keys["prepared_dir"] = tmp_path / "prepared again"  # Where nothing is known of the reference.
-    code, told = stop_at(keys, run, (phase, call, 0), stage=stage)
+    code, told = stop_at(keys, run, (phase, call, 0), recipe=recipe)
     assert code == 75, told[-3000:]
     assert saved in told.splitlines()[-1]
-    code, told = finish(start(keys, run, stage=stage))
+    code, told = finish(start(keys, run, recipe=recipe))
     assert code == 0, told[-3000:]
 
     expected, got = load_weights(tmp_path / "straight"), load_weights(run)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recipes_lib.training.layouts.compatibility import BLOCKED, OF_STAGES
+from recipes_lib.training.layouts.compatibility import BLOCKED, OF_PIPELINES
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 
 EVERYTHING: dict[str, Any] = {
@@ -16,12 +16,12 @@ EVERYTHING: dict[str, Any] = {
 
 
 def find_rows(stages: int, schedule: str, keys: dict[str, Any], num_processes: int = 4) -> list[str]:
-    launch = Launch(0, 0, num_processes, "", layout=Layout(stages=stages, schedule=schedule))
-    return [row.why for row in OF_STAGES if row.applies(keys, launch) and row.recipe[:3] != "any"]
+    launch = Launch(0, 0, num_processes, "", layout=Layout(pipeline_stages=stages, schedule=schedule))
+    return [row.why for row in OF_PIPELINES if row.applies(keys, launch) and row.recipe[:3] != "any"]
 
 
 def test_they_are_rows_of_the_one_table() -> None:
-    assert set(OF_STAGES) <= set(BLOCKED)
+    assert set(OF_PIPELINES) <= set(BLOCKED)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])

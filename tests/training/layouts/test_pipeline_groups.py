@@ -10,11 +10,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_mesh
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
-from recipes_lib.training.layouts.pipeline_schedule import build_stage_mesh
+from recipes_lib.training.layouts.pipeline_schedule import build_pipeline_groups
 
 
 def clear() -> None:
-    build_stage_mesh.cache_clear()
+    build_pipeline_groups.cache_clear()
     build_pipeline_mesh.cache_clear()
 
 
@@ -37,13 +37,13 @@ def afresh() -> Iterator[None]:
 )
 def test_pipelines_lie_across_neighbours(rank: int, pipeline: list[int], replicas: list[int], ends: list[int]) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=6, store=FakeStore())
-    mesh = build_stage_mesh(3)
+    mesh = build_pipeline_groups(3)
     assert distributed.get_process_group_ranks(mesh.pipeline) == pipeline
     assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == replicas
     assert distributed.get_process_group_ranks(mesh.ends) == ends
-    assert build_stage_mesh(3) is mesh
+    assert build_pipeline_groups(3) is mesh
     # The launch numbers the stages as the groups do.
-    part = Launch(rank, 0, 6, "", layout=Layout(stages=3)).part
+    part = Launch(rank, 0, 6, "", layout=Layout(pipeline_stages=3)).part
     assert part is not None
     assert part.stage == pipeline.index(rank) == distributed.get_rank(mesh.pipeline)
 
@@ -56,13 +56,13 @@ def test_tensor_parallel_ranks_are_neighbours(
     rank: int, pipeline: list[int], replicas: list[int], tensors: list[int]
 ) -> None:
     distributed.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
-    mesh = build_stage_mesh(2, 2)
+    mesh = build_pipeline_groups(2, 2)
     assert (
         distributed.get_process_group_ranks(mesh.pipeline) == distributed.get_process_group_ranks(mesh.ends) == pipeline
     )
     assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == replicas
     assert distributed.get_process_group_ranks(build_pipeline_mesh(2, 2).get_group("tp")) == tensors
-    launch = Launch(rank, 0, 8, "FSDP", layout=Layout(stages=2, sizes={"tp": 2, "dp_shard": 2}))
+    launch = Launch(rank, 0, 8, "FSDP", layout=Layout(pipeline_stages=2, sizes={"tp": 2, "dp_shard": 2}))
     assert launch.part is not None
     assert (launch.part.stage, launch.part.tensor_size) == (pipeline.index(rank), 2)
     assert (launch.data_size, launch.data_rank, launch.tensor_rank) == (2, replicas.index(rank), tensors.index(rank))
@@ -70,6 +70,6 @@ def test_tensor_parallel_ranks_are_neighbours(
 
 def test_of_two_stages_the_ends_are_the_pipeline() -> None:
     distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    mesh = build_stage_mesh(2)
+    mesh = build_pipeline_groups(2)
     assert distributed.get_process_group_ranks(mesh.ends) == [0, 1]
     assert distributed.get_process_group_ranks(mesh.replicas.get_group()) == [1]

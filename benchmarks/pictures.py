@@ -1,0 +1,156 @@
+"""Pictures of the documentation: the benchmark bars from ``docs/results.md``, and screenshots of a finished demo.
+
+    python benchmarks/pictures.py            # docs/images/benchmarks.svg
+    python benchmarks/pictures.py --demo demo  # besides, screenshots of its overview and reports, by headless Chromium
+
+The bars are drawn from the committed tables, so that they cannot say anything else; ``tests/test_pictures.py`` compares
+the file with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+from xml.sax.saxutils import escape
+
+ROOT: Final = Path(__file__).parents[1]
+RESULTS: Final = ROOT / "docs" / "results.md"
+IMAGES: Final = ROOT / "docs" / "images"
+SCREENSHOTS: Final = {"overview": "index.html", "dpo": "dpo/report.html", "ppo": "ppo/report.html"}
+"""Picture -> page of the demo."""
+_WIDTH, _LEFT, _ROW = 760, 330, 34
+
+
+class Bar(NamedTuple):
+    """A ratio of a table: how many times as fast as the peer, by minimum, median and maximum of the rounds.
+
+    Attributes:
+        label: What is compared.
+        low: Minimum.
+        median: Median.
+        high: Maximum.
+    """
+
+    label: str
+    low: float
+    median: float
+    high: float
+
+
+class Place(NamedTuple):
+    """Where a ratio stands: the section, the beginning of the row, and the column of a table of ``docs/results.md``."""
+
+    section: str
+    row: str
+    column: str
+
+
+BARS: Final[Mapping[str, Place]] = {
+    "DPO, 512-token prompts, vs TRL": Place("Pairs", "DPO, TRL, stored reference", "ours / this"),
+    "SFT vs TRL, script defaults": Place("Training", "TRL, script defaults", "ours / this"),
+    "SFT vs TRL, tuned by hand": Place("Training", "TRL tuned by hand", "ours / this"),
+    "LoRA vs TRL + PEFT, tuned by hand": Place("Adapters", "PEFT and TRL, tuned by hand", "ours / this"),
+    "reward model vs TRL": Place("Pairs", "reward model, TRL", "ours / this"),
+    "pretraining vs Trainer, bf16": Place("Pretraining", "Trainer, bf16", "ours / this"),
+    "preparing chats vs TRL": Place("Preparation", "TRL", "this / ours"),
+    "one step, 131k vocabulary, vs TRL": Place("One step at a vocabulary of 131,072", "TRL, fp32", "time / ours"),
+}
+"""Ratios above 1 say that this repository is faster."""
+
+
+def read_bar(text: str, label: str, place: Place) -> Bar:
+    """Find a ratio in the text of ``docs/results.md``.
+
+    Raises:
+        KeyError: There is no such section, row or column.
+    """
+    section = re.split(r"(?m)^## ", text.partition(f"\n## {place.section}\n")[2])[0]
+    tables = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line] for line in tables]
+    header = next((line for line in cells if place.column in line), None)
+    rows = [line for line in cells if any(cell.startswith(place.row) for cell in line[:2])]
+    if header is None or not rows:
+        raise KeyError(f"{place} is not in {RESULTS.name}")
+    low, median, high = (float(number) for number in rows[0][header.index(place.column)].split(" / "))
+    return Bar(label, low, median, high)
+
+
+def draw(bars: Sequence[Bar], caption: Sequence[str]) -> str:
+    """Return an SVG of horizontal bars with whiskers from minimum to maximum, legible on light and dark pages."""
+    height = _ROW * len(bars) + 100
+    scale = (_WIDTH - _LEFT - 70) / max(bar.high for bar in bars)
+    one = _LEFT + scale
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 0 {_WIDTH + 8} {height}" role="img" '
+        f'font-family="system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="14">',
+        "<title>Speed of this repository relative to its peers</title>",
+        "<style>text{fill:#1c2024}.muted{fill:#60666d;font-size:12px}.bar{fill:#2563c9}.rule{stroke:#60666d}"
+        "@media(prefers-color-scheme:dark){text{fill:#e8eaed}.muted{fill:#9aa1a9}.bar{fill:#7fb0ff}"
+        ".rule{stroke:#9aa1a9}}</style>",
+        '<text x="0" y="18" font-weight="600">times as fast as the peer</text>',
+        f'<line class="rule" x1="{one:.1f}" y1="28" x2="{one:.1f}" y2="{height - 60}" stroke-dasharray="3 3"/>',
+        f'<text class="muted" x="{one:.1f}" y="22" text-anchor="middle">equal</text>',
+    ]
+    for number, bar in enumerate(bars):
+        y = 34 + number * _ROW
+        low, end, high = (_LEFT + scale * value for value in (bar.low, bar.median, bar.high))
+        lines += [
+            f'<text x="{_LEFT - 12}" y="{y + 17}" text-anchor="end">{escape(bar.label)}</text>',
+            f'<rect class="bar" x="{_LEFT}" y="{y + 3}" width="{end - _LEFT:.1f}" height="19" rx="3"/>',
+            f'<line class="rule" x1="{low:.1f}" y1="{y + 12.5}" x2="{high:.1f}" y2="{y + 12.5}"/>',
+            f'<text x="{high + 8:.1f}" y="{y + 17}" font-weight="600">{bar.median:.2f}×</text>',
+        ]
+    for number, line in enumerate(caption):
+        lines.append(f'<text class="muted" x="0" y="{height - 28 + 17 * number}">{escape(line)}</text>')
+    lines.append("</svg>")
+    return "\n".join(lines) + "\n"
+
+
+def draw_benchmarks(text: str) -> str:
+    """Return the picture of the bars, from the text of ``docs/results.md``."""
+    machine = " ".join(text.partition("Machine of this page: ")[2].partition(";")[0].split())
+    caption = [
+        f"Measured on a CPU: {machine}.",
+        "Median of interleaved rounds; whiskers: minimum and maximum (docs/results.md).",
+    ]
+    bars = [read_bar(text, label, place) for label, place in BARS.items()]
+    return draw(sorted(bars, key=lambda bar: -bar.median), caption)
+
+
+def take_screenshots(demo: Path, folder: Path, *, width: int = 1280, height: int = 900) -> None:
+    """Photograph pages of a finished demo.
+
+    Raises:
+        SystemExit: There is no Chromium, or the demo has not finished.
+    """
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    missing = [page for page in SCREENSHOTS.values() if not (demo / page).is_file()]
+    if browser is None or missing:
+        sys.exit(f"{demo} has no {missing[0]}: run make demo" if missing else "no Chromium found")
+    for name, page in SCREENSHOTS.items():
+        picture = folder / f"{name}.png"
+        command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{height}"]
+        subprocess.run(
+            [*command, f"--screenshot={picture}", (demo / page).resolve().as_uri()], check=True, capture_output=True
+        )
+
+
+def main() -> None:
+    """Draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--demo", type=Path, help="folder of a finished demo, of which pages are photographed")
+    options = parser.parse_args()
+    IMAGES.mkdir(exist_ok=True)
+    (IMAGES / "benchmarks.svg").write_text(draw_benchmarks(RESULTS.read_text(encoding="utf-8")), encoding="utf-8")
+    if options.demo is not None:
+        take_screenshots(options.demo, IMAGES)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""``recipes score``: loss, target tokens and bits per byte of every row of a dataset under a model."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from recipes_lib.commands.sampling import RowFile
+from recipes_lib.config.loader import load_for_command
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
+    from recipes_lib.training.evaluation.row_scores import RowScorer
+
+FIGURES: Final = ("loss", "num_target_tokens", "bits_per_byte")
+ROWS_PER_CHUNK: Final = 256
+"""Rows that are tokenised, sorted by length, scored and written together."""
+
+
+@dataclass(slots=True)
+class ScoreCounts:
+    """How far a file of scored rows is.
+
+    Attributes:
+        num_rows: Rows that were scored.
+        num_kept: Those whose loss lies within the limits.
+        num_target_tokens: Of all rows.
+        nll: Negative log-likelihood of all target tokens, in nats.
+        num_bytes: Of the file, as of these rows.
+    """
+
+    num_rows: int = 0
+    num_kept: int = 0
+    num_target_tokens: int = 0
+    nll: float = 0.0
+    num_bytes: int = 0
+
+    def describe(self) -> str:
+        """Return the counts in a line."""
+        loss = self.nll / max(1, self.num_target_tokens)
+        return (
+            f"{self.num_kept:,} of {self.num_rows:,} rows written; loss {loss:.4f} nats per token, perplexity "
+            f"{math.exp(min(loss, 700)):.4g}, over {self.num_target_tokens:,} target tokens"
+        )
+
+
+class Columns(NamedTuple):
+    """Which columns are added, and which rows are written.
+
+    Attributes:
+        prefix: Put before ``FIGURES``; of the rejected answer of a preference pair they are ``rejected_loss`` and so
+            on, behind the prefix.
+        min_loss: Rows of a lower loss are left out; a pair's is that of its chosen answer.
+        max_loss: Rows of a higher loss are left out.
+    """
+
+    prefix: str
+    min_loss: float
+    max_loss: float
+
+
+def main(argv: Sequence[str]) -> None:
+    """Score a dataset, or the rows that an interrupted command left, and write a page of the extremes.
+
+    Raises:
+        ConfigError: A flag or the configuration is wrong, or the file holds other scores.
+        DataError: The rows cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="recipes score",
+        usage="recipes score MODEL --dataset_name D --output FILE [--key value ...]",
+        description="Write every row of a dataset with its loss, target tokens and bits per byte under a model; "
+        "preference pairs with those of both answers. The same command resumes after an interruption.",
+        epilog="Further flags are keys of recipes/sft.py: dataset_name, dataset_train_split, loss_on, max_length, ...",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub id of a model or an adapter")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON Lines; FILE.html beside it")
+    parser.add_argument("--prefix", default="", help="put before the names of the new columns, such as base_")
+    parser.add_argument("--min_loss", type=float, default=-math.inf, help="leave out rows of a lower loss")
+    parser.add_argument("--max_loss", type=float, default=math.inf, help="leave out rows of a higher loss")
+    parser.add_argument("--config", metavar="F", help="a recipe of fine-tuning; further --key value flags override it")
+    options, overrides = parser.parse_known_args(argv)
+    given = [f"--model_name_or_path={options.model}", f"--output_dir={options.output.parent}", *overrides]
+    config = load_for_command("sft", given, options.config)
+    if config.data.dataset_mixture or config.data.dataset_streaming:
+        where = config.provenance.get("dataset_mixture" if config.data.dataset_mixture else "dataset_streaming", "")
+        raise ConfigError(Problem(where, "one dataset is scored, from its files", "write `dataset_name` alone"))
+    columns = Columns(options.prefix, options.min_loss, options.max_loss)
+    sys.stdout.write(f"{options.output}: {score_dataset(config, options.output, columns)}\n")
+
+    from recipes_lib.report.html_pages import write_score_report
+
+    sys.stdout.write(f"quantiles and extremes: {write_score_report(options.output, f'{options.prefix}loss')}\n")
+
+
+def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
+    """Write the scored rows, or those that are missing, and return what the file holds, in a line.
+
+    Args:
+        config: Model, dataset, tokenisation and batch size.
+        output: The file.
+        columns: What is added, and which rows are written.
+
+    Raises:
+        ConfigError: The model cannot be loaded; the rows have such columns already; as ``RowFile``.
+        DataError: The rows cannot be read.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from recipes_lib.data.packed.encoding import collect_inputs
+    from recipes_lib.data.sources.canonical import load_source
+    from recipes_lib.data.sources.mixtures import list_entries
+    from recipes_lib.data.store import compute_key
+    from recipes_lib.training.evaluation.row_scores import load_row_scorer
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.monitoring.progress import build_progress
+    from recipes_lib.training.trainers.arguments import resolve_precision
+    from recipes_lib.training.trainers.reference import hash_weights
+
+    source = load_source(**list_entries(config.data)[0])
+    first = next((entry for entry in source.rows() if not isinstance(entry, Problem)), None)
+    if first is not None and (taken := {columns.prefix + name for name in FIGURES} & first.columns.keys()):
+        raise ConfigError(Problem(first.where, f"has a column `{min(taken)}` already", "name a --prefix"))
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    scorer = load_row_scorer(config, read_launch())
+    inputs = collect_inputs(config, {"train": source.fingerprint()})
+    settings = [hash_weights(scorer.model), resolve_precision(config), scorer.length, *map(str, columns)]
+    what = "scores by another model, of other rows, or otherwise made"
+    file = RowFile(output, compute_key({**inputs, "settings": settings}), ScoreCounts(), what=what)
+    progress = build_progress(is_main=True)
+    try:
+        rows = progress.track(_read_both(source, config), "score", sum(1 for _ in source.rows()))
+        file.write(_score(scorer, itertools.islice(rows, file.counts.num_rows, None), columns, file.counts))
+    finally:
+        progress.stop()
+    return file.counts.describe()
+
+
+class _RememberingSource:
+    """A source that remembers the row that was read last: the canonical form has lost its other columns."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.name, self.streaming = source, source.name, source.streaming
+        self.last: RawRow | None = None
+
+    def fingerprint(self) -> str:
+        return self.source.fingerprint()
+
+    def rows(self) -> Iterator[Entry]:
+        for entry in self.source.rows():
+            self.last = None if isinstance(entry, Problem) else entry
+            yield entry
+
+
+def _read_both(source: Source, config: RecipeConfig) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Yield each row in canonical form, and its columns as the dataset has them.
+
+    Raises:
+        DataError: As ``read_rows``.
+    """
+    from recipes_lib.data.sources.canonical import read_rows
+
+    remembering = _RememberingSource(source)
+    for row in read_rows(remembering, config.data.dataset_format, config.tokens):
+        assert remembering.last is not None
+        yield row, remembering.last.columns
+
+
+def _score(
+    scorer: RowScorer, rows: Iterator[tuple[Row, dict[str, Any]]], columns: Columns, counts: ScoreCounts
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield rows with their new columns, chunk by chunk, and count them.
+
+    Raises:
+        DataError: A row cannot be tokenised.
+    """
+    from recipes_lib.data.pairs.pair_encoding import take_rejected
+
+    while chunk := list(itertools.islice(rows, ROWS_PER_CHUNK)):
+        answers = {columns.prefix: scorer.score([row for row, _ in chunk])}
+        if chunk[0][0].rejected is not None:
+            answers[f"{columns.prefix}rejected_"] = scorer.score([take_rejected(row) for row, _ in chunk])
+        written = []
+        for number, (_, given) in enumerate(chunk):
+            added: dict[str, Any] = {}
+            for prefix, scores in answers.items():
+                score = scores[number]
+                figures = (score.loss, score.num_targets, score.bits_per_byte)
+                added |= {prefix + name: figure for name, figure in zip(FIGURES, figures, strict=True)}
+                counts.nll += score.nll
+                counts.num_target_tokens += score.num_targets
+            loss = added[f"{columns.prefix}loss"]
+            if loss is None or columns.min_loss <= loss <= columns.max_loss:
+                written.append(given | added)
+        counts.num_rows += len(chunk)
+        counts.num_kept += len(written)
+        yield written

@@ -1,0 +1,165 @@
+"""Scores of single rows under a model: negative log-likelihood, target tokens and bytes of their text."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.packed.collators import PackedCollator
+from recipes_lib.data.packed.encoding import build_encoder
+from recipes_lib.data.sources.rows import EncodedRow, Row
+from recipes_lib.errors import DataError, Problem
+from recipes_lib.models.adapters.lora import load_adapter
+from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.attention.kernels import choose_attention
+from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.models.heads.scoring import read_positions
+from recipes_lib.models.inference import find_device
+from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
+from recipes_lib.training.evaluation.build import count_text_bytes
+from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.trainers.arguments import build_autocast, build_training_arguments
+
+MAX_LENGTH: Final = 4096
+"""Tokens of a window where neither ``max_length`` nor the model's positions say fewer."""
+
+
+class Score(NamedTuple):
+    """Sums over the target tokens of a row: nats, tokens, and bytes of their text (0 where these are not known)."""
+
+    nll: float
+    num_targets: int
+    num_bytes: int
+
+    @property
+    def loss(self) -> float | None:
+        """Nats per target token; ``None`` where the row has none."""
+        return self.nll / self.num_targets if self.num_targets else None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits for each byte of the targets' text; ``None`` where there is none, or its length is not known."""
+        return self.nll / math.log(2) / self.num_bytes if self.num_bytes else None
+
+
+@dataclass(frozen=True)
+class RowScorer:
+    """Scores rows, whatever their length and whatever is scored beside them.
+
+    A row that is longer than a window is scored in several, each of which begins with the last token of the one before:
+    every target token counts once, and those behind a boundary are predicted from less context.
+
+    Attributes:
+        model: A causal language model with a loss head, in evaluation mode, on its device.
+        encoder: Rows to tokens and loss masks.
+        collate: Windows to a batch.
+        byte_lengths: Bytes of text of each id, ``int64 (V,)``, 0 for special tokens; ``None`` where not known.
+        length: Tokens of the longest window, at least 2.
+        batch_size: Windows of a batch.
+        autocast: Makes the context of the forward pass.
+
+    Source: ``tests/training/evaluation/test_row_scores.py``.
+    """
+
+    model: Any
+    encoder: RowEncoder
+    collate: PackedCollator
+    byte_lengths: torch.Tensor | None
+    length: int
+    batch_size: int
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def score(self, rows: Sequence[Row]) -> list[Score]:
+        """Return the sums of each row.
+
+        Raises:
+            DataError: Rows cannot be rendered, tokenised or masked: all of them; or the loss of one is not finite.
+        """
+        encoded = self.encoder.encode(rows)
+        windows = [
+            (number, _cut(row, slice(start, start + self.length)))
+            for number, row in enumerate(encoded)
+            for start in range(0, max(1, len(row.input_ids) - 1), self.length - 1)
+        ]
+        # Windows of like length share a batch, so that little is computed for padding.
+        windows.sort(key=lambda window: len(window[1]["input_ids"]))
+        sums = np.zeros((len(rows), len(Score._fields)))
+        for start in range(0, len(windows), self.batch_size):
+            numbers, batch = zip(*windows[start : start + self.batch_size], strict=True)
+            np.add.at(sums, np.array(numbers), self._score_windows(batch))
+        scores = [Score(float(nll), int(num_targets), int(num_bytes)) for nll, num_targets, num_bytes in sums]
+        if broken := [row.where for row, score in zip(rows, scores, strict=True) if not math.isfinite(score.nll)]:
+            raise DataError(Problem(broken[0], "the model's log-probabilities are not finite", "check its weights"))
+        return scores
+
+    @torch.inference_mode()
+    def _score_windows(self, windows: Sequence[dict[str, Any]]) -> npt.NDArray[np.float64]:
+        """Return the sums of each window, ``(B, 3)``, in the order of ``Score``."""
+        inputs = self.collate(windows)
+        labels, width = inputs.pop("labels").flatten(), inputs["input_ids"].shape[1]
+        # Which window a place of the flattened batch is of: one row each, or all of them in one row.
+        sizes = [width] * len(windows) if len(inputs["input_ids"]) > 1 else [len(one["input_ids"]) for one in windows]
+        owners = np.repeat(np.arange(len(windows)), sizes)
+        places = (labels >= 0).nonzero().flatten()
+        targets, device = labels[places], find_device(self.model)
+        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+        del moved["num_tokens"]
+        with self.autocast():
+            # The first token of a window is never a target, so its predecessor is of the same window.
+            scored = self.model(
+                **moved, predictors=(places - 1).to(device), targets=targets.to(device), token_logps=True
+            )
+        num_bytes = np.zeros(len(targets)) if self.byte_lengths is None else self.byte_lengths[targets].numpy()
+        figures = np.stack([-scored.logps.double().cpu().numpy(), np.ones(len(targets)), num_bytes], axis=1)
+        sums = np.zeros((len(windows), figures.shape[1]))
+        np.add.at(sums, owners[places.numpy()], figures)
+        return sums
+
+
+def _cut(row: EncodedRow, part: slice) -> dict[str, Any]:
+    """A window of a row, as the collator takes it."""
+    ids = row.input_ids[part]
+    return {"input_ids": ids, "loss_mask": row.loss_mask[part], "seq_lengths": [len(ids)]}
+
+
+def load_row_scorer(config: RecipeConfig, launch: Launch) -> RowScorer:
+    """Load the model of a configuration, an adapter on the base that it was trained on.
+
+    Args:
+        config: Model, tokenisation, precision and ``per_device_eval_batch_size``.
+        launch: Of this process.
+
+    Raises:
+        ConfigError: It cannot be loaded, or has no loss head.
+    """
+    named = config.model
+    adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
+    if adapter is not None:
+        named = dataclasses.replace(named, **read_base(adapter)._asdict())
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    args = build_training_arguments(config, launch, has_eval=False)
+    settings, _ = load_model_config(named)
+    attention = choose_attention(named, settings, args, packing=config.tokens.packing, flattens=True)
+    model: Any = load_causal_lm(named, attention.implementation)
+    if adapter is not None:
+        model = load_adapter(model, str(adapter))
+    add_loss_head(model)
+    return RowScorer(
+        model=model.to(args.device).eval(),
+        encoder=build_encoder(config, tokenizer),
+        collate=PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout),
+        byte_lengths=count_text_bytes(tokenizer),
+        length=int(min(config.tokens.max_length or MAX_LENGTH, read_positions(settings))),
+        batch_size=args.per_device_eval_batch_size,
+        autocast=build_autocast(args),
+    )

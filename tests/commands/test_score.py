@@ -1,0 +1,112 @@
+"""`recipes score`: columns beside the data, resumable, as a filter, and the page of extremes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.rows import read_rows, write_rows
+
+from recipes_lib.commands import score
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.report.html_pages import NUM_EXTREMES, write_score_report
+
+ROWS = [{"text": f"the brown fox number {number} <b>jumps</b>", "id": number} for number in range(9)]
+
+
+@pytest.fixture
+def run(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(score, "ROWS_PER_CHUNK", 4)
+
+    def call(rows=ROWS, *flags, output="scored.jsonl"):
+        data = rows if isinstance(rows, str) else str(write_rows(tmp_path / "rows.jsonl", rows))
+        score.main([str(tiny_model_dir), f"--dataset_name={data}", f"--output={tmp_path / output}", *flags])
+        return read_rows(tmp_path / output)
+
+    return call
+
+
+def test_columns_stand_beside_those_of_the_data(run, capsys):
+    found = run()
+    assert [{name: row[name] for name in ("text", "id")} for row in found] == ROWS
+    assert all(row["loss"] > 0 and row["num_target_tokens"] > 5 and row["bits_per_byte"] > 0 for row in found)
+    mean = sum(row["loss"] * row["num_target_tokens"] for row in found) / sum(row["num_target_tokens"] for row in found)
+    assert f"9 of 9 rows written; loss {mean:.4f}" in capsys.readouterr().out
+
+
+def test_a_killed_command_resumes_to_the_same_file(run, tmp_path, monkeypatch):
+    whole = run(output="whole.jsonl")
+    original, calls = score.RowFile.write, []
+
+    def write(self, batches):
+        calls.append(1)
+        original(self, iter([next(batches)]))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(score.RowFile, "write", write)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert len(read_rows(tmp_path / "scored.jsonl")) == 4
+    assert run() == whole
+
+
+def test_rows_outside_of_the_limits_are_left_out(run):
+    losses = sorted(row["loss"] for row in run(output="all.jsonl"))
+    kept = run(ROWS, f"--min_loss={losses[2]}", f"--max_loss={losses[5]}")
+    assert sorted(row["loss"] for row in kept) == losses[2:6]
+
+
+def test_pairs_have_a_loss_of_each_answer(run):
+    pairs = [{"prompt": "How many days are in a week?", "chosen": " seven", "rejected": " a brown fox"}]
+    (pair,) = run(pairs)
+    alone = [{"prompt": pairs[0]["prompt"], "completion": pairs[0][name]} for name in ("chosen", "rejected")]
+    chosen, rejected = run(alone, output="alone.jsonl")
+    assert pair["loss"] == pytest.approx(chosen["loss"], rel=1e-5)
+    assert pair["rejected_loss"] == pytest.approx(rejected["loss"], rel=1e-5)
+
+
+def test_a_second_model_gets_a_prefix(run, tmp_path):
+    run()
+    with pytest.raises(ConfigError, match="has a column `bits_per_byte` already"):
+        run(str(tmp_path / "scored.jsonl"), output="twice.jsonl")
+    assert not (tmp_path / "twice.jsonl").exists()
+    found = run(str(tmp_path / "scored.jsonl"), "--prefix=new_", output="twice.jsonl")
+    assert all(row["new_loss"] == pytest.approx(row["loss"], rel=1e-5) for row in found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "flags", "error"),
+    [
+        ([{"text": "a"}, {"text": 3}], [], DataError),
+        (ROWS, ["--max_length=16", "--learning_rat=1"], ConfigError),
+        (ROWS, ["--dataset_streaming=true", "--max_steps=1"], ConfigError),
+    ],
+)
+def test_mistakes_are_errors(run, rows, flags, error):
+    with pytest.raises(error):
+        run(rows, *flags)
+
+
+def test_other_rows_are_not_written_behind(run):
+    run()
+    with pytest.raises(ConfigError, match="holds scores by another model, of other rows"):
+        run(ROWS[:3])
+
+
+def test_the_page_shows_the_extremes_and_escapes_them(tmp_path):
+    rows = [{"text": f"<script>{number}", "loss": number / 10} for number in range(50)] + [{"text": "", "loss": None}]
+    page = write_score_report(write_rows(tmp_path / "s.jsonl", rows), "loss").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;49" in page
+    assert "&lt;script&gt;0" in page
+    assert page.count("<article>") == 2 * NUM_EXTREMES
+    assert "&lt;script&gt;25" not in page
+    assert "50 rows with target tokens; 1 without" in page
+    assert "2.450" in page
+
+
+def test_a_file_without_losses_is_a_page_all_the_same(tmp_path):
+    path = tmp_path / "s.jsonl"
+    path.write_text(json.dumps({"loss": None}) + "\n")
+    assert "0 rows with target tokens; 1 without" in write_score_report(path, "loss").read_text()

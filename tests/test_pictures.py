@@ -1,0 +1,45 @@
+"""Pictures of the documentation: they show what the tables say."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+from benchmarks import pictures
+
+
+def test_the_committed_picture_is_of_the_committed_tables():
+    found = (pictures.IMAGES / "benchmarks.svg").read_text(encoding="utf-8")
+    assert found == pictures.draw_benchmarks(pictures.RESULTS.read_text(encoding="utf-8")), "run make pictures"
+
+
+def test_a_bar_is_as_long_as_its_median_and_its_whisker_reaches_from_minimum_to_maximum():
+    svg = ET.fromstring(pictures.draw([pictures.Bar("a < b", 1.0, 2.0, 4.0), pictures.Bar("c", 1.0, 1.0, 1.0)], ["x"]))
+    name = "{http://www.w3.org/2000/svg}"
+    widths = [float(bar.get("width")) for bar in svg.iter(f"{name}rect")]
+    one, whisker, _ = svg.iter(f"{name}line")
+    assert widths[0] == pytest.approx(2 * widths[1], abs=0.2)
+    assert float(whisker.get("x1")) == pytest.approx(float(one.get("x1")))
+    assert float(whisker.get("x2")) - float(whisker.get("x1")) == pytest.approx(3 * widths[1], abs=0.2)
+    assert "a < b" in [text.text for text in svg.iter(f"{name}text")]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pictures.Place("Trainings", "a", "ours / this"),
+        pictures.Place("Training", "b", "ours / this"),
+        pictures.Place("Training", "a", "this / ours"),
+        pictures.Place("Other", "a", "ours / this"),
+    ],
+)
+def test_a_table_that_has_changed_is_noticed(place):
+    text = "\n## Training\n\n| variant | ours / this |\n|---|---|\n| a | 1 / 2 / 3 |\n\n## Other\n"
+    assert pictures.read_bar(text, "x", pictures.Place("Training", "a", "ours / this")) == ("x", 1, 2, 3)
+    with pytest.raises(KeyError):
+        pictures.read_bar(text, "x", place)
+
+
+def test_screenshots_need_a_finished_demo(tmp_path):
+    with pytest.raises(SystemExit, match=r"make demo|no Chromium"):
+        pictures.take_screenshots(tmp_path, tmp_path)
