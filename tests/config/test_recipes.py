@@ -11,19 +11,19 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.config.recipes import build_retired, read_bounds, read_choices, read_defaults, read_notes, read_refused
 from recipes_lib.config.rules import SHARE_OR_COUNT
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
 from recipes_lib.config.values import is_secret_key
 
 
 def test_the_policy_speaks_of_keys_that_exist() -> None:
-    keys = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
+    keys = {key for table in TABLES for key in load_table(table).keys}
     assert keys >= set(read_notes()) | set(SHARE_OR_COUNT)
     assert keys | {"weight", "repeat", "start_tokens"} >= set(read_bounds())
 
 
 def test_a_table_carries_the_bounds() -> None:
-    for recipe in RECIPE_NAMES:
-        for name, key in load_table(recipe).keys.items():
+    for table in TABLES:
+        for name, key in load_table(table).keys.items():
             assert dict(key.schema) | dict(read_bounds().get(name, {})) == dict(key.schema)
     assert dataclasses.is_dataclass(load_table("sft").keys["seed"])
 
