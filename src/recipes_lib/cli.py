@@ -31,7 +31,7 @@ COMMANDS = {
         "recipes_lib.commands.score:main", "loss and bits per byte of every row of a dataset under a model"
     ),
     "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
-    "run": Command("recipes_lib.commands.pipeline.run_pipeline:main", "run a pipeline of stages from one YAML file"),
+    "run": Command("recipes_lib.commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
     "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
     "preview": Command(
         "recipes_lib.commands.prepare:preview", "show what the model will be trained on, token by token"

@@ -1,1 +1,0 @@
-"""``recipes run``: what a pipeline will do, and doing it."""
