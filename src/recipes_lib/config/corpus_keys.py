@@ -251,7 +251,7 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
     problems += _find_source_problems(config, given.where)
     if problems:
         raise ConfigError(*problems)
-    return format_given(CORPUS_SECTIONS, config, given) if given.wants_print else config
+    return format_given("corpus", given) if given.wants_print else config
 
 
 def _adapt(key: str, value: Any) -> Any:

@@ -120,7 +120,7 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
     config = EvalConfig(path=given.path, **given.values)
     if problems := [*given.problems, *_find_contradictions(config, given)]:
         raise ConfigError(*problems)
-    return format_given(EVAL_SECTIONS, config, given) if given.wants_print else config
+    return format_given("eval", given) if given.wants_print else config
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, get_type_hints
+from typing import Any, Final, Literal
 
 import yaml
 
@@ -98,13 +98,16 @@ def format_config(config: RecipeConfig, table: KeyTable) -> str:
 
     A key that another one leaves without effect is a comment.
     """
-    values = list_sections(config) | dict(config.training)
+    return _format_values(table, list_sections(config) | dict(config.training), config.provenance)
+
+
+def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Mapping[str, str]) -> str:
     lines = []
     for group in table.groups:
         lines += ["", f"# {group}"]
         for key in table.keys.values():
             if key.group == group:
-                lines.append(_format_value(key, values, config.provenance[key.name]))
+                lines.append(_format_value(key, values, provenance[key.name]))
     return "\n".join(lines).strip()
 
 
@@ -250,7 +253,7 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
     return yaml.ScalarNode("tag:yaml.org,2002:str", text)
 
 
-def _format_value(key: Key, values: dict[str, object], provenance: str) -> str:
+def _format_value(key: Key, values: Mapping[str, object], provenance: str) -> str:
     if provenance.startswith("derived") and key.name not in values:
         return f"# {key.name}: {provenance}"
     ours = " (ours)" if provenance == "default" and key.reason else ""
@@ -469,12 +472,8 @@ def expand_paths(value: Any) -> Any:
     return expand_home(value) if isinstance(value, str) else value
 
 
-def format_given(sections: Mapping[str, type], config: object, given: Given) -> str:
+def format_given(name: str, given: Given) -> str:
     """Return every effective value as YAML that loads again, each with where it comes from as a comment."""
-    lines = []
-    for section, keys in sections.items():
-        lines += ["", f"# {section}"]
-        for key in get_type_hints(keys):
-            origin = given.where(key) if key in given.entries else "default"
-            lines.append(f"{key}: {json.dumps(getattr(config, key), ensure_ascii=False)}".ljust(60) + f"  # {origin}")
-    return "\n".join(lines).strip()
+    table = load_table(name)
+    origins = {key: given.where(key) if key in given.entries else "default" for key in table.keys}
+    return _format_values(table, given.values, origins)
