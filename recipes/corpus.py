@@ -1,8 +1,8 @@
-"""Make a clean corpus of raw text: extraction, language, quality, PII, decontamination, deduplication.
+"""Build a clean corpus from raw text: extraction, language, quality, PII, decontamination, deduplication.
 
 python recipes/corpus.py --config recipes/configs/gpt2-124m/corpus.yaml
 
-The same command resumes one that was killed, and redoes only what depends on what was changed.
+The same command resumes a run that was killed. After a change of the configuration only dependent steps run again.
 """
 
 import sys

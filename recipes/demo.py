@@ -1,11 +1,10 @@
-"""Train a small assistant from nothing, in a few minutes on a CPU, on the documentation of your own Python.
+"""Demo: train a small assistant from random weights on the docstrings of this Python, in minutes on a CPU.
 
 python recipes/demo.py [--output_dir demo]
 
-Texts and chats are read from the sources of the standard library; a tokenizer and a random Llama of a million weights
-are made for them; the ordinary recipes pretrain and fine-tune it, and make of it an adapter, a reward model, a model
-that prefers right answers, one that has learnt from its own, and the teacher of a smaller one. Nothing is downloaded,
-nothing was prepared in advance.
+Texts and chats come from the sources of the standard library. A tokenizer is trained, then a Llama of a million
+parameters by the ordinary recipes: pretraining, fine-tuning, LoRA, reward model, DPO, PPO and distillation. Nothing is
+downloaded.
 The same command resumes a stopped run.
 """
 
@@ -25,5 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="where everything is written (./demo)")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("demo"), help="directory of all outputs (default: ./demo)"
+    )
     sys.exit(run_command(lambda: main(parser.parse_args())))

@@ -1,4 +1,4 @@
-"""Distillation: train a small model on texts and on a teacher's distribution over every token.
+"""Distillation: train a student on texts and on the token probabilities of a teacher.
 
 accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/distill.py --config F
 python recipes/distill.py --config recipes/configs/llama3-1b/distill.yaml      # the same on one process
@@ -31,7 +31,7 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 
 @recipe
 def main(run: Run) -> None:
-    """Train ``config.model`` on rows and a teacher; leave a model, its record and a report."""
+    """Train ``config.model`` on rows and a teacher; write model, run record and report."""
     config = run.config
     # Both models read the student's tokens: the vocabularies are compared before any weight is loaded.
     tokenizer = load_tokenizer(config.model, config.tokens)

@@ -1,4 +1,4 @@
-"""DPO: direct preference optimisation of a language model on pairs of answers.
+"""DPO: direct preference optimisation on pairs of chosen and rejected answers.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/dpo.py --config F
 python recipes/dpo.py --config recipes/configs/llama3-8b/dpo.yaml --beta 0.05      # the same on one process
@@ -30,7 +30,7 @@ from recipes_lib.training.trainers.trained_model import load_policy, load_verifi
 
 @recipe
 def main(run: Run) -> None:
-    """Train ``config.model`` on the pairs of ``config.data``; leave a model, its record and a report."""
+    """Train ``config.model`` on the pairs of ``config.data``; write model, run record and report."""
     config = run.config
     # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)

@@ -1,8 +1,8 @@
-"""Ask a model the questions of benchmarks: scores with standard errors, and every answer.
+"""Evaluate a model on benchmarks by lm-eval: scores with standard errors, and every answer.
 
 accelerate launch recipes/eval.py --config recipes/configs/gpt2-124m/eval.yaml
 
-The same command resumes one that was killed. Each process asks its share of the questions.
+The same command resumes an evaluation that was killed. Questions are divided over the ranks.
 """
 
 import sys

@@ -29,7 +29,7 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 
 @recipe
 def main(run: Run) -> None:
-    """Train ``config.model`` on groups of answers of its own to the prompts of ``config.data``."""
+    """Train ``config.model`` on groups of sampled answers to the prompts of ``config.data``."""
     config = run.config
     # What is asked.
     tokenizer = load_tokenizer(config.model, config.tokens)

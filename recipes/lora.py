@@ -1,10 +1,10 @@
-"""LoRA and QLoRA: fine-tune a model on chats, completions or text by low-rank adapters.
+"""LoRA and QLoRA: fine-tune low-rank adapters on chats, completions or text.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/lora.py --config recipes/configs/llama3-8b/lora.yaml
 python recipes/lora.py --config recipes/configs/llama3-8b/lora_4bit.yaml --lora_r 64      # QLoRA, on one process
 
 `--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
-a stopped run. `recipes merge --adapter DIR --output DIR` makes a model of its own of the adapter and its base.
+a stopped run. `recipes merge --adapter DIR --output DIR` merges the adapter into its base model.
 """
 
 import sys
@@ -32,7 +32,7 @@ from recipes_lib.training.trainers.trained_model import load_policy, load_verifi
 
 @recipe
 def main(run: Run) -> None:
-    """Train an adapter of ``config.model`` on the targets of ``config.data``; leave it, its record and a report."""
+    """Train an adapter of ``config.model`` on ``config.data``; write adapter, run record and report."""
     config = run.config
     # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)

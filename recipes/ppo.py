@@ -1,4 +1,4 @@
-"""PPO: sample answers to prompts, and move the policy towards answers of higher reward.
+"""PPO: proximal policy optimisation on the rewards of sampled answers, with a critic and a KL penalty.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/ppo.py --config F
 python recipes/ppo.py --config recipes/configs/llama3-8b/ppo.yaml --kl_coef 0.1      # the same on one process
@@ -28,7 +28,7 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 
 @recipe
 def main(run: Run) -> None:
-    """Train ``config.model`` on answers of its own to the prompts of ``config.data``."""
+    """Train ``config.model`` on sampled answers to the prompts of ``config.data``."""
     config = run.config
     # What is asked.
     tokenizer = load_tokenizer(config.model, config.tokens)

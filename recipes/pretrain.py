@@ -1,10 +1,10 @@
-"""Pretraining: train a language model on raw text, from random weights or from a model.
+"""Pretraining: train a language model on raw text, from random weights or a pretrained model.
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/pretrain.py --config F
 python recipes/pretrain.py --config recipes/configs/gpt2-124m/pretrain.yaml --learning_rate 1e-3   # on one process
 
 `--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
-a stopped run; a longer run resumes from the last checkpoint that both have in common.
+a stopped run; with more steps it extends the run from the last checkpoint that both schedules share.
 """
 
 import sys
@@ -33,7 +33,7 @@ from recipes_lib.training.trainers.trained_model import load_language_model, loa
 
 @recipe
 def main(run: Run) -> None:
-    """Pretrain ``config.model`` on the tokens of ``config.data``; leave a model, its record and a report."""
+    """Pretrain ``config.model`` on the tokens of ``config.data``; write model, run record and report."""
     config = run.config
     # Documents become tokens on disk, once; from then on it is known which rows every step will take.
     tokenizer = load_tokenizer(config.model, config.tokens)

@@ -1,4 +1,4 @@
-"""Reward model: train a score of answers on preference pairs.
+"""Reward model: train a scalar score of answers on preference pairs (Bradley-Terry).
 
 accelerate launch --config_file accelerate_configs/ddp.yaml recipes/reward.py --config F
 python recipes/reward.py --config recipes/configs/llama3-8b/reward.yaml --learning_rate 3e-6   # on one process
@@ -30,7 +30,7 @@ from recipes_lib.training.trainers.trained_model import load_scorer, load_verifi
 
 @recipe
 def main(run: Run) -> None:
-    """Train a score on top of ``config.model`` from the pairs of ``config.data``; leave the model and its report."""
+    """Train a score head on ``config.model`` with the pairs of ``config.data``; write model, run record and report."""
     config = run.config
     # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)

@@ -4,7 +4,7 @@ accelerate launch --config_file accelerate_configs/ddp.yaml recipes/rloo.py --co
 python recipes/rloo.py --config mine.yaml --beta 0.01      # on one process
 
 `--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
-a stopped run. The method is written out in recipes/grpo.py: only the baseline differs.
+a stopped run. The code is that of recipes/grpo.py: only the baseline differs.
 """
 
 import sys

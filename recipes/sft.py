@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: train a language model on the answers of chats, on completions, or on plain text.
+"""Supervised fine-tuning: train on the assistant turns of chats, on completions, or on plain text.
 
 accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml
 python recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml --learning_rate 1e-5      # the same on one process
@@ -33,7 +33,7 @@ from recipes_lib.training.trainers.trained_model import load_language_model, loa
 
 @recipe
 def main(run: Run) -> None:
-    """Fine-tune ``config.model`` on the targets of ``config.data``; leave a model, its record and a report."""
+    """Fine-tune ``config.model`` on ``config.data``; write model, run record and report."""
     config = run.config
     # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)

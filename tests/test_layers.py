@@ -39,7 +39,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "environment": set(),
     "shipped": {"errors"},
     "hardware": set(),
-    "processes": set(),
+    "processes": {"errors", "files"},
     "sandbox": set(),
     "stopping": {"errors", "processes"},
     "losses": set(),
@@ -56,7 +56,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
-    "demo": {"errors", "models", "pipelines", "report"},
+    "demo": {"errors", "files", "models", "pipelines", "report"},
     "proving": {"data", "environment", "files", "losses", "models", "training"},
     # Commands join the rooms.
     "boundary": {"config", "errors", "processes", "stopping"},

@@ -95,6 +95,12 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("src/", "recipes/"),
         ("src/recipes_lib/files.py",),
     ),
+    "JSON files are read in one place": (
+        r"\bjson\.load\(|\bjson\.loads\((line\b|.*\bread_(text|bytes)\()",
+        ("src/", "recipes/"),
+        # The package's own table, which nobody else writes; `config` knows no files.
+        ("src/recipes_lib/files.py", "src/recipes_lib/config/table.py"),
+    ),
     "files are replaced in one place": (
         r"\bos\.(replace|rename)\(|\bpartial\.(replace|rename)\(",
         ("src/", "recipes/"),
@@ -108,12 +114,11 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "the launch is read where a command begins": (
         r"\bread_launch\(\)",
         ("src/",),
-        # A trainer is built by upstream's arguments alone.
         (
             "src/recipes_lib/training/layouts/launch_environment.py",
-            "src/recipes_lib/training/layouts/pipeline_schedule.py",
-            "src/recipes_lib/training/trainers/recipe_trainer.py",
-            "src/recipes_lib/training/checkpoints/saver.py",
+            # A trainer is built by upstream's arguments alone.
+            "src/recipes_lib/training/checkpoints/checkpointing.py",
+            # Here recipes begin, and commands that compute as a recipe does.
             "src/recipes_lib/training/forgetting/fisher_command.py",
             "src/recipes_lib/publish/final_model.py",
             "src/recipes_lib/commands/sampling.py",
@@ -132,8 +137,8 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 """Law -> (what must not stand anywhere, in files under these prefixes, except in these)."""
 
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jinja", ".txt", ".cfg", ""}
-MAX_PRIVATE_OVERRIDES = 21
-"""Private methods of upstream's trainers that ours override. This number may only shrink."""
+NUM_PRIVATE_OVERRIDES = 17
+"""Private methods of upstream's trainers that ours override, each class counted. This number may only shrink."""
 _UPSTREAM_VERSION = re.compile(r"#.*\b(transformers|trl|accelerate|peft) \d")
 
 LEFT_OUT = {
@@ -347,8 +352,8 @@ def test_overrides_of_upstreams_private_methods_are_explained_and_do_not_grow() 
     for path, source in read_python("src/").items():
         found |= find_private_overrides(path, source, private)
     assert [name for name, is_explained in found.items() if not is_explained] == []
-    assert len(found) <= MAX_PRIVATE_OVERRIDES, sorted(found)
-    assert f"override {MAX_PRIVATE_OVERRIDES} private methods" in (ROOT / "docs" / "design.md").read_text()
+    assert len(found) == NUM_PRIVATE_OVERRIDES, sorted(found)
+    assert f"override {NUM_PRIVATE_OVERRIDES} private methods" in (ROOT / "docs" / "design.md").read_text()
 
 
 def test_an_unexplained_override_is_found() -> None:
@@ -436,6 +441,9 @@ def test_every_module_has_its_test_file() -> None:
         ("Python objects pass between ranks in one place", "distributed.all_gather_object(found, own)"),
         ("files are locked and hashed in one place", "fcntl.flock(file, fcntl.LOCK_EX)"),
         ("files are locked and hashed in one place", "hashlib.file_digest(file, 'sha256')"),
+        ("JSON files are read in one place", 'record = json.loads((folder / "run.json").read_text())'),
+        ("JSON files are read in one place", "rows = [json.loads(line) for line in file]"),
+        ("JSON files are read in one place", "record = json.load(file)"),
         ("files are replaced in one place", "os.replace(staging, target)"),
         ("files are replaced in one place", "partial.replace(path)"),
         ("the launch is read where a command begins", "size = read_launch().data_size"),
@@ -455,6 +463,7 @@ def test_planted_text_is_found(law: str, line: str) -> None:
         ("the environment is read in one place", "environment = template.environ"),
         ("the default of a training key has one owner", 'is_asked = config.training.get("push_to_hub")'),
         ("Python objects pass between ranks in one place", "used = torch.cuda.is_initialized()"),
+        ("JSON files are read in one place", "plain = json.loads(json.dumps(given, default=str))"),
         ("files are replaced in one place", "text = text.replace(old, new)"),
         ("no code from the Hub runs unasked", "'read it, then set trust_remote_code: true and model_revision'"),
         ("no path of anyone's machine", "~/.cache/x, https://example.org/work/x"),

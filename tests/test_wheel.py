@@ -53,8 +53,8 @@ def test_an_installed_wheel_checks_launches_and_runs_from_an_empty_folder(tmp_pa
         "model_name_or_path": str(tiny_model_dir), "dataset_name": "chats.jsonl", "max_length": 64, "max_steps": 1,
         "bf16": False, "use_cpu": True, "per_device_train_batch_size": 2, "eval_strategy": "no", "report_to": "none",
     }  # fmt: skip
-    recipes = {"sft": {"recipe": "sft", "launch": "cpu", "set": keys}}
-    (here / "p.yaml").write_text(json.dumps({"output_dir": "out", "recipes": recipes}))
+    stages = {"sft": {"recipe": "sft", "launch": "cpu", "set": keys}}
+    (here / "p.yaml").write_text(json.dumps({"output_dir": "out", "stages": stages}))
     assert "done" in recipes("run", "p.yaml")
     script = "from recipes_lib import load_run; print(load_run('out/sft').facts['status'])"
     assert run("-c", script).strip().endswith("done")

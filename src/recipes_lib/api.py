@@ -1,4 +1,4 @@
-"""The library from Python: ``train`` and ``check`` a recipe, ``load_run`` what a run has left."""
+"""Python API: ``train`` and ``check`` a recipe, ``load_run`` reads the output directory of a run."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from recipes_lib.report.run_files import RunFiles
 
 _MAIN: Final = {"rloo": "grpo"}
-"""Recipes whose script imports its main from another one's."""
+"""Recipe -> the recipe whose script defines its main function."""
 
 
 def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> RunFiles:
-    """Train by a recipe, in this process, and return the finished run.
+    """Train a recipe in this process, and return the finished run.
 
     It is what ``python recipes/RECIPE.py --config F --key value`` does: the same directory resumes, and a run that is
     done returns at once. Several processes are started by ``recipes launch``, not from here.
@@ -75,7 +75,7 @@ def check(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **o
 
 
 def load_run(folder: str | Path) -> RunFiles:
-    """Return what a run has left in its output directory, finished or not.
+    """Read the output directory of a run, finished or not.
 
     Args:
         folder: The output directory.

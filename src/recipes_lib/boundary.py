@@ -1,4 +1,4 @@
-"""The one place where an exception becomes an exit code; every command and every recipe runs inside it."""
+"""Command boundary: turns exceptions into messages and exit codes, for every command and recipe."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _OPENS_EVERY_RUN: Final = {
     # The trainer takes padding and end of text from the tokenizer, as ``load_tokenizer`` has settled them.
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
 }
-"""Logger -> the beginning of a line that it writes in run after run, about what is meant to be so."""
+"""Logger -> prefix of a warning that is expected in every run and is suppressed."""
 _OUTPUT_FAILURES: Final[dict[str, OSError]] = {}
-"""Why the last failed write to ``stdout`` or ``stderr`` did fail."""
+"""Error of the last failed write to ``stdout`` or ``stderr``."""
 
 
 class _Output(io.FileIO):
-    """The descriptor under a standard stream; what the reader, the disk or the terminal refuses is lost in silence."""
+    """File descriptor under a standard stream that drops output when a write fails, instead of raising."""
 
     def __init__(self, stream: str, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
@@ -61,7 +61,7 @@ class _Output(io.FileIO):
 
 
 def keep_output_from_failing() -> None:
-    """Let no write to standard output or standard error raise from now on: progress output must not end a run.
+    """Make writes to standard output and standard error never raise: a closed pipe or a full disk must not end a run.
 
     Underneath ``sys.stdout`` and ``sys.stderr``, so that it holds for all that writes to them: ``print``, logging,
     warnings, rich, tqdm, and the interpreter's last flush. Streams that somebody else has put there are left alone.
@@ -79,15 +79,15 @@ def keep_output_from_failing() -> None:
 
 
 def find_output_failure() -> OSError | None:
-    """Return why something that this process wrote to standard output is lost; ``None``: nothing is."""
+    """Return why a write to standard output failed; ``None`` if none did."""
     sys.stdout.flush()
     return _OUTPUT_FAILURES.get("stdout")
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run a command and return its exit code; what it raises is told on standard error.
+    """Run a command and return its exit code; an exception becomes a message on standard error.
 
-    The user's mistakes are told without a traceback, each with its remedy; anything unforeseen is a bug and keeps its
+    User errors are printed without a traceback, each with its remedy; any other exception is a bug and keeps its
     traceback. ``SystemExit`` passes through. One process of several leaves from here if it has not done its work:
     at the interpreter's end, collective operations would wait for processes that are gone.
 
@@ -121,7 +121,7 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
 
 
 def _tell(error: BaseException) -> int:
-    """Say why a command ended, and return its exit code.
+    """Print why a command ended, and return its exit code.
 
     Raises:
         SystemExit: That is what the command ended with.
@@ -151,7 +151,7 @@ def _tell(error: BaseException) -> int:
 
 
 def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
-    """Return the configuration that a recipe's arguments ask for; imports nothing slow.
+    """Parse the arguments of a recipe into its configuration; imports nothing slow.
 
     From then on a request to stop is one of preemption: what has to be saved is saved, and the exit code is 75.
 

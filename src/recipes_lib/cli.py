@@ -1,4 +1,4 @@
-"""The ``recipes`` command: names its subcommands and imports only the one that was asked for."""
+"""The ``recipes`` command: its subcommands, imported on demand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from recipes_lib.boundary import find_output_failure, run_command
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
 
 EXIT_PIPE_CLOSED = 141
-"""What a shell reports when the reader of a pipe went away (128 + SIGPIPE), as in ``recipes preview ... | head``."""
+"""Exit code when the reader of a pipe has closed it (128 + SIGPIPE), as in ``recipes preview ... | head``."""
 
 
 class Command(NamedTuple):
-    """A subcommand: its function as ``module:function``, called with the remaining arguments, and what it does."""
+    """A subcommand: its function as ``module:function``, called with the remaining arguments, and its help text."""
 
     target: str
     summary: str

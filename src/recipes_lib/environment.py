@@ -1,4 +1,4 @@
-"""Environment of a run: package versions, the Git commit, and whether the Hub answers. Imports nothing at first."""
+"""Environment of a run: package versions, Git commit, and whether the Hub is reachable. No slow imports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PACKAGES: Final = ("torch", "transformers", "trl", "accelerate", "datasets", "t
 
 
 def read_versions() -> dict[str, str]:
-    """Return the version of Python and of each package that decides what is computed."""
+    """Return the versions of Python and of the packages that affect numerical results."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -36,7 +36,7 @@ SECONDS_TO_ANSWER: Final = 3.0
 
 
 def go_offline_unless_reachable(name: str) -> None:
-    """Take this process offline if the Hub does not answer, so that it reads the cache and waits for nothing.
+    """Switch this process to offline mode if the Hub is unreachable, so that loading uses the cache without timeouts.
 
     huggingface_hub makes each request six times over 22 seconds, and a model takes several. What fails once the Hub has
     answered is still made again.

@@ -1,4 +1,4 @@
-"""Exit codes and the errors that carry them. Imports nothing of ours and nothing heavy."""
+"""Exit codes and the exceptions that carry them. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def escape_controls(text: object) -> str:
-    """Return a text as one printable line: a stranger's may move the cursor, or pretend to be several lines."""
+    """Return untrusted text as one printable line, without control characters and line breaks."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where it stands, what was found, what to do about it.
+    """One problem: where it is, what was found, and how to fix it.
 
     Attributes:
         where: ``file:line``, ``file row N`` or a flag, as the user would look it up.
         found: What is wrong, in one clause.
         remedy: What to do, in one clause; empty when ``found`` says it all.
-        size: How bad it is, by which the worst of many is found; 0 where they cannot be compared.
+        size: Severity, to find the worst of many; 0 if they cannot be compared.
     """
 
     where: str
@@ -53,7 +53,7 @@ class Problem:
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
 _LAST_NUMBER: Final = re.compile(r"\d+$")
 _NUM_NEXT: Final = 3
-"""Places named beside the first and the worst."""
+"""Locations listed in addition to the first and the worst."""
 
 
 def list_first(names: Iterable[str]) -> str:
@@ -63,7 +63,7 @@ def list_first(names: Iterable[str]) -> str:
 
 
 def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:
-    """One problem for all rows of a source that have the same: the first, with their count, share, and the worst.
+    """Merge the same problem in many rows of a source into one: the first, with count, share, and the worst.
 
     Problems are the same when they differ in numbers alone, and their places in the number at the end.
 
@@ -91,7 +91,7 @@ def _merge(alike: Sequence[Problem], num_rows: int) -> Problem:
 
 
 class UserError(Exception):
-    """The user's configuration, data or environment is wrong; exit code 2. Carries every problem found."""
+    """Wrong configuration, data or environment; exit code 2. Carries every problem found."""
 
     exit_code = EXIT_USER
 
@@ -101,15 +101,15 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """The configuration file, a flag, or a combination of them is wrong."""
+    """Wrong configuration file, flag, or combination of them."""
 
 
 class DataError(UserError):
-    """The data are wrong: a missing file, a broken row, an example that cannot be masked."""
+    """Wrong data: a missing file, a broken row, an example that cannot be masked."""
 
 
 MAX_PROBLEMS: Final = 20
-"""Problems listed one by one before the rest are counted."""
+"""Problems that are listed; the rest are counted."""
 
 
 def raise_problems(problems: Sequence[Problem], name: str) -> None:
@@ -119,7 +119,7 @@ def raise_problems(problems: Sequence[Problem], name: str) -> None:
         DataError: There are problems.
     """
     if len(problems) > MAX_PROBLEMS:
-        rest = Problem(name, f"{len(problems) - MAX_PROBLEMS:,} more problems", "mend these first, then run again")
+        rest = Problem(name, f"{len(problems) - MAX_PROBLEMS:,} more problems", "fix these first, then run again")
         raise DataError(*problems[:MAX_PROBLEMS], rest)
     if problems:
         raise DataError(*problems)
@@ -132,7 +132,7 @@ class DivergedError(Exception):
 
 
 class _LeaveError(SystemExit):
-    """Ends the process with a message. No ``Exception``: whoever handles errors must not take it for one."""
+    """Ends the process with a message. Not an ``Exception``, so that ``except Exception`` does not catch it."""
 
     exit_code: int
 
@@ -145,19 +145,19 @@ class _LeaveError(SystemExit):
 
 
 class PreemptedError(_LeaveError):
-    """The run was asked to stop and has stopped; exit code 75. The same command resumes it."""
+    """The run was preempted; exit code 75. The same command resumes it."""
 
     exit_code = EXIT_PREEMPTED
 
 
 class LostPeerError(_LeaveError):
-    """Another rank of the run has ended, and this one cannot continue without it; exit code 1."""
+    """Another rank has ended, and this one cannot continue; exit code 1."""
 
     exit_code = EXIT_BUG
 
 
 def explain_refusal(error: BaseException) -> Problem | None:
-    """Return what the machine lacks or does not permit, if that is why ``error`` was raised; else ``None``.
+    """Return the resource limit or permission that made the system raise ``error``; ``None`` for other errors.
 
     Disk, device memory, threads, the size of a file, and files that may not be written or read.
     """

@@ -1,4 +1,4 @@
-"""Files on disk: atomic replacement, fsync, locks, SHA-256, and JSON records read without trusting who wrote them."""
+"""Files on disk: atomic replacement, fsync, locks, SHA-256, and JSON records parsed as untrusted input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Any, Final
 from recipes_lib.errors import DataError, Problem
 
 MAX_BYTES: Final = 1 << 28
-"""Of a record: 256 MiB. None of ours comes near it, and a file without end is not read to its end."""
+"""Largest JSON record that is read, 256 MiB: far above any valid one, and a bound on an endless file."""
 
 Fields = Mapping[str, type | UnionType]
 """Name -> type that a field of a record must have; ``None`` in a union allows it to be absent."""
@@ -63,7 +63,7 @@ def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -
 
 
 def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, remedy: str = "") -> None:
-    """Refuse a record whose fields are not what they must be.
+    """Raise if fields of a record are missing or have other types.
 
     Raises:
         DataError: Fields are missing or of another type: all are named.
@@ -76,14 +76,14 @@ def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, reme
 
 
 def parse_number(value: Any) -> float | None:
-    """Return a figure of a record; NaN and infinities are written as strings. ``None`` of what is none."""
+    """Parse a number of a record; NaN and infinities are stored as strings. ``None`` if it is not a number."""
     if value in ("nan", "inf", "-inf"):
         return float(value)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield the JSON object on each line of a file; ``None`` for a line that holds none, as one that a kill cut off.
+    """Yield the JSON object on each line of a file; ``None`` for an invalid line, such as one truncated by a kill.
 
     Nothing comes from a file that is missing. Empty lines are left out.
     """
@@ -94,15 +94,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     # Not by ``splitlines``, which splits at characters that JSON strings may hold.
     for line in text.split("\n"):
         if line.strip():
-            record = None
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-            yield record if isinstance(record, dict) else None
+            yield parse_record(line)
+
+
+def parse_record(line: str) -> dict[str, Any] | None:
+    """Return the JSON object on a line; ``None`` where there is none."""
+    record = None
+    with suppress(ValueError, RecursionError):
+        record = json.loads(line)
+    return record if isinstance(record, dict) else None
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file at; when the block ends well, the file is on the disk and stands at ``path``.
+    """Yield a temporary path; when the block succeeds, the file is flushed and renamed to ``path``.
 
     Another process that does the same at the same time writes a file of its own.
 
@@ -120,7 +125,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically: whatever the moment of a crash, it holds the old text or the new one, whole.
+    """Replace a file atomically: after a crash it holds the old text or the new one, never a part.
 
     Raises:
         OSError: It cannot be written; its ``filename`` is ``path``, and the old file is as it was.
@@ -137,7 +142,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_record(path: Path, record: Any) -> None:
-    """Replace a JSON file atomically, flushed to the disk; what JSON does not know is written as a string.
+    """Replace a JSON file atomically, with fsync; values of other types are written as strings.
 
     Raises:
         OSError: As ``replace_text``.
@@ -147,7 +152,7 @@ def replace_record(path: Path, record: Any) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk."""
+    """Flush a file, or the entries of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -171,7 +176,7 @@ def hash_file(file: Path | BufferedReader) -> str:
 
 
 def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False, waits: bool = False) -> bool | None:
-    """Lock an open file until it is closed or its holder dies.
+    """Lock an open file until it is closed or its process dies.
 
     Args:
         file: Open for writing, unless the lock is shared.
@@ -192,7 +197,7 @@ def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False
 
 
 def is_inside(name: Any) -> bool:
-    """Return whether a name in a record is a relative path that stays in its folder."""
+    """Return whether a path from a record is relative and stays inside its directory."""
     return isinstance(name, str) and "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
@@ -213,7 +218,7 @@ def _is_not(record: Mapping[str, Any], name: str, kind: type | UnionType) -> boo
 
 
 def _read_regular(path: Path) -> bytes:
-    """Read a regular file of bounded size; opening does not wait for the other end of a pipe."""
+    """Read a regular file of bounded size; opening a named pipe does not block."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # A name with a zero byte.

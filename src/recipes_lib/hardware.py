@@ -10,7 +10,7 @@ import torch
 
 
 def supports_bf16() -> bool:
-    """Return whether the device at hand multiplies bfloat16 in hardware; emulation is slower than float32."""
+    """Return whether this machine's device supports bfloat16 in hardware; emulation is slower than float32."""
     # A build with CUDA names its device even where there is none.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
@@ -30,7 +30,7 @@ def count_accelerators() -> int:
 
 
 def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    """Return the FLOP/s of the best of some products of two square matrices on the CPU, in all threads of torch.
+    """Measure the FLOP/s of square matrix products on the CPU with all torch threads; the best of several.
 
     What a data sheet says of a CPU is far from what its cores reach together; this is what there is to be used.
 
@@ -49,12 +49,12 @@ def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5)
 
 
 def read_device_memory() -> int | None:
-    """Return the bytes of the first accelerator; ``None`` without one."""
+    """Return the memory of the first accelerator, in bytes; ``None`` without one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def read_free_memory() -> int:
-    """Return the bytes of host memory that can be taken now: of the machine, or of the container if that has less.
+    """Return the available host memory in bytes: of the machine, or of the container if that has less.
 
     0 where the system does not say (outside Linux).
     """
@@ -67,7 +67,7 @@ def read_free_memory() -> int:
 
 
 def _read_container_memory(group: Path) -> list[int]:
-    """Return what a limit on the control group leaves, where there is one; cached files give way to whoever asks."""
+    """Return the memory left under a cgroup limit, if there is one; the page cache counts as free."""
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

@@ -1,7 +1,7 @@
-"""Ranks of a launch and failed processes on this machine. Standard library only.
+"""Ranks of a launch and failed processes on this machine.
 
-torchrun and ``accelerate launch`` give each process a folder of its own, named by its number on the machine, and read
-from it why a process ended. There each process leaves its number too, for as long as it has not ended in order.
+torchrun and ``accelerate launch`` give each process a folder, named by its local rank, from which they read why it
+failed. Each process also writes its process id there, and removes it when it ends normally.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ import os
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from recipes_lib.errors import DataError
+from recipes_lib.files import read_record
 
 _PID_FILE: Final = "pid"
 _POLL_SECONDS: Final = 0.1
@@ -42,19 +45,19 @@ def has_launcher() -> bool:
 
 
 def enter() -> None:
-    """Leave the number of this process where the others look for it; nothing without a launcher's folder."""
+    """Write the process id where the other ranks look for it; does nothing without a launcher's folder."""
     if (folder := _find_folder()) is not None:
         (folder / _PID_FILE).write_text(str(os.getpid()))
 
 
 def leave() -> None:
-    """Remove the number again, so that this process does not count as lost."""
+    """Remove the process id, so that this process does not count as lost."""
     if (folder := _find_folder()) is not None:
         (folder / _PID_FILE).unlink(missing_ok=True)
 
 
 def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
-    """Leave the reason where the launcher reads it, so that its summary names the first cause.
+    """Write the reason where the launcher reads it, so that its summary names the first cause.
 
     Args:
         error: Why this process ends.
@@ -72,7 +75,7 @@ def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
 
 
 def find_lost() -> str | None:
-    """Return which process beside this one is gone without having ended in order, and why; ``None``: all are there."""
+    """Return which other process has died without ending normally, and why; ``None`` if all are alive."""
     folder = _find_folder()
     if folder is None:
         return None
@@ -87,7 +90,7 @@ def find_lost() -> str | None:
 
 
 def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str | None:
-    """Return which process is gone if ``error`` says that a connection to one is lost; else ``None``.
+    """Return which process has died if ``error`` reports a lost connection; else ``None``.
 
     Args:
         error: What a collective operation raised.
@@ -118,8 +121,7 @@ def _find_folder() -> Path | None:
 
 def _read_reason(folder: Path) -> str:
     try:
-        record: dict[str, Any] = json.loads((folder / "error.json").read_text())
-        reason = str(record["message"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
+        reason = str(read_record(folder / "error.json", {"message": dict})["message"]["message"])
+    except (DataError, KeyError):
         return "it left no reason, so it was killed"
     return reason.splitlines()[0]

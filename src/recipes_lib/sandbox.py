@@ -1,6 +1,6 @@
-"""Runs Python code of a model in a process of its own with limits: time, memory, processes, files, no network.
+"""Sandbox for generated Python code: a subprocess with limits on time, memory, processes and files, no network.
 
-A limit against accidents and clumsy code, not against an attacker: run evaluations of code in a container.
+It protects against accidents, not against an attacker: run evaluations of code in a container.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, Literal, NamedTuple
 
 Outcome = Literal["passed", "failed", "timed out"]
 MAX_TOLD: Final = 2000
-"""Characters of the error that are kept."""
+"""Characters of standard error that are kept."""
 
 # Runs in the sandboxed process before the code: ``argv`` holds seconds and bytes, standard input a word to say at the
 # end, by which a program that leaves early is found. The hook stays for good: Python has no way to take one off.
@@ -89,7 +89,7 @@ list(map(lambda step: step(), (
 
 
 class Verdict(NamedTuple):
-    """How a program ended, and the end of what it wrote to its error output."""
+    """How a program ended, and the last part of its standard error."""
 
     outcome: Outcome
     told: str

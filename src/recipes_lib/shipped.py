@@ -1,4 +1,4 @@
-"""Recipes, their configurations, pipelines and launch files: the working directory's, else the package's."""
+"""Find recipes, configurations, pipelines and launch files: in the working directory, else in the package."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from recipes_lib.errors import ConfigError, Problem
 LAUNCH_FILES: Final = Path("accelerate_configs")
 RECIPES: Final = Path("recipes")
 _IN_WHEEL: Final = Path(__file__).with_name("share")
-"""Where setup.py puts both folders in a wheel; of an editable installation they lie in the checkout."""
+"""Where setup.py puts both folders in a wheel; an editable installation uses the checkout."""
 _ROOT: Final = _IN_WHEEL if _IN_WHEEL.is_dir() else Path(__file__).parents[2]
 
 
 def find_shipped(path: Path) -> Path:
-    """Return the path where something is there, or it is none of ours; else the package's file of that name.
+    """Return the path itself if it exists or the package has no such file; else the package's file.
 
     Args:
         path: As the user wrote it, such as ``recipes/configs/llama3-8b/sft.yaml``.
@@ -25,7 +25,7 @@ def find_shipped(path: Path) -> Path:
 
 
 def find_recipe(recipe: str) -> Path:
-    """Return the script of a recipe, by a path that holds in every working directory."""
+    """Return the absolute path of the script of a recipe."""
     return find_shipped(RECIPES / f"{recipe}.py").resolve()
 
 

@@ -1,7 +1,7 @@
-"""Preemption requests: a signal, a file, or the end of the launcher. Standard library only.
+"""Preemption: stop requests by a signal, a file, or the end of the launcher. Standard library only.
 
-A handler does not stop anything. While there is nothing to save it raises ``PreemptedError`` in the main thread, which
-unwinds as Ctrl-C would. Inside ``deferred`` it only notes the request, and who works there looks at it when it suits.
+While there is nothing to save, a signal handler raises ``PreemptedError`` in the main thread, which unwinds as Ctrl-C
+does. Inside ``deferred`` it only records the request, and the training loop polls it between steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recipes_lib.errors import EXIT_BUG, EXIT_PREEMPTED, LostPeerError, Preempte
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 SECONDS_OF_ONE_REQUEST: Final = 1.0
-"""A scheduler signals every process and a launcher forwards what it got: within this time it is the same request."""
+"""Signals within this time are one request: a scheduler signals every process, and a launcher forwards it again."""
 
 _SECONDS_TO_UNWIND: Final = 5.0
 
@@ -32,20 +32,20 @@ that have left."""
 
 
 class StopRequest:
-    """Whether this process was asked to stop, and what a signal does to it.
+    """The stop request of this process, and its signal handlers.
 
     Attributes:
-        reason: Who asked first, such as ``SIGTERM``; ``None``: nobody has.
+        reason: What requested the stop first, such as ``SIGTERM``; ``None``: nothing.
     """
 
     def __init__(self) -> None:
-        """Nobody has asked, and signals do what they did."""
+        """Create an empty request; signal handlers are not installed yet."""
         self.reason: str | None = None
         self._parent = os.getppid()
         self._is_installed = self._is_deferred = self._is_closed = self._has_raised = False
 
     def install(self) -> None:
-        """Take the stop signals over; in a thread other than the main one they stay as they are."""
+        """Install the signal handlers; does nothing outside the main thread."""
         if self._is_installed or threading.current_thread() is not threading.main_thread():
             return
         self._is_installed = True
@@ -61,17 +61,17 @@ class StopRequest:
         os.register_at_fork(after_in_child=self._leave_to_parent)
 
     def ask(self, reason: str) -> None:
-        """Note that this process shall stop; who asked first is remembered."""
+        """Record a stop request; the first reason is kept."""
         self.reason = self.reason or reason
 
     @property
     def is_deferred(self) -> bool:
-        """Whether a request is only noted."""
+        """Whether a request is only recorded."""
         return self._is_deferred
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Only note requests in this block; one that was not heard by its end is raised there.
+        """Only record requests in this block; one that was not polled is raised at its end.
 
         Raises:
             PreemptedError: The block ended by itself, and a stop was asked for.
@@ -85,7 +85,7 @@ class StopRequest:
             raise self._stop_here()
 
     def close(self) -> None:
-        """Hear no further signal: this process is ending, and only a kill makes it faster."""
+        """Ignore further signals: this process is ending."""
         self._is_closed = True
         if self._is_installed and threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
@@ -93,7 +93,7 @@ class StopRequest:
                 signal.signal(number, signal.SIG_IGN)
 
     def launcher_is_gone(self) -> bool:
-        """Whether a launcher started this process and has ended before it."""
+        """Whether the launcher of this process has ended before it."""
         return processes.has_launcher() and os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -112,7 +112,7 @@ class StopRequest:
         return PreemptedError(f"{self.reason}: stopped where there was nothing to save; run the same command to resume")
 
     def _watch(self, descriptor: int) -> None:
-        """Leave at once on a second request, and where the main thread cannot, without a process that is gone."""
+        """Exit at once on a second request, or when the main thread is blocked waiting for a rank that has died."""
         first: float | None = None
         while True:
             for number in os.read(descriptor, 64):
@@ -131,7 +131,7 @@ class StopRequest:
             _start_timer(_SECONDS_TO_UNWIND, _leave, EXIT_BUG, f"left because {lost}")
 
     def _leave_in_time(self, *, is_last: bool = False) -> None:
-        """Leave if the main thread has not come to it, unless there is something to save."""
+        """Exit if the main thread has not reacted in time, unless there is something to save."""
         if self._is_deferred:
             return
         if self._is_closed and not is_last:
@@ -140,7 +140,7 @@ class StopRequest:
             _leave(EXIT_PREEMPTED, f"{self.reason or 'asked to stop'}: left at once, with nothing to save")
 
     def _leave_to_parent(self) -> None:
-        """In a forked child, such as a data loader's worker: only the parent says when it ends.
+        """In a forked child, such as a data loader worker: only the parent ends it.
 
         What is sent to the whole process group would otherwise kill the workers of a process that is still saving, and
         be heard by it once more from each of them.
@@ -154,7 +154,7 @@ class StopRequest:
 
 
 def _obey_parent() -> None:
-    """End when SIGTERM comes from the parent, or when there is none any more."""
+    """End when the parent sends SIGTERM, or when the parent has died."""
     if sys.platform != "darwin":
         while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (os.getppid(), 0):
             pass
@@ -174,4 +174,4 @@ def _leave(code: int, words: str) -> None:
 
 
 STOP: Final = StopRequest()
-"""Of this process: signals are sent to processes."""
+"""The stop request of this process; global because signals are sent to processes."""

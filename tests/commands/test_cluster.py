@@ -51,12 +51,12 @@ def test_torchruns_variables_say_it_too():
 @pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "MASTER_PORT"])
 @pytest.mark.parametrize("text", ["1:4", "", "two"])
 def test_a_variable_that_is_no_number_is_named(name, text):
-    with pytest.raises(ConfigError, match=f"{name}: '{text}' is no whole number"):
+    with pytest.raises(ConfigError, match=f"{name}: '{text}' is not a whole number"):
         find_machines({"PET_NNODES": "2", name: text})
 
 
 def test_a_started_process_starts_no_others():
-    with pytest.raises(ConfigError, match="process 5 of a launch already"):
+    with pytest.raises(ConfigError, match="process 5 of an existing launch"):
         find_machines({"LOCAL_RANK": "1", "RANK": "5"} | STEP)
 
 

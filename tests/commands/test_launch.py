@@ -88,7 +88,7 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
         ),
         (
             ["--num_machines", "3", "--machine_rank", "1", "--main_process_ip", "a"],
-            "2 processes cannot be shared out to 3 machines",
+            "2 processes cannot be divided equally among 3 machines",
         ),
         (["--learning_rat", "1"], "learning_rate"),
         (["--hardware", "fsdp2", "--num_processes", "8", "--optim", "adafactor"], "sharded"),

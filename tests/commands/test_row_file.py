@@ -72,5 +72,5 @@ def test_rows_of_something_else_and_files_of_others_are_left_alone(tmp_path):
     with pytest.raises(ConfigError, match="of something else"):
         open_file(tmp_path / "rows.jsonl", "another key")
     (tmp_path / "mine.jsonl").write_text("mine")
-    with pytest.raises(ConfigError, match="not by this command"):
+    with pytest.raises(ConfigError, match="not written by this command"):
         open_file(tmp_path / "mine.jsonl")

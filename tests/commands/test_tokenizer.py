@@ -121,7 +121,7 @@ def test_wrong_flags_are_told_together_before_any_data_are_read(run, tmp_path):
     )
     assert "200 is too small for 256 bytes and 4 special tokens" in told
     assert "write 260 or more" in told
-    assert "'x' is no special token" in told
+    assert "'x' cannot be a special token" in told
     assert "gone.jinja cannot be read" in told
     assert "gone.jsonl" not in told
     assert not (tmp_path / "out").exists()

@@ -46,7 +46,7 @@ def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
         assert part in told
     with pytest.raises(ConfigError, match="no folder here for the results"):
         parse(tmp_path, "model_name_or_path: a/b\ntasks: [core]\n")
-    with pytest.raises(ConfigError, match="no tokenizer to count tokens with"):
+    with pytest.raises(ConfigError, match="needs the tokenizer"):
         parse(
             tmp_path, "model_name_or_path: a\ntasks: [core]\noutput_dir: o\nbase_url: http://localhost/v1/completions\n"
         )

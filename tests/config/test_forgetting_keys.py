@@ -26,7 +26,7 @@ import pytest
         ("lora", "ewc_lambda: 1", 5, "full fine-tuning"),
         ("lora", "kl_to_base: 0.1\nlora_modules_to_save: [lm_head]", 5, "must be the base's"),
         ("lora", "kl_to_base: 0.1\nadapter_name_or_path: me/adapter", 5, "not where it starts"),
-        ("lora", "kl_to_base: 0.1\ninit_lora_weights: pissa", 6, "leaves no base"),
+        ("lora", "kl_to_base: 0.1\ninit_lora_weights: pissa", 6, "changes the base"),
         ("reward", "replay_dataset: me/old", 5, "pretraining, fine-tuning and DPO"),
     ],
 )

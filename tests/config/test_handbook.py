@@ -134,12 +134,12 @@ def test_a_method_of_the_handbook_trains(name: str, migrated, tiny_model_dir, tm
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(keys))
     monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
-    recipe = load_recipe(recipe)
+    script = load_recipe(recipe)
     monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
     config = load_config(recipe, ["--config", str(path)])
     assert (config.adapter.use_peft, recipe == "dpo" and config.read("loss_type")) == (
         "qlora" in name,
         recipe == "dpo" and [TRAINED[name]],
     )
-    assert run_command(lambda: recipe.main(config)) == 0
+    assert run_command(lambda: script.main(config)) == 0
     assert read_events(tmp_path / "out")[-1]["step"] == 2

@@ -9,11 +9,11 @@ import pytest
         ("reward_weights: [1, 2]", 5, "2 numbers for 1 rewards"),
         ("reward_model_revision: main", 5, "no effect: `reward_model_name_or_path` is null"),
         ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
-        ("max_length: 1024\noverlong: truncate", 6, "half a question"),
+        ("max_length: 1024\noverlong: truncate", 6, "truncate the prompts"),
         ("kl_horizon: 100", 5, "no effect: `kl_target_per_sequence` is null"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("use_peft: true\ninit_lora_weights: pissa", 6, "the reference"),
-        ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not done in this recipe"),
+        ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not supported in this recipe"),
         ("use_vllm: true\nuse_transformers_continuous_batching: true", 5, "one engine samples"),
         ("vllm_enable_sleep_mode: true", 5, "no effect: `use_vllm` is false"),
         ("use_vllm: true\nvllm_group_port: 5000", 6, "write `vllm_mode: server`"),
@@ -29,7 +29,7 @@ import pytest
         ("use_vllm: true\nvllm_mode: colocated", 6, "colocate"),
         ("use_vllm: true\nvllm_tensor_parallel_size: 2", 6, "--tensor-parallel-size"),
         ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
-        ("push_to_hub: true\nhub_strategy: every_save", 6, "of this recipe are no models"),
+        ("push_to_hub: true\nhub_strategy: every_save", 6, "are no model folders"),
         ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
         ("reward_model_path: a/b", 5, "was renamed to `reward_model_name_or_path`"),
     ],
@@ -44,7 +44,7 @@ def test_what_contradicts_in_ppo_is_refused_at_its_line(problems_of, lines: str,
 def test_ppo_needs_a_reward(problems_of) -> None:
     text = "model_name_or_path: owner/model\ndataset_name: owner/dataset\noutput_dir: out\n"
     (problem,) = problems_of(text=text, recipe="ppo")
-    assert "nothing scores the answers" in problem.found
+    assert "no reward: neither" in problem.found
     (problem,) = problems_of("reward_funcs: [length]\n", text=text, recipe="ppo")
     assert "not an import path" in problem.found
     assert not problems_of("reward_model_name_or_path: owner/reward\n", text=text, recipe="ppo")
@@ -70,7 +70,7 @@ def test_ppo_needs_a_reward(problems_of) -> None:
         ("grpo", "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask", 6, "effect"),
         ("grpo", "loss_type: vespo\nvllm_importance_sampling_mode: sequence_mask", 6, "weighs whole answers"),
         ("ppo", "num_generations: 4", 5, "not a key of this recipe"),
-        ("dpo", "beta: 0", 5, "makes every pair equal"),
+        ("dpo", "beta: 0", 5, "makes the loss constant"),
     ],
 )
 def test_what_does_not_belong_to_a_recipe_is_refused_at_its_line(

@@ -182,7 +182,7 @@ PRETRAIN_CASES = [
     ("dtype: bfloat16\noptim_args: bf16_stochastic_round=True\n", "rounded away", "adamw_bf16_stochastic"),
     ("optim_args: bf16_stochastic_round=True\n", "belongs to `optim: adamw_torch_4bit", "choose one of those"),
     ("optim: adamw_bf16_stochastic\n", "rounds bfloat16 weights", "write `dtype: bfloat16`"),
-    ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]\n", "no mixture to weigh", "write `dataset_mixture`"),
+    ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]\n", "needs a mixture", "write `dataset_mixture`"),
     ("dataset_streaming: true\n", "needs `max_steps`", "write `max_steps"),
 ]
 
@@ -222,7 +222,7 @@ def test_a_curriculum_starts_at_zero_rises_and_weighs_every_source(problems_of, 
 def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
     lines = "lr_scheduler_type: warmup_stable_decay\ndecay_type: exponential\nmin_lr_ratio: 0\n"
     (problem,) = problems_of(lines, recipe="pretrain")
-    assert "with its first step" in problem.found
+    assert "from its first step" in problem.found
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
         ("dpo", "lora_r: 8\n", "`lora_r` has no effect: `use_peft` is false"),
         ("reward", "load_in_4bit: true\n", "`load_in_4bit` has no effect: `use_peft` is false"),
         ("dpo", "use_peft: true\nlora_dropout: 0.1\n", "scores random"),
-        ("reward", "max_length: 64\noverlong: truncate\n", "compare parts of answers"),
+        ("reward", "max_length: 64\noverlong: truncate\n", "truncate the prompts or answers"),
         ("dpo", "loss_type: [sigmoid, sft]\nloss_weights: [1.0]\n", "1 numbers for 2 losses"),
         ("dpo", "simpo_gamma: 1.0\n", "`simpo_gamma` has no effect: `loss_type` is"),
         ("dpo", "loss_type: sigmoid\nlabel_smoothing: 0.1\n", "`label_smoothing` has no effect: `loss_type` is"),

@@ -30,12 +30,19 @@ SLOW_CELLS: Mapping[str, tuple[str, dict[str, Any]]] = {
 MUON_TOLERANCE = 2e-4
 
 
-def build_job(inputs: Path, cell: str, num_stages: int = 1, num_replicas: int = 1, **besides: str) -> dict[str, Any]:
+def build_job(inputs: Path, cell: str, num_stages: int = 1, num_replicas: int = 1, **besides: Any) -> dict[str, Any]:
     """Eight rows a step, in four micro-batches of a pipeline or two of each of two; ``besides`` are further keys."""
     schedule, more = (CELLS | SLOW_CELLS)[cell]
     batch = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2 // num_replicas}
     keys = {**recipe_runs.make_keys(inputs, "pretrain"), **EVERY, "num_sample_prompts": 0, **batch, **more, **besides}
     return {"stage": "pretrain", "keys": keys, "variables": name_pipeline(num_stages, schedule)}
+
+
+def build_rollback(inputs: Path, num_stages: int, num_replicas: int = 1, *, save_steps: int) -> dict[str, Any]:
+    """A run that goes back from a spike at step 3, and the one that never saw the rows that the first one skips."""
+    keys = {"max_steps": 5, "save_steps": save_steps, "max_rollbacks": 1}
+    job = build_job(inputs, "tied", num_stages, num_replicas, **keys)
+    return {name: job | {"fault": name} for name in ("spike", "never saw it")}
 
 
 def resume(job: dict[str, Any], run: Path) -> dict[str, Any]:

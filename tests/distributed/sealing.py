@@ -109,7 +109,10 @@ def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, save
     """Copy what the processes share, and return what writes it."""
     saver.decide_to_copy(lambda: (read_trained_state(model), dict(optimizer.state)), is_shared=True)
     parameters = dict(model.named_parameters())
-    return [copy_model_shards(folder, model, saver), copy_optimizer_shards(folder, parameters, optimizer, saver)]
+    return [
+        copy_model_shards(folder, read_trained_state(model), saver),
+        copy_optimizer_shards(folder, parameters, optimizer, saver),
+    ]
 
 
 def choose(output_dir: Path) -> None:

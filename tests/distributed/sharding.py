@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from tests import simulated_device
 from tests.forked import ROOT, run_forked
 
@@ -21,11 +22,15 @@ from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED
 from recipes_lib.training.layouts.launch_environment import read_launch
 
 Job = Mapping[str, Any]
-"""``recipe``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
+"""``stage``; ``keys`` of the configuration; and, where they are wanted, ``fault``, ``copy_of`` and ``step``, and
 ``variables`` of the environment.
 
 A run that is asked to stop goes on by the same command.
 """
+
+SPIKE_STEP = 3
+LEFT_OUT = (8, 40)
+"""Rows of steps 2 to 5, of eight each, which a rollback from step 3 skips."""
 
 
 def take_cpus_for_gpus() -> None:
@@ -127,14 +132,16 @@ def break_something(fault: str | None) -> Iterator[None]:
     """Break what ``fault`` says while it lasts."""
     from torch.nn.parallel import DistributedDataParallel
 
+    from recipes_lib.data.tokens.dataset import RowOrder
     from recipes_lib.models.generation import GenerateBackend
+    from recipes_lib.training.guards.step_guard import Spike, SpikeMonitor
     from recipes_lib.training.layouts.pipeline_schedule import Pipeline, PipelineTrainer
     from recipes_lib.training.trainers import recipe_trainer
     from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
     from recipes_lib.training.trainers.recipe_trainer import RunSampler
 
     compute, run, order = SFTTrainer.compute_loss, DistributedDataParallel.forward, RunSampler.__iter__
-    run_step = PipelineTrainer._run_step
+    run_step, locate, judged = PipelineTrainer._run_step, RowOrder.locate, []
 
     def spoil(self: Any, *args: Any, **kwargs: Any) -> Any:
         loss = compute(self, *args, **kwargs)
@@ -153,11 +160,18 @@ def break_something(fault: str | None) -> Iterator[None]:
         rows = list(order(self))
         return iter(rows[1:] + rows[:1] if is_last_process() else rows)
 
-    def spoil_first_recipe(self: Any) -> Any:
+    def spoil_first_stage(self: Any) -> Any:
         shares = run_step(self)
         if self.state.global_step == 1 and self.pipeline.part.is_first:
             self.model.get_input_embeddings().weight.grad[0, 0] = float("nan")
         return shares
+
+    def judge_a_spike(self: Any, loss: float, *_: Any) -> Spike | None:
+        judged.append(loss)
+        return Spike("loss", loss, 0.0, 0.0) if len(judged) == SPIKE_STEP else None
+
+    def leave_out(self: Any, rows: Any) -> Any:
+        return locate(self, np.delete(np.arange(1000), range(*LEFT_OUT))[rows])
 
     patches: dict[str, tuple[Any, str, Any]] = {
         # On the last process alone.
@@ -167,8 +181,10 @@ def break_something(fault: str | None) -> Iterator[None]:
         "mean of means": (SFTTrainer, "compute_loss", average_means),
         "forgotten sync": (DistributedDataParallel, "forward", forget),
         "shifted shard": (RunSampler, "__iter__", shift),
-        "nan in the first recipe": (PipelineTrainer, "_run_step", spoil_first_recipe),
-        "no sums over recipes": (Pipeline, "reduce_gradients", lambda _: None),
+        "nan in the first stage": (PipelineTrainer, "_run_step", spoil_first_stage),
+        "no sums over stages": (Pipeline, "reduce_gradients", lambda _: None),
+        "spike": (SpikeMonitor, "judge", judge_a_spike),
+        "never saw it": (RowOrder, "locate", leave_out),
         "told reads": (hashlib, "file_digest", _tell(hashlib.file_digest)),
         # As accelerate would have it.
         "narrow sums": (recipe_trainer, "settle_precision", lambda _: None),

@@ -12,11 +12,12 @@ import torch
 from safetensors import safe_open
 from tests.distributed import sharding
 from tests.distributed.cells import measure_gaps, measure_weight_gap, read_weights
-from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, resume
+from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, build_rollback, resume
 from tests.faults import recipe_runs
 from tests.rows import read_events
 
 from recipes_lib.commands.export import export_checkpoint
+from recipes_lib.training.guards.replay_check import read_rollbacks
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,7 @@ def two(inputs: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     for cell in ("packed", "tied"):
         jobs[f"{cell}, resumed"] = resume(jobs[cell], folder / cell)
         jobs[f"{cell}, from one"] = resume(jobs[cell], alone / cell)
+    jobs |= build_rollback(inputs, 2, save_steps=1)
     jobs["nan"] = {**jobs["packed"], "fault": "nan in the first stage"}
     jobs["tied apart"] = {**jobs["tied"], "fault": "no sums over stages"}
     return folder, sharding.run_jobs(jobs, folder, "cpu_ddp")
@@ -82,6 +84,15 @@ def test_a_run_that_goes_on_gets_the_very_weights(two: tuple[Path, Any], cell: s
     straight, resumed = (read_weights(folder / name) for name in (cell, f"{cell}, resumed"))
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
     assert json.loads((folder / f"{cell}, resumed" / "run.json").read_text())["resumed_from"] == "checkpoint-2"
+
+
+@pytest.mark.multiprocess
+def test_a_rollback_leaves_the_very_weights_of_a_run_that_never_saw_the_rows(two: tuple[Path, Any]) -> None:
+    folder, _ = two
+    (made,) = read_rollbacks(folder / "spike").made
+    assert (made.step, made.back_to, made.skipped) == (sharding.SPIKE_STEP, 1, sharding.LEFT_OUT)
+    weights, expected = (read_weights(folder / name) for name in ("spike", "never saw it"))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.multiprocess

@@ -10,8 +10,10 @@ import torch
 from safetensors import safe_open
 from tests.distributed import sharding
 from tests.distributed.cells import FULL_PRECISION, measure_gaps, measure_weight_gap, read_weights
-from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, resume
+from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build_job, build_rollback, resume
 from tests.faults import recipe_runs
+
+from recipes_lib.training.guards.replay_check import read_rollbacks
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 LAUNCH = ("fsdp2", *FULL_PRECISION)
@@ -33,7 +35,8 @@ def runs(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run by one process, and by four in two pipelines of two stages."""
     folder = tmp_path_factory.mktemp("runs")
     sharding.run_jobs({"tied": build_job(inputs, "tied")}, folder / "one")
-    sharding.run_jobs({"tied": build_job(inputs, "tied", 2, 2)}, folder / "four", *LAUNCH, num_processes=4)
+    four = {"tied": build_job(inputs, "tied", 2, 2), **build_rollback(inputs, 2, 2, save_steps=2)}
+    sharding.run_jobs(four, folder / "four", *LAUNCH, num_processes=4)
     return folder
 
 
@@ -68,6 +71,13 @@ def test_a_checkpoint_goes_on_here_and_in_one_process(inputs: Path, runs: Path, 
         assert measure_weight_gap(runs / "one" / "tied", tmp_path / name) < 1e-5
     straight, resumed = read_weights(runs / "four" / "tied"), read_weights(tmp_path / "from four")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in straight.items())
+
+
+def test_a_rollback_to_the_beginning_leaves_the_very_weights(runs: Path) -> None:
+    (made,) = read_rollbacks(runs / "four" / "spike").made
+    assert (made.back_to, made.skipped) == (0, sharding.LEFT_OUT)
+    weights, expected = (read_weights(runs / "four" / name) for name in ("spike", "never saw it"))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 def test_so_do_all_other_runs(inputs: Path, tmp_path: Path) -> None:

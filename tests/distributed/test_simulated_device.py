@@ -64,7 +64,7 @@ def test_what_learns_from_its_own_answers_learns_the_same(tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_recipes_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) -> None:
+def test_stages_of_a_pipeline_have_the_numbers_of_one_process(inputs, tmp_path) -> None:
     schedules = pipelines.CELLS
     sharding.run_jobs({cell: pipelines.build_job(inputs, cell) for cell in schedules}, tmp_path / "cpu")
     jobs = place({cell: pipelines.build_job(inputs, cell, 2) for cell in schedules})

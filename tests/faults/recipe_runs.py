@@ -92,20 +92,20 @@ def write_chats(path: Path, numbers: Iterable[int]) -> None:
     _write(path, (_make_chat(number) for number in numbers))
 
 
-def make_keys(folder: Path, recipe: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
+def make_keys(folder: Path, name: str, num_processes: int = 1, **more: Any) -> dict[str, Any]:
     """Return the flags of a run but for its ``output_dir``; the batch is the same on one process and on two."""
-    recipe = recipe.split()[0]
+    recipe = name.split()[0]
     keys: dict[str, Any] = {"dataset_name": folder / f"{DATA[recipe]}.jsonl"}
     if DATA[recipe] != "prompts":
         keys["prepared_dir"] = folder / "prepared"
-    if recipe == "pretrain":
+    if name == "pretrain":
         keys["tokenizer_name_or_path"] = folder / "tokenizer"
     else:
         keys["model_name_or_path"] = folder / "model"
     batch = {"gradient_accumulation_steps": 2 // num_processes}
     if recipe in ("rloo", "grpo"):
         batch["steps_per_generation"] = 4 // num_processes
-    return keys | COMMON | OF_RECIPE[recipe] | batch | more
+    return keys | COMMON | OF_RECIPE[name] | batch | more
 
 
 def prefer_short(*, completion_ids: list[list[int]], **_: Any) -> list[float]:

@@ -40,8 +40,8 @@ def test_a_sound_run_is_ready_and_its_rates_are_those_of_training(tmp_path, tiny
     assert told == [f"{rates[step]:.2e}" for step in (0, 2, 4, 6, 8)]
 
 
-def test_a_run_in_recipes_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_dir) -> None:
-    """Four processes in two pipelines of two recipes take the rows of two."""
+def test_a_run_with_pipeline_parallelism_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_dir) -> None:
+    """Four processes in two pipelines of two stages take the rows of two."""
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=2, max_steps=4)
     problems, text = run_check(config, 4, {"PIPELINE_STAGES": "2"})
     assert not problems
@@ -59,7 +59,7 @@ def test_a_run_in_recipes_is_planned_for_its_pipelines(tmp_path, tiny_tokenizer_
         ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "not proved to convert between pipeline stages"),
     ],
 )
-def test_what_cannot_be_computed_in_recipes_is_told(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:
+def test_what_pipeline_parallelism_lacks_is_told(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:
     config = build_config(tmp_path, tiny_tokenizer_dir, gradient_accumulation_steps=4, **keys)
     problems, text = run_check(config, 4, variables)
     assert any(words in problem.found for problem in problems), text

@@ -51,7 +51,7 @@ def test_a_disk_that_holds_the_adapters_alone_is_large_enough(tmp_path, tiny_mod
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 3 * checkpoint))
     whole, told = inspect(tmp_path, tiny_model_dir, "ddp", dtype="bfloat16", save_steps=1)
     assert [problem.where for problem in whole.problems] == [str(tmp_path / "out")], told
-    keys = {"stage": "lora", "lora_r": 4, "init_lora_weights": init, "dtype": "bfloat16", "save_steps": 1}
+    keys = {"recipe": "lora", "lora_r": 4, "init_lora_weights": init, "dtype": "bfloat16", "save_steps": 1}
     adapted, told = inspect(tmp_path, tiny_model_dir, "ddp", **keys)
     assert not adapted.problems, told
     assert adapted.count_trained() == (checkpoint // 12, 4)

@@ -27,7 +27,7 @@ KEYS: dict[str, Any] = {
 
 @pytest.fixture
 def write(tiny_model_dir: Path, tmp_path: Path):
-    """Write a recipe of a recipe with changes, and return its path."""
+    """Write a configuration with changes, and return its path."""
 
     def write(recipe: str, **changes: Any) -> Path:
         path = tmp_path / f"{recipe}.yaml"
@@ -221,15 +221,15 @@ def test_tensor_parallel_ranks_hold_their_part_of_all_but_norms(plan_pretraining
 
 
 def test_pipeline_stages_hold_their_layers_and_one_end(plan_pretraining, num_parameters) -> None:
-    whole, recipe = (plan_pretraining(Layout("", pipeline_stages=recipes, in_flight=recipes)) for recipes in (1, 2))
+    whole, stage = (plan_pretraining(Layout("", pipeline_stages=stages, in_flight=stages)) for stages in (1, 2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
-    # Of embedding and projection, 512 tokens each, a recipe has one.
-    assert recipe["model, weights"] == whole["model, weights"] - 4 * (layer + 512 * 64)
-    # As many micro-batches as recipes, each of its part of the layers: the inputs of all layers, and one anew.
-    kept = [components["activations of a micro-batch"] for components in (whole, recipe)]
+    # Of embedding and projection, 512 tokens each, a pipeline stage has one.
+    assert stage["model, weights"] == whole["model, weights"] - 4 * (layer + 512 * 64)
+    # As many micro-batches as stages, each of its part of the layers: the inputs of all layers, and one anew.
+    kept = [components["activations of a micro-batch"] for components in (whole, stage)]
     assert kept[0] <= kept[1] < 2 * kept[0]
     sharded = plan_pretraining(Layout("", 4, Held(4, 4, 4), pipeline_stages=2, in_flight=2))
-    assert sharded["gathered: layers, embeddings and output projection"] == 2 * recipe["model, weights"] // 4
+    assert sharded["gathered: layers, embeddings and output projection"] == 2 * stage["model, weights"] // 4
 
 
 def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(plan_pretraining) -> None:

@@ -17,7 +17,7 @@ RECIPE = ROOT / "recipes" / "dpo.py"
 
 
 def load_recipe(recipe: str = "dpo") -> ModuleType:
-    """The recipe of a recipe as a module."""
+    """The script of a recipe as a module."""
     spec = importlib.util.spec_from_file_location(f"{recipe}_recipe", RECIPE.with_stem(recipe.replace("rloo", "grpo")))
     assert spec is not None
     assert spec.loader is not None

@@ -85,7 +85,7 @@ def test_sets_by_name_alone_decide_which_model_is_best(inputs: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"eval_datasets": '{"a b": x}'}, "part of the names of its figures"),
+        ({"eval_datasets": '{"a b": x}'}, "part of metric names"),
         ({"eval_datasets": "{a: {name: x, weight: 2}}"}, "it has 'weight'"),
         ({"eval_datasets": "{a: 3}"}, "is no dataset"),
         ({"metric_for_best_model": "eval_loss_web"}, "write `eval_web_loss`"),

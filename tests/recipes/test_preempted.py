@@ -66,9 +66,9 @@ def launch(keys, output_dir, *, pause=None, env=None, **more):
 
 
 def write_command(keys, output_dir, recipe, pause, more):
-    recipe = ROOT / "recipes" / f"{recipe}.py"
+    script = ROOT / "recipes" / f"{recipe}.py"
     flags = [f"--{name}={value}" for name, value in (keys | {"output_dir": output_dir} | more).items()]
-    return [recipe, *flags] if pause is None else [PAUSED, output_dir.parent, *pause, recipe, *flags]
+    return [script, *flags] if pause is None else [PAUSED, output_dir.parent, *pause, script, *flags]
 
 
 def wait_for(process, file):

@@ -11,7 +11,7 @@ from recipes_lib.config.schema import PPOConfig
 from recipes_lib.errors import DataError
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.rl.rollout_schedule import compute_schedule
-from recipes_lib.rl.state import PPOState, compare_state_with_live, load_state, stage_state
+from recipes_lib.rl.state import PPOState, compare_with_learners, load_state, stage_state
 from recipes_lib.rl.update import Learner
 from recipes_lib.training.checkpoints.manifest import find_damage, find_last_complete
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
@@ -78,14 +78,14 @@ def test_one_bit_is_seen(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
     folder = save(tmp_path, PPOState(step=3), learner)
-    compare_state_with_live(folder, {"policy": learner})
+    compare_with_learners(folder, {"policy": learner})
     learner.optimizer.state[model.bias]["exp_avg_sq"].view(torch.int32)[0] ^= 1
     with pytest.raises(BrokenSaveError, match=r"policy_optimizer\.pt: a state differs"):
-        compare_state_with_live(folder, {"policy": learner})
+        compare_with_learners(folder, {"policy": learner})
     with torch.no_grad():
         model.bias.view(torch.int32)[0] ^= 1
     with pytest.raises(BrokenSaveError, match=r"policy\.safetensors: bias differ"):
-        compare_state_with_live(folder, {"policy": learner})
+        compare_with_learners(folder, {"policy": learner})
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path):

@@ -46,18 +46,18 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("work")
     write_inputs(folder)
     jobs = {}
-    for recipe, more in OF_RECIPE.items():
-        recipe = recipe.split()[0]
+    for name, more in OF_RECIPE.items():
+        recipe = name.split()[0]
         keys = {**recipe_runs.make_keys(folder, recipe), **QUIET, **more}
         without = [
             "save_steps",
             "eval_steps",
             "save_total_limit",
-            *(["num_sample_prompts"] if recipe == "reward" else []),
+            *(["num_sample_prompts"] if name == "reward" else []),
         ]
         keys = {key: str(value) for key, value in keys.items() if key not in without}
         for count in ACCUMULATED:
-            jobs[f"{recipe} {count}"] = {"stage": recipe, "keys": {**keys, "gradient_accumulation_steps": str(count)}}
+            jobs[f"{name} {count}"] = {"stage": recipe, "keys": {**keys, "gradient_accumulation_steps": str(count)}}
     jobs |= {f"{UPSTREAM} {count}": {**jobs[f"pretrain {count}"], "stage": UPSTREAM} for count in ACCUMULATED}
     run_forked("tests.training.device_work", folder / "runs", json.dumps(jobs), variables=SIMULATED, num_processes=None)
     found: dict[str, Any] = json.loads((folder / "runs" / "work.json").read_text())

@@ -1,4 +1,4 @@
-"""``recipes check``: every problem of a run at once, on a laptop, by the functions that training calls."""
+"""``recipes check``: find every problem of a run at once, on a laptop, with the functions that training calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from recipes_lib.training.layouts.launch_environment import (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return 0 when nothing was found and 2 otherwise.
+    """Run the command; return 0 without problems, else 2.
 
     Raises:
         ConfigError: The configuration does not load or there is no such launch file, so that nothing else can be looked
@@ -34,13 +34,11 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="recipes check", description=__doc__, allow_abbrev=False)
     add_recipe_flags(parser)
-    parser.add_argument("--hardware", help="launch file that the run will have: of accelerate_configs/, or path")
-    parser.add_argument(
-        "--num_processes", type=int, help="processes that the run will have (default: of the launch file, or 1)"
-    )
+    parser.add_argument("--hardware", help="launch file of the run: name in accelerate_configs/, or path")
+    parser.add_argument("--num_processes", type=int, help="number of processes (default: of the launch file, or 1)")
     add_pipeline_flags(parser)
     parser.add_argument(
-        "--migrate", type=Path, metavar="OLD", help="print OLD, of TRL or alignment-handbook, as a recipe"
+        "--migrate", type=Path, metavar="OLD", help="convert OLD, a file of TRL or alignment-handbook, and print it"
     )
     recipe, rest = split_recipe(argv, TABLES)
     if recipe == "corpus":
@@ -60,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> list[Problem]:
-    """Look at a run from end to end and return everything that would stop it; facts and problems are printed.
+    """Check every part of a run, print facts and problems, and return the problems.
 
     Args:
         config: The run; it has loaded, so its keys are right.
@@ -78,7 +76,7 @@ def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: P
 
 
 def _print_migration(path: Path, recipe: str | None) -> int:
-    """Print the rewritten file on standard output, and on standard error what changed and what is left."""
+    """Print the converted file on standard output; changes and open decisions on standard error."""
     migration = migrate(path, recipe)
     sys.stdout.write(migration.text)
     for change in migration.changes:
@@ -86,7 +84,7 @@ def _print_migration(path: Path, recipe: str | None) -> int:
         sys.stderr.write(f"{'you decide' if change.by_hand else 'changed'}  {place}: {change.what}\n")
     recipe = migration.recipe
     if not migration.is_ready:
-        sys.stderr.write("not yet a recipe: settle the last lines above\n")
+        sys.stderr.write("not complete: resolve the last lines above\n")
         return EXIT_USER
     sys.stderr.write(
         f"a recipe of {recipe}: name the file {recipe}.yaml or {recipe}_*.yaml, or write --recipe {recipe}\n"

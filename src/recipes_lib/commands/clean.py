@@ -1,4 +1,4 @@
-"""``recipes clean``: raw text to a clean corpus, as ``recipes/corpus.py``."""
+"""``recipes clean``: build a clean corpus from raw text, as ``recipes/corpus.py`` does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 MEGABYTES_PER_SECOND: Final = 1.7
-"""A core's rate through all steps of web text (``benchmarks/corpus.py``); texts without a quality preset are faster."""
+"""MB/s of one core, all steps on web text (``benchmarks/corpus.py``); faster without a quality preset."""
 DISK_SHARE: Final = 1.7
 """Bytes in `.work` for a byte of input: documents compressed by half, 4 for a word of about 6, and the hashes of short
 ones. The shards are the same files under other names."""
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _parse(argv: Sequence[str]) -> CorpusConfig | None:
-    """Return the configuration; ``None`` when a text was asked for, which is printed.
+    """Return the configuration; ``None`` after ``--help`` or ``--print-config``, which is printed.
 
     Raises:
         ConfigError: It is wrong, or the extra ``corpus`` is not installed.
@@ -121,7 +121,7 @@ def plan(argv: Sequence[str]) -> None:
 
 
 def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
-    """Return what was reached: removals by step, warnings, and at last counts and places."""
+    """Return a summary: removals by step, warnings, counts and paths."""
     steps = manifest["steps"]
     lines = [
         f"{step}: {tally['documents_in'] - tally['documents_out']:,} of {tally['documents_in']:,} documents removed"
@@ -144,7 +144,7 @@ def describe(manifest: Mapping[str, Any], output_dir: str) -> list[str]:
 
 
 def _name_dataset(manifest: Mapping[str, Any], output_dir: str) -> str:
-    """Say how training reads the corpus: chats and texts are no single dataset."""
+    """Return how training reads the corpus: chats and texts are separate datasets."""
     if len({source["kind"] == "chat" for source in manifest["sources"] if source["documents"]}) == 1:
         return f"dataset_name: {output_dir}"
     names = ", ".join(entry["name"] for entry in manifest["mixture"])

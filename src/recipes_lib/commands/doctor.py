@@ -1,4 +1,4 @@
-"""``recipes doctor``: one verdict per capability of this machine, and one line on how to get what is absent."""
+"""``recipes doctor``: one verdict per capability of this machine, and how to install what is missing."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from recipes_lib.errors import EXIT_DONE, EXIT_USER
 
 DISTRIBUTION = "recipes-lib"
 MIN_FREE_GB = 10
-"""Below this, the checkpoints of even a small model no longer fit."""
+"""Free disk space that checkpoints of a small model need."""
 
 TRIAL_SECONDS = 60
-"""An import that takes longer counts as broken."""
+"""Seconds after which an import counts as broken."""
 
 Verdict = Literal["ok", "missing", "broken"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One capability: whether it is there, what was seen, and how to get it.
+    """One capability: verdict, details, and how to install it.
 
     Attributes:
         name: The capability.
         verdict: ``broken`` means installed but unusable.
-        detail: What was seen: a version, a device, the error of a failed import.
-        remedy: How to get it, or what to beware of; empty when there is nothing to do.
+        detail: A version, a device, or the error of a failed import.
+        remedy: How to install it, or a caveat; empty if there is nothing to do.
         is_core: True where no recipe runs without it.
     """
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examine(*, is_online: bool = False) -> list[Finding]:
-    """Return the findings of every probe; a probe that fails is itself a finding, never an error."""
+    """Return the findings of every probe; a failing probe is a finding, not an error."""
     trials = [
         _Trial("flash-attn", "flash_attn", f"{_extra('flash')} --no-build-isolation"),
         *(_Trial(name, name.replace("-", "_"), _extra("gpu")) for name in ("bitsandbytes", "liger-kernel", "torchao")),
@@ -181,21 +181,21 @@ def _probe_varlen_attention() -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """The import of a compiled package in a process of its own, where a crash or a slow start harms nobody."""
+    """Import of a compiled package in a subprocess, so that a crash or a hang is contained."""
 
     name: str
     module: str
     remedy: str
 
     def start(self) -> subprocess.Popen[str] | None:
-        """Begin the import; ``None`` when the package is not installed."""
+        """Start the import; ``None`` if the package is not installed."""
         if importlib.util.find_spec(self.module) is None:
             return None
         command = [sys.executable, "-c", f"import {self.module}"]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def finish(self, process: subprocess.Popen[str] | None) -> Finding:
-        """Wait for the import and tell how it went."""
+        """Wait for the import and return its finding."""
         if process is None:
             return Finding(self.name, "missing", "not installed", self.remedy)
         try:
@@ -227,7 +227,7 @@ def _probe_trackers() -> Iterator[Finding]:
 
 
 def _probe_hub_login(is_online: bool) -> Finding:
-    """Look for a token; ask the Hub about it only when told to. The token itself never leaves this function."""
+    """Look for a Hub token; verify it online only on request. The token itself never leaves this function."""
     import huggingface_hub
 
     if huggingface_hub.get_token() is None:
@@ -253,7 +253,7 @@ def _probe_disk() -> Iterator[Finding]:
 
 
 def _probe_launch_default() -> Iterator[Finding]:
-    """Look for the file that ``accelerate config`` leaves behind, which decides launches that do not name one."""
+    """Look for accelerate's ``default_config.yaml``, which is used by launches without ``--config_file``."""
     from huggingface_hub.constants import HF_HOME
 
     for path in (Path(HF_HOME) / "accelerate" / f"default_config.{suffix}" for suffix in ("yaml", "json")):

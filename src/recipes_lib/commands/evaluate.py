@@ -1,4 +1,4 @@
-"""``recipes eval``: benchmark scores of a model with standard errors; ``recipes eval compare``: of several, paired."""
+"""``recipes eval``: benchmark scores with standard errors; ``recipes eval compare``: paired comparison of models."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def check(argv: Sequence[str]) -> int:
-    """``recipes check`` of an evaluation: load tasks and their data, and look at the model's configuration.
+    """``recipes check`` of an evaluation: load tasks and their data, and the model's configuration.
 
     Raises:
         ConfigError: As ``main``.
@@ -70,9 +70,13 @@ def compare(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="recipes eval compare", description=compare.__doc__, allow_abbrev=False)
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="FOLDER", help="of `recipes eval`; the first is the base"
+        "folders",
+        nargs="+",
+        type=Path,
+        metavar="FOLDER",
+        help="output folders of `recipes eval`; the first is the baseline",
     )
-    parser.add_argument("--output", type=Path, metavar="JSON", help="file to write the table to besides")
+    parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table to this file")
     options = parser.parse_args(list(argv))
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
@@ -91,7 +95,7 @@ def _find_evaluation(folder: Path) -> Path:
 
 
 def _parse(argv: Sequence[str]) -> EvalConfig | None:
-    """Return the configuration; ``None`` when a text was asked for, which is printed.
+    """Return the configuration; ``None`` after ``--help`` or ``--print-config``, which is printed.
 
     Raises:
         ConfigError: It is wrong, or the extra ``eval`` is not installed.
@@ -118,7 +122,7 @@ def _verify_installed() -> None:
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:
-    """Return a line for each score of groups and tasks, and warnings where answers were cut or empty."""
+    """Return a line for each score of groups and tasks, and warnings about truncated or empty answers."""
     lines = []
     for name, found in [*record["groups"].items(), *record["tasks"].items()]:
         for metric, score in found["scores"].items():

@@ -1,4 +1,4 @@
-"""``recipes export``: convert a checkpoint, sharded or not, to a model that any tool loads, without a GPU."""
+"""``recipes export``: convert a checkpoint, sharded or not, to a Hugging Face model folder, without a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="recipes export", description=__doc__, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run")
-    parser.add_argument("output", type=Path, help="folder to make, not there or empty")
+    parser.add_argument("output", type=Path, help="folder to create; it may not exist or must be empty")
     options = parser.parse_args(argv)
     from transformers.utils.logging import disable_progress_bar
 
@@ -36,12 +36,12 @@ def main(argv: Sequence[str]) -> None:
 
 
 def export_checkpoint(checkpoint: Path, output: Path) -> int:
-    """Write the model or the adapter of a checkpoint as the end of its run would, and open it again.
+    """Write the model or adapter of a checkpoint as its run would at the end, and reload it to verify.
 
     Host memory holds the weights once, and the largest tensors of them twice for a moment.
 
     Args:
-        checkpoint: Sealed, of any recipe of one model.
+        checkpoint: Complete, of a recipe with one model.
         output: Where it goes; it must not be there, or be empty.
 
     Returns:
@@ -56,7 +56,7 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     from recipes_lib.training.checkpoints.manifest import find_damage
 
     if output.exists() and any(output.iterdir()):
-        raise ConfigError(Problem(str(output), "holds something already", "name a folder that is not there"))
+        raise ConfigError(Problem(str(output), "holds something already", "name a folder that does not exist"))
     if damage := find_damage(checkpoint):
         raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def _write_model(checkpoint: Path, folder: Path) -> int:
 
 
 def _give(model: Any, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
-    """Make weights a model's own.
+    """Assign weights to a model.
 
     Raises:
         ConfigError: They are not those of this model.

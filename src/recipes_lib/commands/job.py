@@ -20,9 +20,9 @@ from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import read_launch_file
 
 DATA: Final = "/data"
-"""Where the volume is mounted; the image's own working directory."""
+"""Mount point of the volume; the working directory of the image."""
 CPUS_PER_GPU: Final = 8
-"""Where one GPU of a machine is asked for: most have more, whatever its kind."""
+"""CPUs requested for one GPU of a shared machine; most machines have more for each GPU."""
 HOURS: Final = 24
 _TEMPLATES: Final = Path(__file__).with_name("job_templates")
 _CONSTANTS: Final = {
@@ -36,11 +36,11 @@ _CONSTANTS: Final = {
     "exit_user": EXIT_USER,
     "exit_preempted": EXIT_PREEMPTED,
 }
-"""What templates name besides the description of a job; ``retries`` follow a failure of unknown cause."""
+"""Constants of the templates; ``retries`` is the number of restarts after a failure of unknown cause."""
 
 
 class Cluster(NamedTuple):
-    """A template, the flags that it needs and those that it does not support."""
+    """A cluster type: its template, required flags and unsupported flags."""
 
     template: str
     needed: tuple[str, ...]
@@ -76,27 +76,25 @@ def main(argv: Sequence[str]) -> None:
         type=int,
         help=f"share machines (default: whole ones, but for one GPU, with {CPUS_PER_GPU}); SLURM",
     )
-    parser.add_argument(
-        "--gpu", help="kind of GPU as the cluster names it, such as H100; on HF Jobs the flavor, a100x8"
-    )
+    parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
     parser.add_argument("--image", help="container image")
-    parser.add_argument("--volume", help="what outlives the machines: a claim, a bucket; mounted at /data")
+    parser.add_argument("--volume", help="persistent storage, a claim or a bucket; mounted at /data")
     parser.add_argument(
         "--secret",
         action="append",
         default=[],
         dest="secrets",
         metavar="SECRET",
-        help="name of a variable whose value the cluster keeps",
+        help="name of an environment variable that the cluster stores as a secret",
     )
-    parser.add_argument("--hours", type=int, help=f"after which the job is stopped (default: {HOURS})")
-    parser.add_argument("--name", help="of the job (default: that of output_dir)")
+    parser.add_argument("--hours", type=int, help=f"time limit of the job (default: {HOURS})")
+    parser.add_argument("--name", help="name of the job (default: that of output_dir)")
     options, overrides = parser.parse_known_args(argv)
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
 
 
 def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the description of a run that the flags give, by the names that templates have for it.
+    """Return the template variables of a run, from the flags.
 
     These are the flags themselves; beside them, or in their place, ``name``, lower case, digits and hyphens;
     ``command``, ``recipes launch`` and its flags, the same on every node; ``output_dir``, where the run leaves its
@@ -151,7 +149,7 @@ def write_job(to: str, job: Mapping[str, Any]) -> str:
 
 
 def _leave_out(overrides: Sequence[str], key: str) -> list[str]:
-    """The flags without ``key``, which is set already."""
+    """Return the flags without ``key``, which is set already."""
     kept: list[str] = []
     words = iter(overrides)
     for word in words:

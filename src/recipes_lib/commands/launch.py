@@ -1,4 +1,4 @@
-"""``recipes launch``: one command for one CPU, one GPU, one machine or many; shows accelerate's command and runs it."""
+"""``recipes launch``: start a recipe on one machine or many: prints accelerate's command and executes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from recipes_lib.training.layouts.launch_environment import (
 )
 
 PORT: Final = 29500
-"""At which the machines meet, unless something else is said; torchrun's own."""
+"""Default port of the rendezvous; torchrun's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Machines:
 
     Attributes:
         num_machines: How many there are.
-        machine_rank: Number of this one.
-        main_process_ip: Name or address of machine 0; ``None`` where there is but one.
-        main_process_port: At which it listens.
-        told_by: Who says so, in words.
+        machine_rank: Rank of this machine.
+        main_process_ip: Name or address of machine 0; ``None`` for a single machine.
+        main_process_port: Port of machine 0.
+        told_by: Where the values come from, such as SLURM.
     """
 
     num_machines: int = 1
@@ -50,7 +50,7 @@ class Machines:
 
 
 def find_machines(environment: Mapping[str, str]) -> Machines:
-    """Return what the environment says of the machines of this run.
+    """Read the machines of this run from the environment variables of SLURM or torchrun.
 
     Args:
         environment: Of the process that starts the others, on each machine.
@@ -60,7 +60,7 @@ def find_machines(environment: Mapping[str, str]) -> Machines:
             torchrun's variables is no number.
     """
     if "LOCAL_RANK" in environment:
-        found = f"this is process {environment.get('RANK', environment['LOCAL_RANK'])} of a launch already"
+        found = f"this is process {environment.get('RANK', environment['LOCAL_RANK'])} of an existing launch"
         raise ConfigError(Problem("recipes launch", found, "start the recipe itself: `python recipes/sft.py ...`"))
     if "SLURM_JOB_ID" in environment:
         return _read_slurm(environment)
@@ -87,9 +87,9 @@ def find_first_host(nodes: str) -> str:
 def _read_number(environment: Mapping[str, str], name: str, default: int) -> int:
     text = environment.get(name, str(default))
     if not re.fullmatch("[0-9]+", text):
-        remedy = "write how many machines there are: a run has them all from its beginning to its end"
+        remedy = "write a fixed number of machines: elastic launches are not supported"
         remedy = remedy if name == "PET_NNODES" else "write a number, or unset it"
-        raise ConfigError(Problem(name, f"{text!r} is no whole number", remedy))
+        raise ConfigError(Problem(name, f"{text!r} is not a whole number", remedy))
     return int(text)
 
 
@@ -100,7 +100,7 @@ def _read_slurm(environment: Mapping[str, str]) -> Machines:
         raise ConfigError(Problem("recipes launch", f"SLURM gave {num_nodes} nodes, and this is one of them", advice))
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
-        found = f"SLURM has started {tasks} tasks on a node, and each would start a process for every GPU"
+        found = f"SLURM has started {tasks} tasks on a node, and each would start one process per GPU"
         raise ConfigError(Problem("recipes launch", found, advice))
     if num_nodes == 1:
         return Machines(told_by="SLURM, one node")
@@ -116,7 +116,7 @@ def _read_slurm(environment: Mapping[str, str]) -> Machines:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compose the command, show it, and become it.
+    """Compose accelerate's command, print it, and replace this process by it.
 
     Raises:
         ConfigError: The configuration does not load, there is no such launch file or schedule, it does not go with the
@@ -126,13 +126,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--recipe", "--stage", help="recipe to run (default: what the file's name begins with, or sft)")
     parser.add_argument("--config", metavar="F", help="the recipe; further --key value flags override it")
     parser.add_argument("--hardware", help="file of accelerate_configs/, or path (default: what this machine has)")
-    parser.add_argument("--num_processes", type=int, help="over all machines (default: one for each GPU)")
+    parser.add_argument("--num_processes", type=int, help="on all machines together (default: one for each GPU)")
     add_pipeline_flags(parser)
     parser.add_argument("--num_machines", type=int, help="default: what SLURM or torchrun's variables say, or 1")
-    parser.add_argument("--machine_rank", type=int, help="number of this machine, from 0")
+    parser.add_argument("--machine_rank", type=int, help="rank of this machine, from 0")
     parser.add_argument("--main_process_ip", help="name or address of machine 0")
-    parser.add_argument("--main_process_port", type=int, help="at which machine 0 listens")
-    parser.add_argument("--dry_run", action="store_true", help="show the command and run nothing")
+    parser.add_argument("--main_process_port", type=int, help="port of machine 0")
+    parser.add_argument("--dry_run", action="store_true", help="print the command without running it")
     options, overrides = parser.parse_known_args(argv)
     recipe = split_recipe(argv)[0]
     named = ["--config", options.config, *overrides] if options.config else overrides
@@ -148,8 +148,8 @@ def main(argv: Sequence[str]) -> int:
     if num_processes is None:
         num_processes = _count_processes(file, document, machines)
     if num_processes % machines.num_machines:
-        found = f"{num_processes} processes cannot be shared out to {machines.num_machines} machines"
-        raise ConfigError(Problem("--num_processes", found, "write as many for each machine"))
+        found = f"{num_processes} processes cannot be divided equally among {machines.num_machines} machines"
+        raise ConfigError(Problem("--num_processes", found, "write a multiple of the number of machines"))
     pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
     if not isinstance(config, str):
         verify_combination(config, plan_launch(file, num_processes, pipeline), str(file))
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
     kind = document["distributed_type"]
     expect_launch(num_processes, kind if kind in ENGINES else "", pipeline)
     os.execv(command[0], command)
-    raise AssertionError("the process is another one now")
+    raise AssertionError("execvp replaced the process")
 
 
 def compose(file: Path, script: Sequence[str], machines: Machines, num_processes: int) -> list[str]:
@@ -178,7 +178,7 @@ def compose(file: Path, script: Sequence[str], machines: Machines, num_processes
 
 
 def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
-    """What the flags say, over what was found.
+    """Override the machines found by the flags.
 
     Raises:
         ConfigError: Several machines without --machine_rank and --main_process_ip.
@@ -199,12 +199,12 @@ def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
         )
     if not 0 <= settled.machine_rank < settled.num_machines:
         found_ = f"machine {settled.machine_rank} of {settled.num_machines}: they count from 0"
-        raise ConfigError(Problem("--machine_rank", found_, "write the number of this machine"))
+        raise ConfigError(Problem("--machine_rank", found_, "write the rank of this machine"))
     return settled
 
 
 def choose_for_this_machine(num_machines: int = 1) -> str:
-    """Return the name of the launch file that suits this machine, one of ``num_machines`` like it."""
+    """Return the name of the default launch file for this machine, one of ``num_machines`` equal ones."""
     from recipes_lib.hardware import count_accelerators
 
     alone, together = {0: ("cpu", "cpu_ddp"), 1: ("single_gpu", "ddp")}.get(count_accelerators(), ("ddp", "ddp"))
@@ -212,7 +212,7 @@ def choose_for_this_machine(num_machines: int = 1) -> str:
 
 
 def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -> int:
-    """A process for each GPU of all machines; on CPUs, and on one GPU, what the file says.
+    """Return one process per GPU of all machines; on CPUs and on one GPU the number in the launch file.
 
     Raises:
         ConfigError: The file asks for GPUs, and there are none.
@@ -223,6 +223,8 @@ def _count_processes(file: Path, document: dict[str, Any], machines: Machines) -
 
     here = count_accelerators()
     if not here:
-        found = f"{file} shares a run out to GPUs, and this machine has none"
-        raise ConfigError(Problem("--hardware", found, "write --hardware cpu or cpu_ddp, or start where GPUs are"))
+        found = f"{file} needs GPUs, and this machine has none"
+        raise ConfigError(
+            Problem("--hardware", found, "write --hardware cpu or cpu_ddp, or start on a machine with GPUs")
+        )
     return here * machines.num_machines

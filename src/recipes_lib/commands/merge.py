@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_KL: Final = 0.01
-"""Nats a token by which a merged model may differ from its adapter's; rounding to bfloat16 costs a tenth of it."""
+"""Allowed KL divergence of the merged model from the adapter, nats per token; bfloat16 rounding: a tenth of it."""
 MAX_KL_FROM_FEW_BITS: Final = 0.2
-"""The same where the adapter was trained on a quantised base, and compensates its quantisation error."""
+"""The same for an adapter trained on a quantised base, whose quantisation error it compensates."""
 MAX_TOKENS: Final = 64
-"""Tokens of a text that models are compared on; what they say of each is held in memory."""
+"""Tokens of each text in the comparison; their logits are held in memory."""
 
 RECORD_FILE: Final = "merge.json"
 PROMPTS: Final = (
@@ -44,7 +44,7 @@ PROMPTS: Final = (
     "What is the difference between a virus and a bacterium?",
     "Continue the story: The door had been locked for thirty years, until one morning",
 )
-"""What models are compared on when neither the user nor the run has anything better."""
+"""Texts of the comparison if neither ``--prompts`` nor samples of the run are available."""
 
 
 def main(argv: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def describe(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was merged and how it compares, line by line."""
+    """Yield a summary of the merge and the comparison, line by line."""
     revision = f" at {record['base_revision']}" if record["base_revision"] else ""
     precision = record["compared_on"]
     yield f"base            {record['base']}{revision}, merged in float32, written in {record['dtype']}"
@@ -99,7 +99,7 @@ def describe(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def refuse_another_model(record: Mapping[str, Any]) -> None:
-    """Refuse a merged model that says something else than its adapter.
+    """Raise if the merged model's predictions differ from those of the adapter.
 
     Raises:
         ConfigError: The mean divergence is above its limit, or not below that of the base without any adapter.
@@ -123,7 +123,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--adapter", type=Path, required=True, metavar="DIR", help="output directory of the adapter's run"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make, not there or empty")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to create; it may not exist or must be empty"
+    )
     parser.add_argument("--base", metavar="ID", help="Hub id or folder of the base (default: what the adapter names)")
     precisions = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=precisions, help="precision of the merged weights (default: the base's)")
@@ -143,7 +145,7 @@ def _refuse_full_folder(folder: Path) -> None:
 
 
 def _read_adapter(folder: Path) -> dict[str, Any]:
-    """PEFT's settings of the adapter."""
+    """Read PEFT's configuration of the adapter."""
     path = folder / "adapter_config.json"
     if not path.is_file():
         remedy = "name the output directory of a run that trained an adapter"
@@ -151,12 +153,12 @@ def _read_adapter(folder: Path) -> dict[str, Any]:
     settings = {"revision": None, **read_record(path, {"task_type": str, "base_model_name_or_path": str})}
     if settings["task_type"] != "CAUSAL_LM":
         found = f"{folder} is an adapter for {settings['task_type']}, and only language models are merged"
-        raise ConfigError(Problem("--adapter", found, "a reward model serves as it is, an adapter on its base"))
+        raise ConfigError(Problem("--adapter", found, "use a reward model as an adapter on its base"))
     return settings
 
 
 def _read_bits(adapter: Path) -> QuantizationConfig:
-    """What the base was quantised to in the run that left the adapter; nothing where there is no record of one."""
+    """Return the quantisation of the base in the adapter's run; ``None`` without a run record."""
     path = adapter / "run.json"
     keys = read_record(path, {"config": dict})["config"] if path.is_file() else {}
     names = [field.name for field in dataclasses.fields(QuantizationConfig)]
@@ -164,7 +166,7 @@ def _read_bits(adapter: Path) -> QuantizationConfig:
 
 
 def _read_texts(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the user's prompts, or else the run's last samples and our own prompts, as the model would read them."""
+    """Yield the user's prompts, or the run's last samples and default prompts, in the model's template."""
     if options.prompts:
         try:
             lines = options.prompts.read_text(encoding="utf-8").splitlines()

@@ -27,7 +27,7 @@ def _load_tokenizer(config: RecipeConfig) -> PreTrainedTokenizerBase:
 
 
 def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
-    """Prepare the data of a run, or find them prepared, in which case no tokenizer is imported.
+    """Prepare the data of a run; if the prepared set exists, no tokenizer is imported.
 
     Args:
         argv: Arguments after the command, as the run's script takes them.
@@ -36,14 +36,14 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     Raises:
         ConfigError: The recipe has nothing to prepare.
     """
-    about = "Tokenise, mask and pack the data of a run, or find them prepared."
+    about = "Tokenise, mask and pack the data of a run, unless the prepared set exists."
     parser = argparse.ArgumentParser(prog="recipes prepare", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
     options, overrides = parser.parse_known_args(argv)
     recipe, _ = split_recipe(argv)
     if recipe in ("ppo", "rloo", "grpo"):
         found = "there is nothing to prepare: prompts are tokenised when the run starts"
-        raise ConfigError(Problem("--recipe", found, "look at them with `recipes check` and `recipes preview`"))
+        raise ConfigError(Problem("--recipe", found, "inspect them by `recipes check` and `recipes preview`"))
     config = load_for_command(recipe, overrides, options.config)
     started = time.monotonic()
     summary, is_new, places = _prepare(recipe, config, load_tokenizer)
@@ -57,7 +57,7 @@ def prepare(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
 
 
 def _prepare(recipe: str, config: RecipeConfig, load_tokenizer: TokenizerLoader) -> tuple[Table, bool, list[str]]:
-    """Return what the data of a recipe are, whether they had to be made, and where they lie."""
+    """Return a summary of the prepared data, whether they are new, and their paths."""
     if recipe == "pretrain":
         from recipes_lib.data.tokens import token_data
 
@@ -87,7 +87,7 @@ def _prepare(recipe: str, config: RecipeConfig, load_tokenizer: TokenizerLoader)
 
 
 def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokenizer) -> None:
-    """Show what the model will be trained on, token by token; write it as HTML when asked.
+    """Show training rows token by token, with the loss mask; optionally as an HTML page.
 
     Args:
         argv: Arguments after the command: ``--rows``, ``--html``, and what the run's script takes.
@@ -97,11 +97,11 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         ConfigError: There is no row to show, or the page cannot be written; as ``build_preview``.
         DataError: As ``build_preview``.
     """
-    about = "Show what the model will be trained on, token by token."
+    about = "Show training rows token by token, with the loss mask."
     parser = argparse.ArgumentParser(prog="recipes preview", description=about, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--rows", type=int, default=3, help="rows to show (default: %(default)s)")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="write them as an HTML page, too")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="also write them as an HTML page")
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command(split_recipe(argv)[0], overrides, options.config)
     if options.rows < 1:
@@ -126,16 +126,16 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
 
 
 def report(argv: Sequence[str]) -> None:
-    """Make ``report.html`` of each run, finished or not, ``index.html`` of a folder of runs, or compare runs.
+    """Write ``report.html`` of each run, ``index.html`` of a folder of runs, or a comparison of runs.
 
     Raises:
         ConfigError: As ``write_comparison``.
         DataError: A folder holds no run.
     """
-    about = "Make report.html of each run, index.html of a folder of runs or a pipeline, or a page that compares runs."
+    about = "Write report.html of each run, index.html of a folder of runs or a pipeline, or a comparison of runs."
     parser = argparse.ArgumentParser(prog="recipes report", description=about)
-    parser.add_argument("output_dir", type=Path, nargs="+", help="of a run, or a folder of runs")
-    parser.add_argument("--compare", action="store_true", help="the runs with each other; the first is the base")
+    parser.add_argument("output_dir", type=Path, nargs="+", help="output directory of a run, or a folder of runs")
+    parser.add_argument("--compare", action="store_true", help="compare the runs; the first is the baseline")
     told = "page of --compare (default: %(default)s)"
     parser.add_argument("--output", type=Path, default=Path("compare.html"), metavar="FILE", help=told)
     options = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""``recipes prove``: whether this machine computes what it should, and how fast."""
+"""``recipes prove``: check numerical results and throughput of this machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PAGE = "results.md"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the checks that have not passed yet, within the time given.
+    """Run the checks that have not passed yet, within the time limit.
 
     Returns:
         An exit code that says whether one failed.
@@ -27,12 +27,14 @@ def main(arguments: Sequence[str]) -> int:
         description="Hold results, speed and memory of this machine against what is known, without a network. "
         "Run again, it resumes where it stopped.",
     )
-    parser.add_argument("--minutes", type=float, default=30.0, help="no check begins after them (default: 30)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no check starts after this time (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("proof"), help="folder of rows, logs and page")
-    parser.add_argument("--page", type=Path, help="where the page goes besides, such as docs/results_gpu.md")
-    parser.add_argument("--gpus", type=int, help="prove several GPUs against one, so many (default: all there are)")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks by name, or by how their names begin")
-    parser.add_argument("--small", action="store_true", help="small sizes and few steps, as on a machine without a GPU")
+    parser.add_argument("--page", type=Path, help="also write the page to this file, such as docs/results_gpu.md")
+    parser.add_argument("--gpus", type=int, help="number of GPUs that are compared with one (default: all)")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="checks by name or prefix")
+    parser.add_argument(
+        "--small", action="store_true", help="use small sizes and few steps, as on a machine without a GPU"
+    )
     options = parser.parse_args(list(arguments))
     import torch  # The help and a wrong flag are answered without it.
 
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     found = torch.cuda.device_count() if device.type == "cuda" else 0
     num_gpus = found if options.gpus is None else options.gpus
     if not min(found, 1) <= num_gpus <= found:
-        raise ConfigError(Problem("--gpus", f"{num_gpus} are asked for, and {found} are there", "leave it out"))
+        raise ConfigError(Problem("--gpus", f"{num_gpus} are requested, and this machine has {found}", "leave it out"))
     bench = Bench(output, device, is_small=options.small or device.type == "cpu", num_gpus=num_gpus)
     began, rows = time.monotonic(), read_rows(output, bench.describe())
     for check in checks:

@@ -21,9 +21,9 @@ from recipes_lib.errors import ConfigError, DataError, Problem, UserError, escap
 from recipes_lib.files import read_record
 
 _OF_THE_PLACE: Final = ("output_dir", "prepared_dir", "push_to_hub", "hub_", "run_name", "overwrite_")
-"""Where a run put things and whom it told: that is decided anew."""
+"""Prefixes of keys about paths and publishing, which are not restored."""
 _IMPORTED: Final = ("metrics", "reward_funcs", "trust_remote_code")
-"""Keys whose values are imported, or let a model's repository be."""
+"""Keys whose values import code, directly or from a model's repository."""
 _FILES: Final = (
     "model_name_or_path",
     "tokenizer_name_or_path",
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> None:
         for key, value in code.items()
     ]
     told = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
-    sys.stdout.write("".join(told) or "everything that is recorded matches\n")
+    sys.stdout.write("".join(told) or "everything recorded matches\n")
     problems: Sequence[Problem] = ()
     try:
         check_text(recipe, text, config_file)
@@ -80,7 +80,7 @@ def runs_code(key: str, value: Any) -> bool:
 
 
 def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what was configured, as today's recipe has to say it, and what it cannot say any more.
+    """Return the configured keys in the current format, and those that no longer exist.
 
     What was left to a default is written where the default is another one now. The commit of a model that was not
     pinned becomes its ``model_revision``.
@@ -104,7 +104,7 @@ def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not as it was, or cannot be known to be: packages, code, data, device."""
+    """Yield the differences, known or possible: packages, code, data, device."""
     now = read_versions()
     for name, version in record["versions"].items():
         if now.get(name) != version:
@@ -138,7 +138,7 @@ def list_constraints(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _read_record(source: str, revision: str | None) -> dict[str, Any]:
-    """``run.json`` of a folder, or of a repository.
+    """Read ``run.json`` of a folder or a Hub repository.
 
     Raises:
         ConfigError: There is none, or none of a run that could be made again.
@@ -151,15 +151,15 @@ def _read_record(source: str, revision: str | None) -> dict[str, Any]:
     except DataError as error:
         (problem,) = error.problems
         found = f"holds no run.json that can be read: it {problem.found}"
-        raise ConfigError(Problem(source, found, "name what a recipe has made")) from error
+        raise ConfigError(Problem(source, found, "name the output directory of a run")) from error
     if wrong := list(_find_faults(record)):
-        found = f"run.json is no record of a run: {', '.join(wrong)}"
-        raise ConfigError(Problem(source, found, "name what a recipe has made"))
+        found = f"run.json is not a run record: {', '.join(wrong)}"
+        raise ConfigError(Problem(source, found, "name the output directory of a run"))
     return record
 
 
 def _find_faults(record: Any) -> Iterator[str]:
-    """Yield which fields are missing or not what a recipe writes; whoever wrote the record may be anyone."""
+    """Yield the fields that are missing or invalid; the record is untrusted input."""
     yield from (name for name, accepts in _FIELDS.items() if not accepts(record.get(name)))
 
 

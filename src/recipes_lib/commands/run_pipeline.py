@@ -1,4 +1,4 @@
-"""``recipes run``: a pipeline from one YAML file, such as pretraining, fine-tuning, preferences and evaluation."""
+"""``recipes run``: run the stages of a pipeline file, such as pretraining, fine-tuning, DPO and evaluation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from recipes_lib.report.run_files import format_duration
 from recipes_lib.shipped import find_launch_file
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
-"""Of a stage the table shows the first of these that it has."""
+"""Metrics of the table, in order of preference: a stage shows the first that it has."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,17 +37,19 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="recipes run", description=__doc__, allow_abbrev=False)
     parser.add_argument("pipeline", type=Path, help="YAML file (docs/pipelines.md)")
     parser.add_argument("--output_dir", help="instead of the file's")
-    parser.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to run")
-    parser.add_argument("--until", dest="last", metavar="STAGE", help="the last stage to run")
-    parser.add_argument("--only", metavar="STAGE", help="this stage alone")
-    parser.add_argument("--check", action="store_true", help="`recipes check` of every stage, and run none")
-    parser.add_argument("--keys", action="store_true", help="with --check: look at no model and no data")
-    parser.add_argument("--plan", action="store_true", help="memory, hours and cost of every stage, and run none")
+    parser.add_argument("--from", dest="first", metavar="STAGE", help="first stage to run")
+    parser.add_argument("--until", dest="last", metavar="STAGE", help="last stage to run")
+    parser.add_argument("--only", metavar="STAGE", help="run this stage only")
+    parser.add_argument("--check", action="store_true", help="run `recipes check` for every stage, without running it")
+    parser.add_argument("--keys", action="store_true", help="with --check: only check keys, not models and data")
+    parser.add_argument(
+        "--plan", action="store_true", help="estimate memory, hours and cost of every stage, without running it"
+    )
     parser.add_argument("--gpu", default="H100", help="of --plan (default: %(default)s)")
     told = "of --plan: processes of stages with a launch file (default: the file's)"
     parser.add_argument("--num_processes", type=int, help=told)
     parser.add_argument("--device_hour_price", type=float, metavar="P", help="of --plan: price of a GPU for an hour")
-    parser.add_argument("--list", action="store_true", help="show the commands, and run none")
+    parser.add_argument("--list", action="store_true", help="print the commands, without running them")
     options = parser.parse_args(list(argv))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     chosen = choose_stages(pipeline, options.first or options.only, options.last or options.only)
@@ -83,7 +85,7 @@ def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
 
 
 def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> list[Stage]:
-    """Return the stages from one to another, both included; ``None``: from the first, to the last.
+    """Return the stages between two names, inclusive; ``None``: the first, the last.
 
     Raises:
         ConfigError: There is no such stage.
@@ -115,7 +117,7 @@ def _describe_stage(stage: Stage, entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> None:
-    """Check every stage: its keys and its launch file as if what the stages before it write were there.
+    """Check keys and launch file of every stage, with placeholders for the outputs of earlier stages.
 
     Of those whose inputs are there already, ``recipes check`` looks at model and data too, and prints what it finds.
 
@@ -148,13 +150,13 @@ def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> No
 
 @contextmanager
 def _pretending(path: Path) -> Iterator[Pipeline]:
-    """Yield a pipeline with its outputs in a folder of their own, which is gone afterwards."""
+    """Yield the pipeline with its outputs in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
         yield load_pipeline(path, folder)
 
 
 def _put_output(stage: Stage) -> None:
-    """Put something where a stage will write, so that what reads it finds it."""
+    """Create a placeholder for the output of a stage, so that later stages find it."""
     if stage.output.suffix:
         stage.output.parent.mkdir(parents=True, exist_ok=True)
         stage.output.touch()
@@ -180,7 +182,7 @@ def _look_at(stage: Stage) -> None:
 
     hardware = ["--hardware", stage.launch] if stage.launch else []
     if check(["--recipe", stage.recipe, *hardware, *stage.argv]) != EXIT_DONE:
-        raise ConfigError(Problem("recipes check", "found the problems above", "mend them"))
+        raise ConfigError(Problem("recipes check", "found the problems above", "fix them"))
 
 
 def _load(stage: Stage) -> None:
@@ -198,7 +200,7 @@ def _load(stage: Stage) -> None:
 
 
 class StagePlan(NamedTuple):
-    """What a stage takes: GPUs, bytes on each at the peak, hours; ``None`` where that is not known beforehand."""
+    """Estimate of a stage: GPUs, peak bytes on each, hours; ``None`` where unknown."""
 
     num_gpus: int
     memory: int | None = None

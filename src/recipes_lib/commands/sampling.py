@@ -1,4 +1,4 @@
-"""Rows that a model samples, in files that resume: `recipes sample-pairs` of a policy, `distill-write` of a teacher."""
+"""Append-only files of generated rows that resume: `recipes sample-pairs` and `recipes distill-write`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class Counts(Protocol):
-    """A dataclass of numbers that are counted on.
+    """Protocol of a dataclass of running counts.
 
     Attributes:
-        num_bytes: Of the file, as of the other numbers.
+        num_bytes: File size at the time of the other counts.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -38,18 +38,18 @@ Counted = TypeVar("Counted", bound=Counts)
 
 
 class RowFile(Generic[Counted]):
-    """Rows, JSON Lines, and beside them ``NAME.record.json``.
+    """JSON Lines file of generated rows, with its progress record ``NAME.record.json``.
 
-    A process that is killed leaves whole batches, and the next one resumes after them.
+    After a kill it holds complete batches, and the next process resumes after them.
 
     Attributes:
-        counts: How far the rows are.
+        counts: Progress of the file.
     """
 
     def __init__(
         self, path: Path, key: str, counts: Counted, *, what: str, facts: Mapping[str, Any] | None = None
     ) -> None:
-        """Open a file of rows, new or begun.
+        """Open a new or an incomplete file.
 
         Args:
             path: Of the rows.
@@ -74,10 +74,12 @@ class RowFile(Generic[Counted]):
                 )
             self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
         elif path.exists():
-            raise ConfigError(Problem(str(path), "is there, and not by this command", "name another --output"))
+            raise ConfigError(
+                Problem(str(path), "exists, and was not written by this command", "name another --output")
+            )
 
     def write(self, batches: Iterator[Sequence[Mapping[str, Any]]]) -> None:
-        """Append batches of rows; each is on disk before it is counted there."""
+        """Append batches of rows; each is flushed before it is counted in the record."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("ab") as file:
             # What a killed process wrote and did not count is written again.
@@ -91,9 +93,9 @@ class RowFile(Generic[Counted]):
 
 
 class Answered(NamedTuple):
-    """An answer: its text without special tokens, its worth, and whether it may stand in a pair.
+    """An answer: its text without special tokens, its reward, and whether a pair may use it.
 
-    That takes a worth that is known, something that it says, and an end of its own.
+    A pair needs a known reward, a text that is not empty, and a stop token.
     """
 
     text: str
@@ -103,16 +105,16 @@ class Answered(NamedTuple):
 
 @dataclass(slots=True)
 class PairCounts:
-    """How far a set of pairs is.
+    """Progress of a set of pairs.
 
     Attributes:
-        num_prompts: Prompts that were answered.
-        num_pairs: Those that gave a pair.
-        num_alike: Those whose answers are worth the same, or are the same.
-        num_unfinished: Those with fewer than two answers that may stand in a pair.
-        score_sum: Of all answers whose worth is known.
-        num_answers: Those, of all prompts.
-        num_bytes: Of the file, as of these prompts.
+        num_prompts: Prompts with answers.
+        num_pairs: Prompts that yielded a pair.
+        num_alike: Prompts whose answers have equal rewards or texts.
+        num_unfinished: Prompts with fewer than two usable answers.
+        score_sum: Sum of all known rewards.
+        num_answers: Answers with a known reward.
+        num_bytes: File size after these prompts.
     """
 
     num_prompts: int = 0
@@ -133,7 +135,7 @@ class PairCounts:
 
 
 def choose_pair(answers: Sequence[Answered]) -> tuple[Answered, Answered] | None:
-    """The best and the worst of the answers that may be a pair; ``None`` where they are alike in worth or in words.
+    """Return the best and the worst usable answer; ``None`` if their rewards or texts are equal.
 
     Those that ran into the limit do not take part: as rows they would end where nobody ended them. Of answers that are
     worth the same the first counts.
@@ -148,7 +150,7 @@ def choose_pair(answers: Sequence[Answered]) -> tuple[Answered, Answered] | None
 def sample_pairs(
     collector: Collector, prompts: Sequence[PromptRow], num_answers: int, counts: PairCounts
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows of the ``preference`` layout, batch by batch, and count on.
+    """Yield rows of the ``preference`` layout, batch by batch, and update the counts.
 
     Args:
         collector: Answers and scores.
@@ -164,7 +166,7 @@ def sample_pairs(
         first = start * num_answers
         answers, texts = collector.answer(asked, range(first, first + len(asked)))
         known = zip(texts, answers.scores.tolist(), (answers.finished & answers.scored).tolist(), strict=True)
-        # An answer that says nothing is none to learn from, and neither is one of which no reward says anything.
+        # Empty answers and answers without any reward are excluded.
         answered = [Answered(text, score, usable and bool(text.strip())) for text, score, usable in known]
         rows = []
         for at, prompt in enumerate(batch):
@@ -217,7 +219,7 @@ def main_pairs(argv: Sequence[str]) -> None:
 
 
 def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
-    """Write the pairs of a policy to a file, or those that are missing there, and return what it holds, in a line.
+    """Write or complete a file of preference pairs sampled from a policy; return a summary line.
 
     Args:
         config: A recipe of PPO: its model is the policy; prompts, rewards and sampling are as there.
@@ -263,7 +265,7 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
 
 
 def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, Any]:
-    """Return what decides answers and scores besides the prompts, as JSON values."""
+    """Return the settings that determine answers and rewards besides the prompts, as JSON values."""
     from recipes_lib.models.heads.scoring import read_reward_statistics
     from recipes_lib.training.trainers.arguments import resolve_precision
     from recipes_lib.training.trainers.reference import hash_weights
@@ -285,7 +287,7 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
 
 
 def _read_source(function: Any) -> str:
-    """The text of the file that a function is in; its name where it has none."""
+    """Return the source file of a function; its name if there is none."""
     try:
         return inspect.getsource(inspect.getmodule(function) or function)
     except (OSError, TypeError):
@@ -294,18 +296,18 @@ def _read_source(function: Any) -> str:
 
 THINKS: Final = "<think>"
 ENDS_THINKING: Final = "</think>"
-"""What stands around reasoning, in the answers of every model that is known to mark it."""
+"""Delimiters of reasoning in answers."""
 
 
 @dataclass(slots=True)
 class AnswerCounts:
-    """How far a set of answers is.
+    """Progress of a set of answers.
 
     Attributes:
-        num_prompts: Prompts that were answered.
-        num_rows: Those whose answer is kept.
+        num_prompts: Prompts with answers.
+        num_rows: Prompts whose answer is kept.
         num_unfinished: Answers that ran into the limit.
-        num_empty: Answers that say nothing.
+        num_empty: Empty answers.
         num_reasoned: Kept answers that began with reasoning.
         num_bytes: Of the file.
     """
@@ -321,7 +323,7 @@ class AnswerCounts:
         """Return the counts in a line."""
         return (
             f"{self.num_rows:,} answers to {self.num_prompts:,} prompts, {self.num_reasoned:,} with reasoning; "
-            f"left out: {self.num_unfinished:,} that ran into the limit, {self.num_empty:,} that say nothing"
+            f"left out: {self.num_unfinished:,} that ran into the limit, {self.num_empty:,} that are empty"
         )
 
 
@@ -338,7 +340,7 @@ def main_answers(argv: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--output", type=Path, required=True, help="file of the rows, JSON Lines")
-    told = "what becomes of <think> ... </think> (default: keep)"
+    told = "handling of <think> ... </think> (default: keep)"
     parser.add_argument("--reasoning", choices=("keep", "drop"), default="keep", help=told)
     parser.add_argument("--config", metavar="F", help="a recipe of distillation; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
@@ -347,7 +349,7 @@ def main_answers(argv: Sequence[str]) -> None:
 
 
 def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
-    """Write a teacher's answers to a file, or those that are missing there, and return what it holds, in a line.
+    """Write or complete a file of answers sampled from a teacher; return a summary line.
 
     Args:
         config: A recipe of distillation: its teacher answers, in its own template, the prompts of its dataset.
@@ -395,7 +397,7 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
 
 
 def take_teacher(config: RecipeConfig) -> RecipeConfig:
-    """Return the run with its teacher for its model, by its own tokenizer and template."""
+    """Return the configuration with the teacher as its model, with the teacher's tokenizer and template."""
     from recipes_lib.models.loading import choose_teacher
 
     tokens = dataclasses.replace(config.tokens, chat_template_path=None, eos_token=None, pad_token=None)
@@ -412,7 +414,7 @@ def answer(
     *,
     reasoning: str,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield rows, batch by batch, and count on.
+    """Yield rows, batch by batch, and update the counts.
 
     Which answer a prompt gets depends on its place among them and the seed. Those that are counted already are left
     out; a batch is counted when it is yielded.
@@ -456,7 +458,7 @@ def answer(
 
 
 def split_reasoning(text: str) -> tuple[str | None, str]:
-    """Return what an answer thinks, ``None`` where it does not, and what it says.
+    """Split an answer into reasoning, ``None`` if absent, and content.
 
     Some templates open the reasoning in the prompt, so that only its end stands in the answer.
     """
@@ -465,12 +467,12 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
 
 
 def join(thought: str, said: str, reasoning: str) -> str:
-    """Return an answer with or without its reasoning, as templates that know reasoning write it."""
+    """Return an answer with or without its reasoning, in the usual template format."""
     return f"{THINKS}\n{thought}\n{ENDS_THINKING}\n\n{said}" if reasoning == "keep" and thought else said
 
 
 def lay_out(prompt: PromptRow, text: str) -> dict[str, Any]:
-    """Return a row of fine-tuning: a chat, or a text and how it goes on."""
+    """Return a fine-tuning row: a chat, or prompt and completion."""
     if isinstance(prompt.content, str):
         return {"prompt": prompt.content, "completion": text}
     tools = {"tools": prompt.columns["tools"]} if prompt.columns.get("tools") else {}

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from recipes_lib.models.vocabulary import TokenUsage
 
 MAX_TAIL_BYTES: Final = 1 << 20
-"""Text that is held out, at most: 1 MiB tells bytes per token to three digits."""
+"""Largest held-out text: 1 MiB gives bytes per token to three digits."""
 MAX_TAIL_SHARE: Final = 0.05
-"""Share of the text that is held out, at most."""
+"""Largest share of the text that is held out."""
 
 _SECTION_CHARACTERS: Final = 1 << 12
 _LINE_START: Final = re.compile(r"\n(?=\S)")
@@ -68,10 +68,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 class HeldOutTail:
-    """Lets texts through and keeps the last of them: a twentieth of all, and no more than 1 MiB.
+    """Passes texts through and holds out the last ones: a twentieth of all, at most 1 MiB.
 
     Attributes:
-        texts: What is kept, once ``split`` has come to its end.
+        texts: The held-out texts, after ``split`` is exhausted.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class HeldOutTail:
         self._num_bytes = 0
 
     def split(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield all texts but those kept, in their order; memory does not grow with their number."""
+        """Yield all texts except the held-out ones, in order, in constant memory."""
         from recipes_lib.models.vocabulary import count_bytes
 
         total = 0
@@ -102,7 +102,7 @@ class HeldOutTail:
 
 
 def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]:
-    """Yield the text of every row as a model will read it, long ones in sections that begin where a line does.
+    """Yield the text of every row as a model reads it, long texts in sections that begin at a line.
 
     No piece of text that a tokenizer looks at crosses the start of a line that is not indented.
 
@@ -125,7 +125,7 @@ def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]
                 text = template.render(row.messages, tools=row.tools, variables=row.template_kwargs).text
             except TemplateError as error:
                 found = f"the chat template refused the chat: {error}"
-                raise DataError(Problem(row.where, found, "mend the row, or the template")) from error
+                raise DataError(Problem(row.where, found, "fix the row or the template")) from error
         start = 0
         while end := _LINE_START.search(text, start + _SECTION_CHARACTERS):
             yield text[start : end.end()]
@@ -134,7 +134,7 @@ def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
-    """Write a tokenizer into ``folder``, all of it or nothing; return False when the very same is already there.
+    """Write a tokenizer into ``folder`` atomically; return ``False`` if an identical one exists.
 
     Raises:
         ConfigError: The folder holds another one, or cannot be written.
@@ -157,7 +157,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
 
 
 def describe(tokenizer: PreTrainedTokenizerFast, usage: TokenUsage, held_out: TokenUsage) -> Iterator[str]:
-    """Yield what a tokenizer has learned, line by line.
+    """Yield a summary of a trained tokenizer, line by line.
 
     Args:
         tokenizer: The tokenizer.
@@ -196,7 +196,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of ``train_tokenizer`` that the flags stand for.
+    """Return the arguments of ``train_tokenizer`` from the flags.
 
     Raises:
         ConfigError: The chat template cannot be read, a special token is too short, or the vocabulary is too small.
@@ -223,7 +223,7 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
             problems.append(Problem("--chat_template", found, "write `chatml`, or the path of a Jinja file"))
     for token in (eos_token, *special_tokens):
         if len(token) < 2:
-            found = f"{token!r} is no special token: it must not be what a byte of text is spelt as"
+            found = f"{token!r} cannot be a special token: it equals the spelling of a byte"
             problems.append(Problem("--special_token, --eos_token", found, "write at least two characters"))
     smallest = NUM_BYTES + len({eos_token, PAD_TOKEN, *special_tokens})
     if options.vocab_size < smallest:
@@ -235,7 +235,7 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _open_folder(folder: Path, vocab_size: int) -> None:
-    """Make the folder; refuse, before anything is trained, one whose tokenizer cannot be the same.
+    """Create the folder; raise before training if it holds another tokenizer.
 
     Raises:
         ConfigError: It holds another tokenizer, or cannot be made.
@@ -286,7 +286,7 @@ def _open_data(options: argparse.Namespace) -> Mixture:
 
 
 def _prove_template(settings: dict[str, Any], name: str | None) -> ChatTemplate | None:
-    """Return the chat template, after training data were made through it, by a tokenizer that knows bytes alone.
+    """Return the chat template, after rendering training data with it by a byte-level tokenizer.
 
     Raises:
         ConfigError: It does not compile, refuses a question and its answer, or does not end the answer.
@@ -308,10 +308,10 @@ def _prove_template(settings: dict[str, Any], name: str | None) -> ChatTemplate 
 
 
 def _refuse_another(files: Sequence[Path], folder: Path) -> None:
-    """Do nothing when ``folder`` has the very same files.
+    """Raise unless ``folder`` has identical files.
 
     Raises:
-        ConfigError: It has not.
+        ConfigError: It has others.
     """
     for file in files:
         there = folder / file.name

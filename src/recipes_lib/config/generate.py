@@ -50,7 +50,7 @@ _SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {"corpus": CORPUS
 
 
 def main() -> None:
-    """Write every generated file."""
+    """Write all generated files."""
     for path, text in build_tables().items():
         path.write_text(text, encoding="utf-8")
     load_table.cache_clear()
@@ -64,7 +64,7 @@ def build_tables() -> dict[Path, str]:
 
 
 def build_documents() -> dict[Path, str]:
-    """Return path and content of what is made from the key tables: editor schemas, and the two generated pages."""
+    """Return path and content of editor schemas and the two generated pages."""
     documents = {
         table_path(recipe).with_suffix("").with_suffix(".schema.json"): _build_schema(recipe) for recipe in TABLES
     }
@@ -285,7 +285,7 @@ def _show(value: object) -> str:
 
 
 def _share_rows(table: Mapping[str, Retired]) -> dict[tuple[str, str], list[str]]:
-    """Return what happens to keys and why -> all keys that share it."""
+    """Group keys by what migration does with them and why."""
     shared: dict[tuple[str, str], list[str]] = {}
     for key, retired in sorted(table.items()):
         shared.setdefault((describe_fate(key, retired), f"{retired.found}; {retired.remedy}"), []).append(f"`{key}`")
@@ -293,7 +293,7 @@ def _share_rows(table: Mapping[str, Retired]) -> dict[tuple[str, str], list[str]
 
 
 def describe_fate(key: str, retired: Retired) -> str:
-    """Return what migration does with a key, in words.
+    """Describe what migration does with a key.
 
     A value that is not named is left to the user: ``Retired.rewrite``.
     """

@@ -62,7 +62,7 @@ def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
 
 
 def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
-    """Read a script's arguments: the configuration to run, or the text that ``--help`` or ``--print-config`` asks for.
+    """Parse a script's arguments into its configuration, or return the text of ``--help`` or ``--print-config``.
 
     Raises:
         ConfigError: As ``load_config``; ``--help`` never.
@@ -94,7 +94,7 @@ def format_help(table: KeyTable) -> str:
 
 
 def format_config(config: RecipeConfig, table: KeyTable) -> str:
-    """Return every effective value as YAML that loads again, each with where it comes from as a comment.
+    """Return all effective values as valid YAML, each with its provenance as a comment.
 
     A key that another one leaves without effect is a comment.
     """
@@ -112,21 +112,21 @@ def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Ma
 
 
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags by which a command names the run that it is about."""
+    """Add ``--recipe`` and ``--config`` to a command."""
     parser.add_argument("--recipe", "--stage", help="recipe (default: what the file's name begins with, or sft)")
     about = "the recipe; further --key value flags override it (`python recipes/RECIPE.py --help` lists the keys)"
     parser.add_argument("--config", metavar="F", help=about)
 
 
 def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:
-    """Return the recipe that a command's arguments are about, and the rest of them.
+    """Return the recipe of a command, and the remaining arguments.
 
-    It is what ``--recipe`` says; without it, what the name of the configuration file begins with, as that of
-    ``pretrain_long.yaml``; else ``sft``.
+    ``--recipe`` names it; otherwise the first word of the configuration's file name does, as in
+    ``pretrain_long.yaml``; the default is ``sft``.
 
     Args:
         argv: The arguments.
-        recipes: What the command knows; ``check`` and ``plan`` know a corpus too.
+        recipes: Recipes that the command supports; ``check`` and ``plan`` also support a corpus.
 
     Raises:
         ConfigError: There is no such recipe.
@@ -144,13 +144,13 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
 
 
 def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
-    """Return the configuration of the run that a command is about.
+    """Load the configuration of a command's run.
 
-    As argparse does with its own ``--help``, ``--help`` and ``--print-config`` are printed, and end the command.
+    ``--help`` and ``--print-config`` print their text and end the command, as argparse does.
 
     Args:
         recipe: From ``split_recipe``, or that of the command.
-        overrides: What the command itself did not take: ``--key value`` flags.
+        overrides: The remaining ``--key value`` flags.
         config: Value of its own ``--config``.
 
     Raises:
@@ -164,7 +164,7 @@ def load_for_command(recipe: str, overrides: Sequence[str], config: str | None =
 
 
 def check_text(recipe: str, text: str, path: Path) -> RecipeConfig:
-    """Check a recipe's YAML text as the file ``path`` would be.
+    """Check a recipe's YAML text as if it were the file ``path``.
 
     Raises:
         ConfigError: As ``load_config``.
@@ -175,11 +175,11 @@ def check_text(recipe: str, text: str, path: Path) -> RecipeConfig:
 
 @dataclass(slots=True)
 class CommandLine:
-    """What the command line asks for.
+    """Parsed command line.
 
     Attributes:
         config: The YAML file.
-        wants: ``help`` or ``print`` when a text is asked for instead of a run.
+        wants: ``help`` or ``print`` if a text is requested instead of a run.
         entries: The overrides, in order.
     """
 
@@ -189,7 +189,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Problem]) -> CommandLine:
-    """Read the arguments after the script's name; what is wrong goes to ``problems``."""
+    """Parse the arguments after the script's name; errors are added to ``problems``."""
     command = CommandLine()
     seen: set[str] = set()
     arguments = list(argv)
@@ -238,7 +238,7 @@ def _add(
 
 
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:
-    """Return a flag's text as a node: JSON or YAML where a list or a mapping may stand, else the bare text."""
+    """Return a flag's text as a YAML node: parsed if the key allows a list or a mapping, else plain text."""
     if text is None:
         if key is not None and not key.accepts("boolean"):
             problems.append(Problem(flag, "has no value", f"write `{flag} value`"))
@@ -301,7 +301,7 @@ def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
 
 
 def _read_values(given: Mapping[str, Entry], table: KeyTable, problems: list[Problem], adapt: Adapt) -> dict[str, Any]:
-    """Return the valid values by key; what is wrong with the others goes to ``problems``."""
+    """Return the valid values by key; errors of the others are added to ``problems``."""
     values = {}
     for key, entry in given.items():
         if key not in table.keys:
@@ -362,13 +362,13 @@ def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
 
 @functools.cache
 def read_synonyms() -> Mapping[str, str]:
-    """Return name elsewhere -> our key, of one recipe or of several."""
+    """Return names in other libraries -> key here, for one recipe or several."""
     names = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
     return {name: key for key, synonyms in names.items() for name in synonyms.split()}
 
 
 def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
-    """Return what is wrong with a key outside the table.
+    """Explain an unknown key.
 
     Args:
         entry: The key with its value.
@@ -415,19 +415,19 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
 
 
 Adapt = Callable[[str, Any], Any]
-"""Changes the value of a key where it stands for another, as ``~/`` does for the home folder."""
+"""Transforms a value after reading, such as ``~/`` to the home folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the user wrote.
+    """Keys given by the user.
 
     Attributes:
         path: The YAML file; ``None`` when everything came from flags.
-        wants_print: Whether the effective values are asked for instead of a run.
+        wants_print: Whether ``--print-config`` is given.
         entries: By key, flags over the file.
-        values: The valid ones.
-        problems: What is wrong with the others; the command adds its own.
+        values: Valid values.
+        problems: Errors of the others; the command adds its own.
     """
 
     path: Path | None
@@ -437,18 +437,18 @@ class Given:
     problems: list[Problem]
 
     def where(self, key: str) -> str:
-        """Return where a key stands, or would have to."""
+        """Return the location of a key, or the file if it is missing."""
         return self.entries[key].where if key in self.entries else str(self.path or "command line")
 
     def require(self, **remedies: str) -> None:
-        """Add a problem for each of these keys that is missing; the values say what to write."""
+        """Add a problem for each missing key; the values are the remedies."""
         for key, remedy in remedies.items():
             if key not in self.entries:
                 self.problems.append(Problem(str(self.path or "command line"), f"`{key}` is missing", remedy))
 
 
 def read_given(name: str, argv: Sequence[str], adapt: Adapt) -> Given | str:
-    """Read a command's arguments, ``--config F`` and ``--key value``; or return the text of ``--help``.
+    """Parse ``--config F`` and ``--key value`` of a command, or return the text of ``--help``.
 
     Args:
         name: Of the key table.
@@ -473,7 +473,7 @@ def expand_paths(value: Any) -> Any:
 
 
 def format_given(name: str, given: Given) -> str:
-    """Return every effective value as YAML that loads again, each with where it comes from as a comment."""
+    """Return all effective values as valid YAML, each with its provenance as a comment."""
     table = load_table(name)
     origins = {key: given.where(key) if key in given.entries else "default" for key in table.keys}
     return _format_values(table, given.values, origins)

@@ -1,4 +1,4 @@
-"""Paths and Hub ids: what looks like a path must exist, and what is neither is refused."""
+"""Validation of paths and Hub ids: paths must exist; anything else must be a valid Hub id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATH_KEYS: Final = (*_REFERENCES, "replay_from", "dataset_test_split", "chat_tem
 
 
 def expand_home(text: str) -> str:
-    """Return a path with ``~/`` at its beginning replaced by the home folder; ``~name`` is a name like any other.
+    """Replace a leading ``~/`` by the home folder; ``~name`` is not expanded.
 
     Raises:
         ConfigError: This user has no home folder.
@@ -39,11 +39,11 @@ def expand_home(text: str) -> str:
         return str(Path.home()) + text[1:]
     except RuntimeError:
         found = "this user has no home folder"
-        raise ConfigError(Problem(text, found, "set the variable HOME, or write the path whole")) from None
+        raise ConfigError(Problem(text, found, "set the variable HOME, or write an absolute path")) from None
 
 
 def names_path(dataset_test_split: str) -> bool:
-    """Return whether held-out data are named by a path; a bare word is a split, whatever lies there."""
+    """Return whether held-out data are given as a path; a bare word is always a split."""
     return "/" in dataset_test_split or looks_local(dataset_test_split)
 
 
@@ -62,7 +62,7 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
         if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
             yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
         if settings.gives(key) and settings[key].startswith("~"):
-            found = f"`{key}` begins with `{settings[key].partition('/')[0]}`, and only `~/` is your home folder"
+            found = f"`{key}` begins with `{settings[key].partition('/')[0]}`, and only `~/` is expanded"
             yield settings.problem(key, found, f"write `~/...`, or `./{settings[key]}` if that is its name")
 
 
@@ -75,7 +75,7 @@ def _locate_entry(settings: Settings, index: int) -> str:
 
 
 def looks_local(text: str) -> bool:
-    """Return whether a text can only be meant as a path."""
+    """Return whether a text must be a path."""
     return text.startswith((".", "/", "~")) or text.endswith(_FILE_SUFFIXES) or "\\" in text
 
 

@@ -21,7 +21,7 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
-    """Return the effective defaults of a recipe that are not upstream's: key -> (value, reason)."""
+    """Return the defaults of a recipe that differ from upstream's: key -> (value, reason)."""
     return {key: tuple(default) for key, default in _gather("defaults", recipe).items()}
 
 
@@ -31,12 +31,12 @@ def read_choices(recipe: str) -> Mapping[str, list[str | bool]]:
 
 
 def read_added_choices(recipe: str) -> Mapping[str, list[str]]:
-    """Return the values of upstream's keys that upstream has not."""
+    """Return additional values of upstream keys."""
     return _gather("added_choices", recipe)
 
 
 def read_notes() -> Mapping[str, str]:
-    """Return what an upstream help text does not say about the key here."""
+    """Return additions to upstream's help texts."""
     notes: Mapping[str, str] = _read()["notes"]
     return notes
 
@@ -53,7 +53,7 @@ def read_bounds() -> Mapping[str, Mapping[str, float]]:
 
 @functools.cache
 def read_refused(recipe: str) -> Mapping[str, Retired]:
-    """Return the keys that upstream or another recipe has and this one has not, each with what to say about it."""
+    """Return the keys of upstream or other recipes that this recipe refuses, with their messages."""
     return build_retired(entry for entry in _read()["refused"] if recipe in entry.get("recipes", recipe).split())
 
 

@@ -18,7 +18,7 @@ from recipes_lib.errors import Problem
 
 _EVAL_KEYS: Final = {**dict.fromkeys(("name", "config", "revision", "split", "format"), str), "columns": dict | None}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""``module:name`` of what a user wrote: a reward or a metric."""
+"""Import path of a user's reward or metric: ``module:name``."""
 
 _REPLAYED: Final = ("replay_dataset", "replay_from")
 _IN_BITS: Final = ("load_in_8bit", "load_in_4bit")
@@ -47,10 +47,10 @@ _EXCLUSIVE: Final = (
     ("adapter_name_or_path", "kl_to_base", "keep one, or merge the adapter first: the base is not where it starts"),
     *((key, "torch_compile", f"keep one: it drops the forward hooks of `{key}`") for key in WEIGHTS),
 )
-"""Keys that cannot be set together, and the remedy; the problem is where the second one stands."""
+"""Mutually exclusive keys, and the remedy; the problem is reported at the second one."""
 
 SHARE_OR_COUNT: Final = ("warmup_steps", "logging_steps", "eval_steps", "save_steps", "test_split_size", "decay_steps")
-"""Numbers that are a share below 1 and a whole count from 1 on."""
+"""Keys that are a share below 1, and an integer count from 1."""
 _SAVED: Final = ("steps", "epoch", "best")
 _HAVE_REFERENCE: Final = tuple(
     loss for loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"] if loss not in ("simpo", "orpo", "sft")
@@ -77,10 +77,10 @@ _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Upstream's schedule -> its options; the others have none.
 
-Source: transformers ``TYPE_TO_SCHEDULER_FUNCTION``; ``tests/config/test_schedule_rules.py`` holds it to the signatures.
+Source: transformers ``TYPE_TO_SCHEDULER_FUNCTION``; compared in ``tests/config/test_schedule_rules.py``.
 """
 _ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
-"""Of torchao: those of upstream's optimizers that read ``bf16_stochastic_round``; the others ignore it."""
+"""Optimizers (torchao's) that read ``bf16_stochastic_round``; the others ignore it."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Rule = Callable[[Settings], Iterator[Problem]]
 
@@ -171,7 +171,7 @@ _DEPENDENCIES: Final = (
 
 
 def check_exclusive(settings: Settings) -> Iterator[Problem]:
-    """Keys that cannot be set together."""
+    """Mutually exclusive keys."""
     for first, second, remedy in _EXCLUSIVE:
         if settings.changes(first) and settings.changes(second) and settings[first] and settings[second]:
             found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
@@ -179,7 +179,7 @@ def check_exclusive(settings: Settings) -> Iterator[Problem]:
 
 
 def check_dependencies(settings: Settings) -> Iterator[Problem]:
-    """Keys without effect, each at the first dependency that is not met; a key at its default asks for nothing."""
+    """Keys without effect, each at its first unmet dependency; keys at their default are accepted."""
     told: set[str] = set()
     for dependency in _DEPENDENCIES:
         for key in dependency.keys.split():
@@ -189,12 +189,12 @@ def check_dependencies(settings: Settings) -> Iterator[Problem]:
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
-    """There is a reward, each has one weight, and answers fit the row."""
+    """At least one reward, one weight each, and answers that fit into a row."""
     functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
     num_rewards = len(functions) + has_model
     is_told = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
     if not num_rewards and not is_told:
-        found = "nothing scores the answers: neither `reward_funcs` nor `reward_model_name_or_path` is set"
+        found = "no reward: neither `reward_funcs` nor `reward_model_name_or_path` is set"
         yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
     for function in functions:
         if not _FUNCTION.fullmatch(function.partition("(")[0]):
@@ -212,11 +212,9 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
 
 
 def check_policy(settings: Settings) -> Iterator[Problem]:
-    """Checkpoints are no models, and continuous batching has kernels of its own."""
+    """RL checkpoints are not models, and continuous batching needs its own attention kernels."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
-        found = (
-            f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, and those of this recipe are no models"
-        )
+        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, which are no model folders here"
         yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
     if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
         found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
@@ -224,20 +222,20 @@ def check_policy(settings: Settings) -> Iterator[Problem]:
 
 
 def check_own_reference(settings: Settings) -> Iterator[Problem]:
-    """Without its adapter a policy is its own reference."""
+    """The reference is the policy without its adapter."""
     if not settings["use_peft"]:
         return
     if settings["init_lora_weights"] in ("pissa", "olora"):
-        found = f"`init_lora_weights: {settings['init_lora_weights']}` leaves no base that could be the reference"
+        found = f"`init_lora_weights: {settings['init_lora_weights']}` changes the base, which would be the reference"
         yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
     for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
         if settings.gives(key):
-            found = f"`{key}` is not done in this recipe"
+            found = f"`{key}` is not supported in this recipe"
             yield settings.problem(key, found, "delete the line; `recipes merge` merges an adapter first")
 
 
 def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
-    """Weights of tokens have room between their bounds, and VESPO, whose own are of answers, takes those of tokens."""
+    """Importance sampling: valid bounds, and per-token weights for VESPO, which weighs whole answers itself."""
     lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
     if lowest is not None and highest is not None and lowest >= highest:
         found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"
@@ -249,11 +247,11 @@ def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
-    """Each layer is compared once."""
+    """Layer indices are from 1 and distinct."""
     for key in ("feature_layers", "relation_layers"):
         layers = settings[key]
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
-            found = f"`{key}` is {layers}: layers are counted from 1, and each is compared once"
+            found = f"`{key}` is {layers}: indices start at 1 and must be distinct"
             yield settings.problem(key, found, "write such as [4, 8], or delete the line for the default")
 
 
@@ -268,7 +266,7 @@ def check_schedule(settings: Settings) -> Iterator[Problem]:
 
 
 def check_schedule_options(settings: Settings) -> Iterator[Problem]:
-    """What upstream's schedules cannot do without, and that they take no other options."""
+    """Required and allowed options of upstream's schedules."""
     kind, options = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"] or {}
     needed = {"warmup_stable_decay": {"num_decay_steps"}}.get(kind, set())
     if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
@@ -286,9 +284,9 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
 
 
 def check_shape(settings: Settings) -> Iterator[Problem]:
-    """The shape of a schedule of ours: a decay that ends above 0, a warm-up and a batch ramp that fit the run."""
+    """Shape of our own schedules: a decay to above 0, and a warm-up and batch ramp within the run."""
     if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
-        found = "an exponential decay to `min_lr_ratio: 0` is at 0 with its first step"
+        found = "an exponential decay to `min_lr_ratio: 0` would be 0 from its first step"
         yield settings.problem("min_lr_ratio", found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
     if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
         warmup, length = settings["warmup_tokens"], settings["max_tokens"]
@@ -296,7 +294,7 @@ def check_shape(settings: Settings) -> Iterator[Problem]:
             found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
             yield settings.problem("warmup_tokens", found, "lower it, or train longer")
     if settings.gives("batch_ramp_tokens") and settings["gradient_accumulation_steps"] == 1:
-        found = "`batch_ramp_tokens` has no effect: the batch grows by micro-batches, and a step has one"
+        found = "`batch_ramp_tokens` has no effect: the batch grows by whole micro-batches, and a step has one"
         remedy = "write `gradient_accumulation_steps: 2` or more, or delete the line"
         yield settings.problem("batch_ramp_tokens", found, remedy)
 
@@ -319,7 +317,7 @@ def check_decisions(settings: Settings) -> Iterator[Problem]:
 
 
 def check_shares(settings: Settings) -> Iterator[Problem]:
-    """Numbers that are a share below 1 and a count from 1 on must be whole from 1 on, and written so."""
+    """Shares below 1 and counts from 1: counts must be integers."""
     for key in SHARE_OR_COUNT:
         value = settings[key]
         if isinstance(value, float) and value >= 1:
@@ -328,17 +326,17 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """Streams have no length, and a mixture is not empty."""
+    """Streams need ``max_steps``; a mixture is not empty."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
-        found = "`dataset_streaming` needs `max_steps`: a stream has no end to count epochs by"
+        found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
         yield settings.problem("dataset_streaming", found, "write `max_steps: ...`")
     if settings["dataset_mixture"] == []:
         yield settings.problem("dataset_mixture", "`dataset_mixture` is empty", "write at least one entry")
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
-    """A mixture goes by shares or by repeats; in fine-tuning the shares of all entries are known to be such."""
+    """A mixture uses ``weight`` or ``repeat``; in fine-tuning weights must sum to 1 or 100."""
     entries, where = settings["dataset_mixture"] or [], settings.where("dataset_mixture")
     weights = [entry["weight"] for entry in entries if "weight" in entry]
     if weights and any("repeat" in entry for entry in entries):
@@ -350,7 +348,7 @@ def check_mixture(settings: Settings) -> Iterator[Problem]:
 
 
 def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the weights of a mixture can only be meant as shares: each entry has one, and they sum to 1 or 100.
+    """Whether the weights of a mixture are shares: each entry has one, and they sum to 1 or 100.
 
     In fine-tuning a weight used to be what ``repeat`` is; a file that means that is refused, not read as another.
     """
@@ -359,10 +357,10 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
-    """Named held-out sets can be told apart in the figures, and say where they are."""
+    """Names of held-out sets give distinct metric names, and each set has a path or Hub id."""
     for name, entry in (settings["eval_datasets"] or {}).items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
-            found = f"`eval_datasets` names a set {name!r}, which is part of the names of its figures"
+            found = f"`eval_datasets` names a set {name!r}, which becomes part of metric names"
             yield settings.problem("eval_datasets", found, "name it by letters, digits, dots and hyphens")
         unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else {"?"}
         if unknown or not isinstance(entry.get("name"), str):
@@ -377,7 +375,7 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
             yield settings.problem("eval_datasets", found, f"write {choices.get(key, 'a text')}")
     if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
         prefix, figure, name = old.groups(default="")
-        found = f"`metric_for_best_model: {old.group()}` has the name of the set last"
+        found = f"`metric_for_best_model: {old.group()}` puts the name of the set last"
         yield settings.problem("metric_for_best_model", found, f"write `{prefix}{name}_{figure}`")
     if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
         found = "the loss `sft` is a mean over the tokens of one held-out set, and there would be several"
@@ -385,7 +383,7 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
 
 
 def check_stream(settings: Settings) -> Iterator[Problem]:
-    """Of a stream nothing is known before it is read, and it is one dataset."""
+    """A stream is a single dataset, with named held-out data."""
     if not settings["dataset_streaming"]:
         return
     if settings["max_length"] is None and not settings.broken("max_length"):
@@ -394,7 +392,7 @@ def check_stream(settings: Settings) -> Iterator[Problem]:
         remedy = "name held-out data: dataset_test_split"
         yield settings.problem("test_split_size", "rows cannot be held out of a stream", remedy)
     if settings["dataset_mixture"]:
-        found = "a mixture cannot be streamed: its parts would be trained on one after another"
+        found = "a mixture cannot be streamed: its datasets would be read one after another"
         yield settings.problem("dataset_streaming", found, "set it to false, or mix the data on disk first")
 
 
@@ -408,12 +406,12 @@ def check_start(settings: Settings) -> Iterator[Problem]:
         if "model_type" not in settings["model_config"]:
             yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
         if not settings.gives("tokenizer_name_or_path") and not settings.broken("tokenizer_name_or_path"):
-            found = "`model_config` starts from random weights, and no tokenizer comes with those"
+            found = "`model_config` starts from random weights, which come without a tokenizer"
             yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
 
 
 def check_precision(settings: Settings) -> Iterator[Problem]:
-    """Weights of sixteen bits lose what an update adds to them, unless they are rounded stochastically."""
+    """16-bit master weights lose small updates, unless they are rounded stochastically."""
     dtype, optim = settings["dtype"], settings["optim"]
     is_asked = "bf16_stochastic_round=True" in (settings["optim_args"] or "")
     rounds = optim == "adamw_bf16_stochastic" or (is_asked and optim in _ROUNDING)
@@ -430,17 +428,17 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
 
 
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
-    """The phases of a curriculum start at 0, rise, and weigh every dataset of the mixture."""
+    """Phases of a curriculum start at 0, increase, and have a weight for every dataset."""
     phases, where = settings["dataset_curriculum"], settings.where("dataset_curriculum")
     if phases is None:
         return
     if not settings.gives("dataset_mixture"):
-        yield Problem(where, "`dataset_curriculum` has no mixture to weigh", "write `dataset_mixture`")
+        yield Problem(where, "`dataset_curriculum` needs a mixture", "write `dataset_mixture`")
         return
     starts = [phase["start_tokens"] for phase in phases]
     if not starts or starts[0] != 0 or any(later <= earlier for earlier, later in itertools.pairwise(starts)):
         found = f"the phases of `dataset_curriculum` start at {starts} tokens"
-        yield Problem(where, found, "start the first at 0, and each later one after the one before")
+        yield Problem(where, found, "start the first at 0, the others in increasing order")
     for index, phase in enumerate(phases):
         count = len(settings["dataset_mixture"])
         is_sound = len(phase["weights"]) == count and min(phase["weights"]) >= 0 and max(phase["weights"]) > 0
@@ -462,7 +460,7 @@ def check_model(settings: Settings) -> Iterator[Problem]:
             repository = repository or settings["model_name_or_path"]
         is_needed = settings["trust_remote_code"] and repository is not None and not is_local(repository)
         if is_needed and not COMMIT.fullmatch(settings[revision] or ""):
-            found = f"`trust_remote_code` runs whatever the repository {repository} holds that day"
+            found = f"`trust_remote_code` runs code of the repository {repository}, which may change"
             yield settings.problem("trust_remote_code", found, f"write `{revision}:` as a commit of 40 hex digits")
     if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
         found = f"`fp16` scales gradients of float32 weights, and `dtype` is {settings['dtype']}"
@@ -470,7 +468,7 @@ def check_model(settings: Settings) -> Iterator[Problem]:
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
-    """What reads the held-out loss needs it; metrics are import paths and read samples."""
+    """Keys that need evaluations; metrics are import paths."""
     if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
         found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
         yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
@@ -500,34 +498,34 @@ def check_best_model(settings: Settings) -> Iterator[Problem]:
 
 
 def check_kept(settings: Settings) -> Iterator[Problem]:
-    """What is to stay for ever must be saved in the first place."""
+    """``save_keep_steps`` is a multiple of ``save_steps``."""
     keep, every = settings["save_keep_steps"], settings["save_steps"]
     if keep is None:
         return
     if settings["save_strategy"] == "steps" and (every < 1 or keep % every):
         found = f"`save_keep_steps` ({keep}) is not a multiple of `save_steps` ({every})"
-        remedy = "write both as counts, one a multiple of the other: only what is saved can stay"
+        remedy = "write both as counts, one a multiple of the other: only saved checkpoints can be kept"
         yield settings.problem("save_keep_steps", found, remedy)
 
 
 def check_adapter_recipe(settings: Settings) -> Iterator[Problem]:
-    """The recipe of adapters trains one."""
+    """The LoRA recipe trains an adapter."""
     if not settings["use_peft"]:
         remedy = "use the `sft` recipe, which trains all weights"
         yield settings.problem("use_peft", "`use_peft` is false", remedy)
 
 
 def check_base(settings: Settings) -> Iterator[Problem]:
-    """Without its adapter a model must be what training starts from."""
+    """``kl_to_base`` needs the initial model: the model without its adapter."""
     if settings["kl_to_base"] and settings["init_lora_weights"] in ("pissa", "olora"):
-        found = f"`init_lora_weights: {settings['init_lora_weights']}` leaves no base for `kl_to_base`"
+        found = f"`init_lora_weights: {settings['init_lora_weights']}` changes the base that `kl_to_base` needs"
         yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
 
 
 def check_compared(settings: Settings) -> Iterator[Problem]:
-    """Prompts and answers are whole, and what is compared is not random."""
+    """Preference data: no truncated answers, no dropout in compared scores."""
     if settings["overlong"] in ("truncate", "split"):
-        found = f"`overlong: {settings['overlong']}` would compare parts of answers, or ask half a question"
+        found = f"`overlong: {settings['overlong']}` would truncate the prompts or answers that are compared"
         yield settings.problem("overlong", found, "write `overlong: drop`, or a larger `max_length`")
     if settings["lora_dropout"]:
         found = "`lora_dropout` makes log-probabilities and scores random, and they are compared"
@@ -535,7 +533,7 @@ def check_compared(settings: Settings) -> Iterator[Problem]:
 
 
 def check_preference(settings: Settings) -> Iterator[Problem]:
-    """Several losses have as many weights, and those that need a scale or label noise have it."""
+    """One weight for each loss; losses that need ``beta`` or label noise have them."""
     losses, weights = settings["loss_type"], settings["loss_weights"]
     if settings.broken("loss_type"):
         return
@@ -543,7 +541,7 @@ def check_preference(settings: Settings) -> Iterator[Problem]:
         found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
         yield settings.problem("loss_weights", found, f"write {len(losses)}, in the order of `loss_type`")
     if settings["beta"] == 0:
-        found = "`beta: 0` makes every pair equal: it is the scale of what they are held against"
+        found = "`beta: 0` makes the loss constant: it scales the log-ratios"
         yield settings.problem("beta", found, "write a number above 0, such as 0.1")
     if "exo_pair" in losses and not settings["label_smoothing"]:
         found = "`loss_type: exo_pair` needs `label_smoothing` above 0: it takes its logarithm"

@@ -19,21 +19,21 @@ class DistillationConfig:
     """Knowledge distillation from a teacher; the spelling of TRL's ``DistillationConfig`` where it has the key."""
 
     teacher_model_name_or_path: str | None = None
-    """Hub id or folder of the teacher, which has the student's tokenizer; it is frozen, and saved nowhere."""
+    """Hub id or folder of the teacher, which has the student's tokenizer; it is frozen, and not saved."""
     teacher_model_revision: str | None = None
     """Commit, tag or branch of a Hub teacher."""
     teacher_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the teacher's weights; ``auto`` is that of its checkpoint."""
     teacher_top_k: int | None = None
-    """Likeliest tokens a position that ``recipes distill-store`` keeps. Unset: the teacher runs beside the student."""
+    """Top-k tokens per position in the store of ``recipes distill-store``. Unset: the teacher runs during training."""
     distillation_alpha: float = 0.5
-    """Share of the text's own tokens in the loss; the rest is the teacher's. At 0 the text only says what is asked."""
+    """Weight of the cross entropy on the text; the rest is that of the divergence from the teacher."""
     distillation_beta: float = 0.0
     """Divergence to the teacher: 0 is forward KL, 1 reverse KL, between them generalised Jensen-Shannon."""
     distillation_temperature: float = 1.0
     """Divides the logits of both models before the divergence, which is multiplied by its square."""
     assistant_model_names_or_paths: list[str] | None = None
-    """Models between teacher and student, the largest first; ``recipes distill-chain`` makes each the next teacher."""
+    """Teacher assistants, the largest first; ``recipes distill-chain`` distils through them."""
     lmbda: float = 0.0
     """Share of on-policy steps: the student samples the answers and the teacher scores them; GKD's spelling."""
     sampling_temperature: float = 1.0
@@ -56,7 +56,7 @@ class LayersConfig:
     feature_layers: list[int] | None = None
     """Layers of the student, from 1, whose hidden states are compared. Unset: all of them."""
     projection_learning_rate: float = 1e-3
-    """Peak learning rate of the projections, which begin anew; their schedule is that of the student."""
+    """Peak learning rate of the projections, which are initialised randomly; their schedule is that of the student."""
     attention_weight: float = 0.0
     """Weight of the KL from the teacher's attention, the mean of a layer's heads; ``attn_implementation: eager``."""
     similarity_weight: float = 0.0
@@ -84,7 +84,7 @@ class MixtureEntry(TypedDict, total=False):
     weight: float
     """Its share of the mixture, of the rows in fine-tuning and of the tokens in pretraining, relative to the sum."""
     repeat: float
-    """How often its rows come up, instead of a share: 0.5 takes a random half, 2 takes each twice. Default 1."""
+    """Passes over its rows, instead of a share: 0.5 takes a random half, 2 takes each twice. Default 1."""
     config: str
     """As ``dataset_config``."""
     revision: str
@@ -128,9 +128,9 @@ class DataConfig:
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
     """Several datasets for one: a list of ``{name, weight, repeat, config, revision, split, format, columns}``."""
     dataset_format: DatasetFormat = "auto"
-    """Row layout; ``auto`` detects it from the columns and names what it found."""
+    """Row layout; ``auto`` detects it from the columns and logs it."""
     dataset_columns: dict[str, Any] | None = None
-    """Columns that have other names here: ``{prompt: question, completion: answer}``; ``{label: null}`` hides one."""
+    """Column mapping: ``{prompt: question, completion: answer}``; ``{label: null}`` hides one."""
     dataset_streaming: bool = False
     """Tokenise while training, for data larger than the disk; needs ``max_steps``."""
     allow_eval_overlap: bool = False
@@ -144,17 +144,17 @@ class TokensConfig:
     loss_on: LossOn | None = None
     """Tokens trained on. Unset: ``assistant`` for chats, ``completion`` for prompt/completion, ``all`` for text."""
     max_length: int | None = None
-    """Tokens in a row of the batch. Unset: the longest example, rounded up to 64; nothing is cut."""
+    """Tokens in a row of the batch. Unset: the longest example, rounded up to 64; nothing is truncated."""
     overlong: Overlong = "error"
-    """What happens to examples longer than ``max_length``."""
+    """Handling of examples longer than ``max_length``."""
     max_truncated_fraction: float | None = None
     """Largest share of target tokens that ``overlong`` may lose before it is an error. Unset: any, with a warning."""
     broken_rows: Literal["error", "drop"] = "error"
-    """What happens to rows that cannot be read, rendered or tokenised; those that are dropped are counted."""
+    """Handling of rows that cannot be read, rendered or tokenised; dropped rows are counted."""
     max_broken_fraction: float = 0.01
     """Largest share of rows that ``broken_rows: drop`` may leave out before it is an error."""
     packing: bool = True
-    """Fill each row of the batch with several examples, kept apart in attention and positions."""
+    """Pack several examples into each row of the batch, isolated in attention and positions."""
     chat_template_path: str | None = None
     """Jinja file that replaces the tokenizer's chat template, in training and in the exported model."""
     eos_token: str | None = None
@@ -201,9 +201,9 @@ class EvaluationConfig:
     metrics: list[str] | None = None
     """Metrics on the samples: import paths of ``evaluate.Metric`` classes, as ``package.module:Class``."""
     early_stopping_patience: int | None = None
-    """Stop after this many evaluations in a row without a gain of ``metric_for_best_model``, or of the loss."""
+    """Stop after this many evaluations in a row without an improvement of ``metric_for_best_model``, or of the loss."""
     early_stopping_threshold: float = 0.0
-    """What a gain must exceed."""
+    """Smallest change that counts as an improvement."""
     device_hour_price: float | None = None
     """Price of one GPU for an hour, in any currency, for the cost in plan and card. Unset: no cost is given."""
 
@@ -223,9 +223,9 @@ class PretrainingConfig:
     cross_document_attention: bool = False
     """Let tokens attend to the documents before theirs in the row, as GPT-2 and GPT-3 did."""
     text_documents: Literal["file", "paragraph", "line"] = "file"
-    """What a document of a text or Markdown file is: the whole file, what stands between blank lines, or a line."""
+    """Unit of a document in text and Markdown files: the file, a paragraph, or a line."""
     dataset_curriculum: list[dict[str, Any]] | None = field(default=None, metadata={"items": CurriculumPhase})
-    """Weights that change while training: a list of ``{start_tokens, weights}``, weights in the mixture's order."""
+    """Mixture weights by phase: a list of ``{start_tokens, weights}``, weights in the mixture's order."""
     max_tokens: int | None = None
     """Tokens to train on, instead of ``max_steps`` or ``num_train_epochs``."""
     decay_embeddings: bool = True
@@ -243,7 +243,7 @@ class ScheduleConfig:
     decay_steps: float | int = 0.2
     """``warmup_stable_decay``: share (below 1) or number of steps over which the rate falls at the end."""
     decay_type: Literal["linear", "cosine", "1-sqrt", "exponential"] = "1-sqrt"
-    """``warmup_stable_decay``: how it falls."""
+    """``warmup_stable_decay``: shape of the decay."""
     batch_ramp_tokens: int | None = None
     """Tokens over which the batch grows to its full size."""
     batch_ramp_start: float = 0.1
@@ -254,12 +254,12 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Low-rank adapters: a few new weights are trained and the model's own stay; TRL's and PEFT's spelling."""
+    """Low-rank adapters (LoRA); TRL's and PEFT's spelling."""
 
     use_peft: bool = False
-    """Train an adapter instead of the model's own weights."""
+    """Train an adapter and freeze the model."""
     adapter_name_or_path: str | None = None
-    """Hub id or folder of an adapter to continue training, on the base that it names. Unset: a fresh one."""
+    """Hub id or folder of an adapter to continue training, on the base that it names. Unset: a new one."""
     lora_r: int = 16
     """Rank of the adapter's matrices."""
     lora_alpha: int = 32
@@ -269,13 +269,13 @@ class AdapterConfig:
     lora_target_modules: list[str] | None = None
     """Layers that get an adapter, by the end of their names. Unset: ``all-linear``, every linear layer but the head."""
     lora_modules_to_save: list[str] | None = None
-    """Modules trained whole beside the adapter and saved with it, such as ``embed_tokens`` and ``lm_head``."""
+    """Modules trained fully in addition to the adapter and saved with it, such as ``embed_tokens`` and ``lm_head``."""
     init_lora_weights: Literal["default", "gaussian", "pissa", "olora", "orthogonal"] = "default"
-    """How a fresh adapter begins; ``pissa`` takes the principal directions out of the model's own weights."""
+    """Initialisation of a new adapter; ``pissa`` moves the principal components of the weights into it."""
     use_rslora: bool = False
-    """Scale by ``lora_alpha / sqrt(lora_r)`` instead, which keeps high ranks learning."""
+    """Scale by ``lora_alpha / sqrt(lora_r)`` instead, which keeps gradients stable at high ranks."""
     use_dora: bool = False
-    """Learn the length of each weight's rows apart from their direction."""
+    """DoRA: learn magnitude and direction of the weight rows separately."""
     loraplus_lr_ratio: float | None = None
     """LoRA+: learning rate of the B matrices over that of the A matrices; 16 in the paper."""
 
@@ -309,7 +309,7 @@ class PreferenceConfig:
     label_smoothing: float = 0.0
     """Share of pairs that are expected to be labelled the wrong way round."""
     unfinished_share: float = 0.0
-    """Share of training pairs whose rejected answer is the chosen one, broken off: unfinished answers score less."""
+    """Share of pairs whose rejected answer is a truncated copy of the chosen one, to penalise unfinished answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,7 +349,7 @@ class RewardsConfig:
     response_length: int = 256
     """Longest answer, in tokens."""
     temperature: float = 1.0
-    """Of sampling, and of every log-probability that is compared."""
+    """Sampling temperature, also applied to all compared log-probabilities."""
     reward_funcs: list[str] | None = None
     """Functions that score answers: import paths ``package.module:function``, called as TRL's GRPO calls them, or
     ``"package.module:factory(name=value)"``, which returns such a function."""
@@ -363,7 +363,7 @@ class RewardsConfig:
     reward_weights: list[float] | None = None
     """Factor of each reward in their sum: the functions in their order, then the model. Unset: 1 each."""
     missing_eos_penalty: float | None = 1.0
-    """Taken off the score of an answer that ran into ``response_length``; null takes off nothing."""
+    """Subtracted from the score of an answer that reached ``response_length``; null subtracts nothing."""
     max_num_gen_batches: int = 1
     """Batches of answers that an iteration samples at most: groups whose answers all earn the same are left out, and
     other prompts asked in their place, as in DAPO; verl's spelling. 1: none is left out."""
@@ -377,14 +377,14 @@ class CriticConfig:
     """Value function of PPO: where it starts, how it is trained and kept."""
 
     critic_model_name_or_path: str | None = None
-    """What the critic starts from. Unset: the reward model, else the policy with a head of 0. With ``use_peft`` it is
+    """Initial weights of the critic. Unset: the reward model, else the policy with a head of 0. With ``use_peft`` it is
     an adapter beside the policy's, and starts from a reward model saved as such an adapter, else from nothing."""
     critic_learning_rate: float = 1e-5
     """Peak learning rate of the critic; its schedule is that of the policy."""
     critic_warmup_iterations: int = 0
     """Iterations in which the critic alone is updated, before the first update of the policy."""
     save_critic: bool = False
-    """Leave the trained critic besides, in ``critic/``, as a reward model is saved; not where it is an adapter."""
+    """Also save the trained critic in ``critic/``, as a reward model; not supported for an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,23 +392,23 @@ class EngineConfig:
     """Generation engine of answers, instead of ``generate``; the spelling of TRL's ``GRPOConfig``."""
 
     use_transformers_continuous_batching: bool = False
-    """Sample by transformers' continuous batching: an answer that ended makes room for the next. For GPUs."""
+    """Sample by transformers' continuous batching: a finished answer is replaced by the next prompt. For GPUs."""
     transformers_continuous_batching_config: dict[str, Any] | None = None
     """Settings of transformers' ``ContinuousBatchingConfig``, such as ``{max_memory_percent: 0.5}``."""
     use_vllm: bool = False
     """Sample by vLLM, which gets the policy's weights every iteration."""
     vllm_mode: Literal["colocate", "server"] = "colocate"
-    """``colocate``: an engine in each training process, on its device. ``server``: one that is started apart."""
+    """``colocate``: an engine in each training process, on its device. ``server``: a separately started one."""
     vllm_gpu_memory_utilization: float = 0.3
     """Share of a device's memory that the colocated engine takes, weights and KV cache together."""
     vllm_enable_sleep_mode: bool = False
-    """Give that memory back while nothing is sampled; for GPUs, where waking up costs a part of a second."""
+    """Release that memory between rollouts; for GPUs, where waking up takes a fraction of a second."""
     vllm_server_base_url: str = "http://localhost:8000"
-    """Where the server listens."""
+    """URL of the vLLM server."""
     vllm_server_timeout: float = 240.0
     """Seconds to wait for it at the start."""
     vllm_group_port: int = 51216
-    """Port over which the weights go to it."""
+    """Port of the weight transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,7 +420,7 @@ class PPOConfig:
     num_mini_batches: int = 4
     """Optimizer steps in a pass; an iteration samples as many answers as they take together."""
     kl_coef: float = 0.05
-    """KL coefficient: reward taken off for each nat of KL to the reference model, a copy of the initial policy."""
+    """KL coefficient: reward subtracted per nat of KL to the reference model, a copy of the initial policy."""
     kl_target_per_sequence: float | None = None
     """KL divergence of a whole answer, in nats, that ``kl_coef`` is adapted to. Unset: ``kl_coef`` is fixed."""
     kl_horizon: float = 10_000
@@ -432,11 +432,11 @@ class PPOConfig:
     lam: float = 0.95
     """Lambda of generalised advantage estimation; 1 for answers above some 500 tokens."""
     cliprange: float = 0.2
-    """How far the ratio of new to old probability counts."""
+    """Clip range of the probability ratio between new and old policy."""
     dual_clip: float | None = None
-    """Largest loss of a token with a negative advantage, in units of that advantage; 3 is usual. Unset: no bound."""
+    """Dual clip: largest loss of a token with negative advantage, in units of it; 3 is usual. Unset: none."""
     cliprange_value: float | None = 0.2
-    """How far the critic's value counts from what it was; null clips nothing."""
+    """Clip range of the value update; null disables clipping."""
     whiten_rewards: bool = False
     """Divide rewards by their standard deviation; advantages are whitened always."""
 
@@ -454,7 +454,7 @@ def read_training(training: Mapping[str, Any], key: _FloatKey) -> float: ...
 @overload
 def read_training(training: Mapping[str, Any], key: str) -> Any: ...
 def read_training(training: Mapping[str, Any], key: str) -> Any:
-    """Return the value of one of upstream's keys in a mapping that leaves out those at upstream's default.
+    """Return the value of an upstream key from a mapping without keys at upstream's default.
 
     ``RecipeConfig.read`` is for a whole configuration, whose recipe may have another default.
 
@@ -473,7 +473,7 @@ def read_training(training: Mapping[str, Any], key: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
-    """One run: our sections, upstream's training keys, and where each value came from.
+    """Configuration of a run: our sections, upstream's training keys, and the provenance of each value.
 
     Attributes:
         recipe: Name of the recipe, one of ``table.RECIPE_NAMES``.
@@ -525,7 +525,7 @@ SECTIONS: Final[Mapping[str, type]] = {
     for name, section in get_type_hints(RecipeConfig).items()
     if isinstance(section, type) and dataclasses.is_dataclass(section)
 }
-"""Our sections by the name of their field in ``RecipeConfig``; ``recipes.py`` says which keys a recipe leaves out."""
+"""Our sections by the name of their field in ``RecipeConfig``; ``recipes.py`` lists the keys that a recipe refuses."""
 
 
 def flatten_config(config: RecipeConfig) -> dict[str, Any]:
@@ -536,5 +536,5 @@ def flatten_config(config: RecipeConfig) -> dict[str, Any]:
 
 
 def list_sections(config: RecipeConfig) -> dict[str, Any]:
-    """Return our keys of all sections, those that the recipe has not too."""
+    """Return the keys of all our sections, including those that the recipe does not have."""
     return {name: value for section in SECTIONS for name, value in dataclasses.asdict(getattr(config, section)).items()}

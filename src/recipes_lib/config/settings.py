@@ -20,8 +20,8 @@ class Settings:
 
     Attributes:
         table: The keys of the recipe.
-        name: The file, or ``command line``; where a missing key is looked for.
-        given: What the user wrote, valid or not; a flag stands in place of the line that it overrides.
+        name: The file, or ``command line``; the location of missing keys.
+        given: The user's entries, valid or not; a flag replaces the line that it overrides.
         values: Valid values the user gave, by key.
     """
 
@@ -31,7 +31,7 @@ class Settings:
     values: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        """Return the effective value: the user's, else the default; ``None`` for a key that the recipe has not."""
+        """Return the effective value: the user's or the default; ``None`` for a key that the recipe does not have."""
         if key in self.values:
             return self.values[key]
         return self.table.keys[key].default if key in self.table.keys else None
@@ -49,7 +49,7 @@ class Settings:
         return key in self.given and key not in self.values
 
     def where(self, key: str) -> str:
-        """Return where the user wrote ``key``; the file when it stands nowhere."""
+        """Return where the user wrote ``key``; the file if it is missing."""
         return self.given[key].where if key in self.given else self.name
 
     def problem(self, key: str, found: str, remedy: str) -> Problem:
@@ -100,11 +100,11 @@ def is_local(reference: Any) -> bool:
 
 
 _NO_WARMUP: Final = ("constant", "reduce_lr_on_plateau", "greedy")
-"""Upstream's schedules that are built without the warm-up."""
+"""Upstream's schedules without a warm-up."""
 
 
 def _warms_up_otherwise(settings: Settings) -> bool:
-    """In pretraining every schedule has a warm-up; these optimizers have one of their own."""
+    """In pretraining every schedule has a warm-up; these optimizers implement their own."""
     return settings.table.recipe == "pretrain" or settings["optim"] in ("schedule_free_adamw", "schedule_free_sgd")
 
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, Protocol
 
 NUM_OF_END: Final = 3
-"""Among how many of its last tokens stands the one that ends an answer: a template may write a line break behind."""
+"""Number of last tokens that may contain the end of an answer: a template may add a line break after it."""
 
 
 class Vocabulary(Protocol):
-    """A tokenizer, as far as its ids go."""
+    """Protocol: the token ids of a tokenizer."""
 
     def get_vocab(self) -> Mapping[str, int]:
         """The id of each token, added ones too."""
@@ -21,22 +21,22 @@ class Vocabulary(Protocol):
 
     @property
     def eos_token_id(self) -> int | None:
-        """Of the end of a text."""
+        """Id of the end-of-text token."""
 
 
 def count_ids(tokenizer: Vocabulary) -> int:
-    """Return the largest id of a tokenizer and 1, more than its tokens where ids are left out; 0 when it has none."""
+    """Return the largest token id plus 1, which exceeds the number of tokens if ids are unused; 0 without tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def find_end_tokens(tokenizer: Vocabulary) -> Collection[int]:
-    """Ids, one of which must end every answer and be trained on."""
+    """Return the ids of which one must end every answer and be trained on."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
 
 
 def count_before_end(answer: Any, end_tokens: Collection[int]) -> int:
-    """Return how many tokens of an answer stand before the one that ends it: its last token but for a line break.
+    """Return the number of tokens before the end token: the last one, except for a line break.
 
     Args:
         answer: Ids, at least one; a list or an array.

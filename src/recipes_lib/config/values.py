@@ -1,4 +1,4 @@
-"""YAML read strictly: entries with line numbers, values typed by the schema of their key, and secrets refused."""
+"""Strict YAML reading: entries with line numbers, values typed by the schema of their key, secrets refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
 }
 _ReadPairs = Callable[[yaml.MappingNode], Sequence[tuple[yaml.Node, yaml.Node]]]
 INVALID: Final = object()
-"""What a value that was refused becomes; the reason is in the problems."""
+"""Placeholder of a refused value; the reason is in the problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Entry:
         key: As written.
         node: The value.
         where: ``file:line`` of the key, or the flag.
-        locate: Where a node inside the value stands.
+        locate: Returns the location of a node inside the value.
         flag: Whether it came from the command line.
         key_node: The key in the file; ``None`` for a flag.
     """
@@ -142,7 +142,7 @@ def unique_pairs(
         if not isinstance(key, yaml.ScalarNode):
             problems.append(Problem(locate(key), "a key is a list or a mapping", "write a plain name"))
         elif key.value in seen:
-            found = f"`{key.value}` is repeated; it stands at {seen[key.value]} already"
+            found = f"`{key.value}` is repeated; it is already set at {seen[key.value]}"
             problems.append(Problem(locate(key), found, "keep one of the two"))
         else:
             seen[key.value] = locate(key)
@@ -151,7 +151,7 @@ def unique_pairs(
 
 
 class _RefusedError(Exception):
-    """YAML that is sound, and that a recipe never needs."""
+    """Valid YAML features that recipes do not allow."""
 
     def __init__(self, found: str, line: int) -> None:
         super().__init__(found)
@@ -159,14 +159,14 @@ class _RefusedError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """A composer of nodes that refuses aliases, deep nesting and half characters, and joins halves."""
+    """YAML loader that refuses aliases, deep nesting and unpaired surrogates, and joins surrogate pairs."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node, refusing what a recipe never needs."""
+        """Compose one node; raise on features that recipes do not allow."""
         if self.check_event(yaml.AliasEvent):
-            raise _RefusedError("an alias (*name) stands for the value", self._line_of_event())
+            raise _RefusedError("the value is an alias (*name)", self._line_of_event())
         if self.depth > _MAX_DEPTH:
             raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", self._line_of_event())
         self.depth += 1
@@ -177,7 +177,7 @@ class _Loader(yaml.SafeLoader):
                 # JSON escapes what lies beyond 16 bits as two halves.
                 node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
             except UnicodeDecodeError as error:
-                raise _RefusedError("an escape is half a character", int(node.start_mark.line)) from error
+                raise _RefusedError("an escape is an unpaired surrogate", int(node.start_mark.line)) from error
         return node
 
     def _line_of_event(self) -> int:
@@ -189,7 +189,7 @@ class Reader:
     """Reads values and collects what is wrong with them.
 
     Attributes:
-        locate: Where a node stands, for messages.
+        locate: Returns the location of a node, for messages.
         problems: Filled while reading.
     """
 
@@ -272,7 +272,7 @@ class Reader:
 
 
 def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, yaml.Node]] | None:
-    """Return the items of a list, each with its name, a single one where it stands alone; ``None`` for all else."""
+    """Return the items of a list, each with its name; a single value is a list of one; ``None`` otherwise."""
     if isinstance(node, yaml.SequenceNode):
         return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
     takes_text = "string" in schema["type"] or "object" in schema["items"]["type"]
@@ -281,7 +281,7 @@ def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, y
 
 
 def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mapping.value) -> Any:
-    """Return a node without a declared type as the plain value that it looks like.
+    """Return a node without a declared type as the plain value that YAML resolves it to.
 
     Args:
         node: Of any kind.
@@ -348,7 +348,7 @@ SECRET_HINTS = (
     *("ya29.", "sk-", "sk_live", "sk_test", "rk_live", "rk_test", "wandb_v1_", "nvapi-", "gsk_", "r8_", "pypi-", "xox"),
     *("eyJ", "PRIVATE KEY", "://", "token=", "key=", "secret=", "password=", "signature=", "sig="),
 )
-"""A text without one of these has no ``SECRET``, but for parameters of an address in capitals; quicker to see."""
+"""Fast pre-check: a text without one of these matches no ``SECRET``, except URL parameters in capitals."""
 # W&B's older keys have the shape of a commit, and AWS's secret ones that of a digest: only their names tell.
 _NAMED = re.compile(
     r"(?:wandb|w&b|api|aws|access|secret)\w*(?:key|token)\w*['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
@@ -360,18 +360,18 @@ _REMEDY = "delete it and revoke it if it was shared; secrets come from the envir
 
 
 def is_secret_key(key: str) -> bool:
-    """Return whether a key asks for a secret; tokens of a vocabulary, such as ``stop_token``, are none."""
+    """Return whether a key is for a secret; vocabulary tokens, such as ``stop_token``, are not."""
     return _KEY.search(key) is not None and _TOKEN_OF_TEXT.search(key) is None
 
 
 def has_secret_shape(text: str) -> bool:
-    """Return whether a text contains something of the shape of an access token."""
+    """Return whether a text contains a string shaped like an access token."""
     return SECRET.search(text) is not None or _NAMED.search(text) is not None
 
 
 def refuse_secret_key(where: str, key: str) -> Problem:
-    """Say that ``key`` is not read, without its value."""
-    return Problem(where, f"`{key}` would put a secret into a file", _REMEDY)
+    """Return the problem of a secret key, without its value."""
+    return Problem(where, f"`{key}` would store a secret in a file", _REMEDY)
 
 
 def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:

@@ -30,6 +30,7 @@ from recipes_lib.demo.stdlib_texts import (
     standard_library,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.files import read_lines, read_record
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.pipelines.runner import run_pipeline
@@ -264,13 +265,13 @@ def show_students(output_dir: Path, console: Console) -> None:
 
 def read_ends(run_dir: Path, key: str) -> tuple[float, float]:
     """Return the first and the last value of a figure of a run."""
-    values = [line[key] for line in read_lines(run_dir / "metrics.jsonl") if key in line]
+    values = [line[key] for line in read_lines(run_dir / "metrics.jsonl") if line and key in line]
     return values[0], values[-1]
 
 
 def show_verdict(output_dir: Path, console: Console) -> None:
     """Print whether the reward model may serve PPO, and what is against it."""
-    failed = json.loads((output_dir / "reward" / "reward_report.json").read_text(encoding="utf-8"))["failed_gates"]
+    failed = read_record(output_dir / "reward" / "reward_report.json")["failed_gates"]
     console.print(f"\nMay the reward model serve PPO? {'Not yet:' if failed else 'Yes, it passes every gate.'}")
     for gate in failed:
         console.print(f"  {gate}")
@@ -279,7 +280,7 @@ def show_verdict(output_dir: Path, console: Console) -> None:
 def show_answers(output_dir: Path, console: Console) -> None:
     """Print what the model wrote before and after each stage, and the truth."""
     for stage, count in SHOWN.items():
-        samples = read_lines(output_dir / stage / "samples.jsonl")
+        samples = [*filter(None, read_lines(output_dir / stage / "samples.jsonl"))]
         first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))
         for before, after in zip(first[:count], last[:count], strict=True):
             prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])
@@ -297,7 +298,7 @@ def _shorten(text: str) -> str:
 
 def show_places(output_dir: Path, stages: Iterable[str], console: Console) -> None:
     """Print where the rest stands, and how to ask more."""
-    question = strip_chat(read_lines(output_dir / "sft" / "samples.jsonl")[0]["prompt"])
+    question = strip_chat(next(filter(None, read_lines(output_dir / "sft" / "samples.jsonl")))["prompt"])
     console.print("\nWhere to look: all stages, and of each the curves and every answer", style="bold")
     console.print(f"  {output_dir / 'index.html'}")
     for stage in stages:
@@ -309,8 +310,3 @@ def show_places(output_dir: Path, stages: Iterable[str], console: Console) -> No
 def strip_chat(prompt: str) -> str:
     """Return the question in a rendered prompt of one turn."""
     return prompt.partition("user\n")[2].partition("<|im_end|>")[0]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

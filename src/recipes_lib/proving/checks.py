@@ -22,6 +22,7 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.environment import read_versions
+from recipes_lib.files import read_record
 from recipes_lib.losses.next_token import compute_cross_entropy
 from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
@@ -143,7 +144,7 @@ def resume_exactly(bench: Bench) -> Figures:
     source, target = (bench.folder / "runs" / name for name in ("resume-whole", "resume-cut"))
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source / "checkpoint-2", target / "checkpoint-2")
-    record = json.loads((source / "run.json").read_text(encoding="utf-8"))
+    record = read_record(source / "run.json")
     record["config"]["output_dir"] = str(target)
     (target / "run.json").write_text(json.dumps(record | {"status": "running"}), encoding="utf-8")
     resumed = bench.train("sft", "resume-cut", resumes=True, **keys)
@@ -392,7 +393,7 @@ def measure_throughput(shape: str, bench: Bench) -> Figures:
         given |= {"compile": compiles, "cpu": not bench.is_cuda, "output": str(output)}
         if bench.launch(["-m", "recipes_lib.proving.scripts", json.dumps(given)], {}, output.with_suffix(".log")):
             raise WrongResultError(f"transformers' trainer failed: {output.with_suffix('.log')}")
-        figures |= {f"{name}_{key}": value for key, value in json.loads((output / "peer.json").read_text()).items()}
+        figures |= {f"{name}_{key}": value for key, value in read_record(output / "peer.json").items()}
     figures["ratio_to_transformers"] = figures["default_tokens_per_second"] / max(
         value for key, value in figures.items() if key.startswith("transformers") and key.endswith("per_second")
     )

@@ -35,13 +35,7 @@ from recipes_lib.rl.monitor import (
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
-from recipes_lib.rl.state import (
-    PPOState,
-    compare_own_shards_with_live,
-    compare_state_with_live,
-    load_state,
-    stage_state,
-)
+from recipes_lib.rl.state import PPOState, compare_with_learners, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
@@ -411,14 +405,13 @@ class PolicyTrainer:
         learners = self._learners
         weights = [learner.parameters for learner in learners.values()]
 
-        def recipe(folder: str) -> Staged:
+        def stage(folder: str) -> Staged:
             staged = stage_state(self._saver, self.state, learners, folder)
-            compare = functools.partial(compare_own_shards_with_live, staged.folder, learners)
+            compare = functools.partial(compare_with_learners, staged.folder, learners)
             return dataclasses.replace(staged, tasks=[*staged.tasks, compare])
 
         self._saver.dry_run(
-            recipe,
-            functools.partial(compare_state_with_live, learners=learners),
+            stage,
             lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),
             num_steps=self.schedule.num_steps,
             model_bytes=count_bytes(weights[0]),

@@ -12,8 +12,6 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from recipes_lib.rl.models import ActorCritic
@@ -26,10 +24,11 @@ from recipes_lib.rl.policy_loss import (
 )
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
+from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
 from recipes_lib.training.collectives import get_world_size
 from recipes_lib.training.guards.step_facts import StepInputs, stop_before_update
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.layouts.fsdp import is_sharded
+from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.optim.optimizers import get_decay_names
 
@@ -137,6 +136,7 @@ class Learner:
         parameters: By name.
         optimizer: Of upstream, by ``optim``.
         scheduler: Its learning rate, step by step.
+        layout: What each process holds of the parameters, of their gradients and of the optimizer's states.
     """
 
     def __init__(
@@ -164,6 +164,7 @@ class Learner:
         self.name = name
         self.model = model
         self.parameters = parameters
+        self.layout = choose_learner_layout(model)
         self._max_norm = args.max_grad_norm
         decaying = set(get_decay_names(model, decay_embeddings=True))
         groups = [
@@ -186,15 +187,10 @@ class Learner:
         """Of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process holds a share of the parameters, of their gradients and of the optimizer's states."""
-        return is_sharded(self.model)
-
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of this process's share of a step's loss; the step is made from the sum of all shares."""
         # FSDP2 sums them here and now, and divides by the number of processes.
-        (loss * get_world_size() if self.is_sharded else loss).backward()  # type: ignore[no-untyped-call]
+        (loss * get_world_size() if self.layout.is_shared else loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, judge: Callable[..., None]) -> float:
         """Update from the gradients of all processes and return their norm before clipping.
@@ -203,13 +199,13 @@ class Learner:
             judge: Given the ``norm``, raises where no update may be made; the parameters are then as they were.
         """
         parameters = list(self.parameters.values())
-        if not self.is_sharded:
+        if not self.layout.is_shared:
             _sum_gradients(parameters)
-        total = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        total = compute_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        norm = float(total)
         # In between, since clipping by a norm that is not finite spreads it to all gradients.
         judge(norm=norm)
-        clip_grads_with_norm_(parameters, self._max_norm or math.inf, total)
+        clip_gradients(parameters, self._max_norm or math.inf, total)
         self.optimizer.step()
         self.discard()
         return norm

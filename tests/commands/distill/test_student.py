@@ -48,7 +48,7 @@ def test_all_layers_are_the_teacher_and_a_list_is_taken_as_it_is(tiny_model_dir,
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--num_layers", "3"), "3 layers are asked for, and the teacher has 2"),
+        (("--num_layers", "3"), "3 layers are requested, and the teacher has 2"),
         (("--num_layers", "0"), "write a number from 1 to 2"),
         (("--layers", "1", "3"), "has 1 to 2"),
     ],

@@ -240,7 +240,7 @@ def test_a_model_to_go_on_from_is_planned_from_its_config(plan, tiny_model_dir: 
 
 def test_what_a_plan_cannot_know_is_told_at_once(plan) -> None:
     told = plan("--num_processes", 0, "--num_gpus", -1, "--mfu", 1.5, code=2, max_tokens=None)
-    for problem in ("a plan reads no data", "--num_processes: is 0", "--num_gpus: is -1", "--mfu: is 1.5"):
+    for problem in ("planning reads no data", "--num_processes: is 0", "--num_gpus: is -1", "--mfu: is 1.5"):
         assert problem in told
     assert "steps           50" in plan(max_tokens=None, max_steps=50, warmup_steps=5)
 
@@ -321,7 +321,7 @@ OF_A_RECIPE: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture
 def plan_recipe(plan, tiny_model_dir: Path, tmp_path: Path):
-    """Write a recipe of a recipe other than pretraining, with changes, plan it, and return what was told."""
+    """Write a configuration of a recipe other than pretraining, with changes, plan it, and return what was told."""
 
     def plan_recipe(recipe: str, *flags: object, code: int = 0, **changes: Any) -> str:
         keys = {"model_name_or_path": str(tiny_model_dir), "dataset_name": "owner/rows", "output_dir": "out"}
@@ -371,7 +371,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_recipe) -> None:
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
         ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
         ("ppo", ["--gpu", "4090"], {}, "did you mean `RTX 4090`?"),
-        ("ppo", ["--mfu", "0.5"], {}, "memory alone"),
+        ("ppo", ["--mfu", "0.5"], {}, "only memory is planned"),
         ("ppo", [], {"kl_coeff": 1}, "kl_coeff"),
         ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is a flag of pretraining"),
     ],

@@ -85,8 +85,8 @@ def test_flags_of_the_launcher_are_left_to_the_launch_file(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("trl sft --config sft.yaml\n", "reads a file besides: sft.yaml"),
-        ("python run.py 'a\n", "no shell command"),
+        ("trl sft --config sft.yaml\n", "also reads a file: sft.yaml"),
+        ("python run.py 'a\n", "not a shell command"),
         ("python run.py a --b c\n", "'a' is not a flag"),
         ("python\n -c pass\n", "not one command"),
         ("python a.py --b c\npython d.py --e f\n", "not one command"),

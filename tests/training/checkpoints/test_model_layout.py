@@ -4,15 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import TrainingArguments
 
+from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.model_layout import (
     ModelLayout,
     PipelineLayout,
     ReplicatedLayout,
     ShardedLayout,
     choose_layout,
+    choose_learner_layout,
+    load_trained,
 )
+from recipes_lib.training.checkpoints.saver import CheckpointSaver
 
 
 def make_trainer(*, deepspeed=False, fsdp=False, part=False):
@@ -54,3 +61,54 @@ def test_upstream_does_what_an_engine_does_itself(tmp_path):
     assert not layout.load_model(tmp_path, model)
     assert not layout.load_optimizer(tmp_path, model, {}, optimizer, lambda _: optimizer)
     assert layout.gather(model) is None
+
+
+@pytest.fixture
+def mesh():
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def train(mesh, seed):
+    """Train a model, sharded over ``mesh`` if there is one; its bias is frozen."""
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    if mesh is not None:
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([model.weight], lr=0.1 + seed)
+    model.weight.square().sum().backward()
+    optimizer.step()
+    return model, {"weight": model.weight}, optimizer
+
+
+@pytest.mark.parametrize("reads", ["replicated", "sharded"])
+@pytest.mark.parametrize("writes", ["replicated", "sharded"])
+def test_what_is_trained_goes_from_any_layout_into_any(mesh, tmp_path, writes, reads):
+    saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
+    (model, parameters, optimizer), place = train(mesh if writes == "sharded" else None, 0), tmp_path / "policy"
+    layout = choose_learner_layout(model)
+    assert layout.is_shared is (writes == "sharded")
+    saver.decide_to_copy(lambda: (parameters, dict(optimizer.state)), is_shared=layout.is_shared)
+    for task in layout.save_trained(place, parameters, optimizer, saver):
+        task()
+    layout.verify_trained(place, {"weight": model.weight.shape})
+    layout.compare_trained(place, parameters, optimizer)
+    _, other, other_optimizer = train(mesh if reads == "sharded" else None, 1)
+    load_trained(place, other, other_optimizer)
+    assert other_optimizer.param_groups[0]["lr"] == 0.1
+    moments = [(one.state[part["weight"]], part["weight"]) for one, part in
+               ((optimizer, parameters), (other_optimizer, other))]  # fmt: skip
+    for state, weight in moments:
+        assert torch.equal(to_whole(weight), to_whole(moments[0][1]))
+        assert all(torch.equal(to_whole(value), to_whole(moments[0][0][key])) for key, value in state.items())
+    with torch.no_grad():
+        to_whole(model.weight)[0, 0] += 1
+    with pytest.raises(BrokenSaveError, match="weight differ"):
+        layout.compare_trained(place, parameters, optimizer)
+
+
+def to_whole(tensor):
+    """What the only process holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

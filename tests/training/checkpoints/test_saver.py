@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,10 +100,12 @@ def test_a_directory_that_is_gone_is_not_made_anew_for_a_part_of_the_run(build, 
     tmp_path.mkdir()
 
 
-def dry_run(saver, state, compare=lambda _: None, count=lambda: 12):
-    saver.dry_run(
-        lambda folder: stage(saver, 1, state, folder), compare, count, num_steps=4, model_bytes=12, num_besides=0
-    )
+def dry_run(saver, state, compare=lambda _: None):
+    def stage_and_compare(folder):
+        staged = stage(saver, 1, state, folder)
+        return replace(staged, tasks=[*staged.tasks, lambda: compare(staged.folder)])
+
+    saver.dry_run(stage_and_compare, lambda: 12, num_steps=4, model_bytes=12, num_besides=0)
 
 
 def test_a_dry_run_compares_tells_and_leaves_nothing(build, tmp_path, lines):

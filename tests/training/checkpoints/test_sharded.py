@@ -46,7 +46,7 @@ def saved(tiny_model_dir, tmp_path):
     model, optimizer = build(tiny_model_dir)
     step(model, optimizer, 0)
     saver = CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), print)
-    copy_model_shards(tmp_path, model, saver)()
+    copy_model_shards(tmp_path, read_trained_state(model), saver)()
     copy_optimizer_shards(tmp_path, dict(model.named_parameters()), optimizer, saver)()
     return model, optimizer, tmp_path
 
@@ -54,7 +54,7 @@ def saved(tiny_model_dir, tmp_path):
 def test_another_model_and_optimizer_go_on_bit_by_bit(saved, tiny_model_dir):
     model, optimizer, folder = saved
     other, its_optimizer = build(tiny_model_dir, learning_rate=5.0)
-    load_model_shards(folder, other)
+    load_model_shards(folder, read_trained_state(other))
     load_optimizer_shards(folder, dict(other.named_parameters()), its_optimizer)
     for one in ((model, optimizer), (other, its_optimizer)):
         step(*one, 1)
@@ -79,7 +79,7 @@ def test_what_is_tied_is_saved_once_and_what_is_frozen_under_an_adapter_is_not(s
 def test_a_checkpoint_that_is_whole_and_the_same_passes(saved):
     model, optimizer, folder = saved
     verify_shards(folder, read_shapes(model))
-    compare_own_shards(folder, model, dict(model.named_parameters()), optimizer)
+    compare_own_shards(folder, read_trained_state(model), dict(model.named_parameters()), optimizer)
 
 
 @pytest.mark.parametrize("which", ["weight", "state"])
@@ -89,7 +89,7 @@ def test_one_bit_is_seen(saved, which):
     value = weight.detach() if which == "weight" else optimizer.state[weight]["exp_avg_sq"]
     value.view(torch.int32)[3] ^= 1
     with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight differs from what is trained"):
-        compare_own_shards(folder, model, dict(model.named_parameters()), optimizer)
+        compare_own_shards(folder, read_trained_state(model), dict(model.named_parameters()), optimizer)
 
 
 def test_what_is_missing_or_not_finite_is_named(saved):

@@ -10,14 +10,14 @@ from recipes_lib.training.layouts.compatibility import BLOCKED, OF_PIPELINES
 from recipes_lib.training.layouts.launch_environment import Launch, Layout
 
 EVERYTHING: dict[str, Any] = {
-    **{"fp16": True, "batch_ramp_tokens": 1, "max_rollbacks": 1, "verify_steps": 1, "metrics": ["a:B"]},
+    **{"fp16": True, "batch_ramp_tokens": 1, "verify_steps": 1, "metrics": ["a:B"]},
     **{"torch_compile": True, "optim": "lion_8bit", "gradient_accumulation_steps": 1},
 }
 
 
 def find_rows(stages: int, schedule: str, keys: dict[str, Any], num_processes: int = 4) -> list[str]:
     launch = Launch(0, 0, num_processes, "", layout=Layout(pipeline_stages=stages, schedule=schedule))
-    return [row.why for row in OF_PIPELINES if row.applies(keys, launch) and row.recipe[:3] != "any"]
+    return [row.why for row in OF_PIPELINES if row.applies(keys, launch) and row.recipe_text[:3] != "any"]
 
 
 def test_they_are_rows_of_the_one_table() -> None:

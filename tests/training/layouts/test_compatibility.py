@@ -215,7 +215,6 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         [(PRETRAIN, pipeline(4, "interleaved")), (PRETRAIN | {"gradient_accumulation_steps": 6}, pipeline(4))],
     ),
     ((PRETRAIN | {"batch_ramp_tokens": 4096}, pipeline()), [(PRETRAIN | {"batch_ramp_tokens": 4096}, DDP)]),
-    ((PRETRAIN | {"max_rollbacks": 1}, pipeline()), [(PRETRAIN | {"max_rollbacks": 0}, pipeline())]),
     ((PRETRAIN | {"verify_steps": 2}, pipeline()), [(PRETRAIN | {"verify_steps": 2}, DDP)]),
     ((PRETRAIN | {"metrics": "[mine:Score]"}, pipeline()), [(PRETRAIN | {"metrics": "[mine:Score]"}, DDP)]),
     ((PRETRAIN | {"ewc_lambda": 1.0}, pipeline()), [(PRETRAIN | {"ewc_lambda": 1.0}, FSDP)]),

@@ -23,7 +23,7 @@ ONE = Launch(rank=0, local_rank=0, world_size=1, engine="")
 FP8 = Launch(rank=0, local_rank=0, world_size=1, engine="", precision="fp8")
 TENSORS = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
 CONTEXT = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"cp": 2}))
-RECIPE_NAMES = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(pipeline_stages=2))
+PIPELINE = Launch(rank=0, local_rank=0, world_size=2, engine="", layout=Layout(pipeline_stages=2))
 
 
 def read(recipe: str, **keys: Any) -> RecipeConfig:
@@ -39,7 +39,7 @@ def read(recipe: str, **keys: Any) -> RecipeConfig:
         ("pretrain", {}, ONE, False, None),
         ("pretrain", {"torch_compile": "false"}, ONE, True, None),
         ("pretrain", {}, TENSORS, True, None),
-        ("pretrain", {}, RECIPE_NAMES, True, None),
+        ("pretrain", {}, PIPELINE, True, None),
         ("pretrain", {}, CONTEXT, True, None),
         ("sft", {}, ONE, True, None),
         ("sft", {}, FP8, True, {}),
@@ -78,7 +78,7 @@ def test_fp8_without_compilation_is_refused() -> None:
         ({}, ONE, True, False, False),
         ({}, ONE, False, True, False),
         ({}, TENSORS, True, True, False),
-        ({}, RECIPE_NAMES, True, True, False),
+        ({}, PIPELINE, True, True, False),
         ({}, CONTEXT, True, True, False),
         ({"use_liger_kernel": "false"}, ONE, True, True, False),
         ({"use_liger_kernel": "true"}, ONE, True, True, True),

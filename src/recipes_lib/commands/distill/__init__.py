@@ -1,1 +1,1 @@
-"""Subcommands of distillation: store a teacher's answers and probabilities, build a student, chain assistants."""
+"""Subcommands of distillation: store teacher probabilities, build a student, chain teacher assistants."""

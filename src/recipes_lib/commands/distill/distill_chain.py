@@ -1,4 +1,4 @@
-"""``recipes distill-chain``: distil by way of assistants, each the next teacher, and compare with going without."""
+"""``recipes distill-chain``: distil through teacher assistants, each the next teacher, and compare with none."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from recipes_lib.files import read_lines, read_record
 
 RESULT_FILE: Final = "chain.json"
 FORWARD: Final = 1 / 3
-"""Share of training's operations that asking a teacher takes: a backward pass is two forward ones."""
+"""FLOPs of a teacher's forward pass over those of a training step: a backward pass costs two forward passes."""
 _COLUMNS: Final = ("run", "teacher", "tokens", "FLOP", "loss", "bits/byte")
 
 
 @dataclass(frozen=True, slots=True)
 class ChainRun:
-    """One training of the chain, or beside it.
+    """One training run of the chain, or a baseline.
 
     Attributes:
-        name: Of its folder under ``output_dir``.
+        name: Folder name under ``output_dir``.
         recipe: ``distill`` or ``sft``.
-        model: What it starts from.
-        teacher: ``None`` for labels alone.
-        factor: On the length that the configuration says.
+        model: Initial model.
+        teacher: ``None`` to train on labels only.
+        factor: Multiplies the number of steps of the configuration.
     """
 
     name: str
@@ -45,7 +45,7 @@ class ChainRun:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make every run that is not finished yet, and tell how they compare; return the exit code of one that fails.
+    """Run every unfinished training, and print a comparison; return the exit code of one that fails.
 
     Raises:
         ConfigError: A flag or the configuration is wrong, or there is nothing to compare by.
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="recipes distill-chain", description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", metavar="F", help="a recipe of distillation with `assistant_model_names_or_paths`")
     parser.add_argument("--compare", action="store_true", help="train without assistants, and without a teacher, too")
-    told = "what runs a recipe, such as 'accelerate launch --config_file F' (default: this Python)"
+    told = "launcher of the recipes, such as 'accelerate launch --config_file F' (default: this Python)"
     parser.add_argument("--launcher", default=shlex.quote(sys.executable), help=told)
     options, overrides = parser.parse_known_args(argv)
     config = load_for_command("distill", overrides, options.config)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verify_chain(config: RecipeConfig, *, is_compared: bool) -> None:
-    """Refuse what cannot be a chain.
+    """Raise if the configuration does not describe a chain.
 
     Raises:
         ConfigError: There is no assistant, no held-out text to compare by, or no recipe here to run.
@@ -89,7 +89,7 @@ def verify_chain(config: RecipeConfig, *, is_compared: bool) -> None:
 
 
 def go_through(config: RecipeConfig, start: Callable[[ChainRun], int], *, is_compared: bool) -> int:
-    """Make the runs one after the other; a finished one returns at once.
+    """Run the trainings one after the other; a finished one returns at once.
 
     Args:
         config: Of the chain.
@@ -122,7 +122,7 @@ def go_through(config: RecipeConfig, start: Callable[[ChainRun], int], *, is_com
 
 
 def list_hops(config: RecipeConfig, output_dir: Path) -> list[ChainRun]:
-    """Return the runs of the chain: each model learns from the one before, as that has come out."""
+    """Return the runs of the chain: each student is the teacher of the next."""
     students = [*(config.distillation.assistant_model_names_or_paths or []), str(config.model.model_name_or_path)]
     teacher, hops = str(config.distillation.teacher_model_name_or_path), []
     for number, student in enumerate(students, start=1):
@@ -171,7 +171,7 @@ def _lengthen(training: Mapping[str, Any], factor: float) -> dict[str, Any]:
 
 
 def measure(run: ChainRun, output_dir: Path) -> dict[str, Any]:
-    """Return what a finished run took and gave: tokens, operations of student and teacher, held-out figures."""
+    """Return tokens, FLOPs of student and teacher, and held-out metrics of a finished run."""
     folder = output_dir / run.name
     events = [event for event in read_lines(folder / "metrics.jsonl") if event]
     train = [event for event in events if event["kind"] == "train"][-1]
@@ -192,7 +192,7 @@ def measure(run: ChainRun, output_dir: Path) -> dict[str, Any]:
 
 
 def count_flops(model: str, length: int, num_tokens: int, num_targets: int) -> float:
-    """Return the operations that training a model on so many tokens takes."""
+    """Return the FLOPs of training a model on a number of tokens."""
     from recipes_lib.config.schema import ModelConfig
     from recipes_lib.models.loading import load_model_config
     from recipes_lib.planning.compute import compute_flops_per_token

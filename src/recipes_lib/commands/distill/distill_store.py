@@ -1,4 +1,4 @@
-"""``recipes distill-store``: ask a teacher about every target once, and keep what it says for any number of runs."""
+"""``recipes distill-store``: compute the teacher's top-k probabilities once, and store them for any number of runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from recipes_lib.distillation.teacher_store import ComputeTop, RecordFormat
 
 NUM_CHECKED: Final = 16
-"""Rows about which the teacher is asked again before its store is trusted."""
+"""Rows that are recomputed to verify the store."""
 ALLOWED: Final = {"float32": 0.02, "float16": 0.1, "bfloat16": 0.1}
-"""Nats a target by which the second answer may differ, by the precision of the products."""
+"""KL divergence allowed between stored and recomputed probabilities, in nats per target, by precision."""
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the store of a run of distillation, or hold the one that is there against the teacher.
+    """Write the store of a distillation run, or verify an existing one against the teacher.
 
     Raises:
         ConfigError: The configuration asks for no store, or the teacher cannot be loaded.
@@ -32,12 +32,12 @@ def main(argv: Sequence[str]) -> None:
     if parsed.distillation.teacher_top_k is None:
         where = str(parsed.path or "command line")
         remedy = "write `teacher_top_k: 64`; with it the run learns from the store"
-        raise ConfigError(Problem(where, "`teacher_top_k` is missing: how many tokens are to be kept", remedy))
+        raise ConfigError(Problem(where, "`teacher_top_k` is missing: the number of tokens to store", remedy))
     store(parsed)
 
 
 def store(config: RecipeConfig) -> None:
-    """Write the store of a run, or resume it, and hold it against the teacher.
+    """Write or resume the store of a run, and verify it against the teacher.
 
     Raises:
         ConfigError: As ``main``.
@@ -83,14 +83,14 @@ def store(config: RecipeConfig) -> None:
     num_targets = int(taught.counts.sum())
     sys.stdout.write(
         f"{num_targets:,} targets of {size} bytes, {num_targets * size / 1e9:.2f} GB; {identity.format.k} tokens of "
-        f"{identity.format.num_tokens:,} each\nasked again, the teacher is {off:.1e} nats off\npath {found.path}\n"
+        f"{identity.format.num_tokens:,} each\nrecomputed, the teacher differs by {off:.1e} nats\npath {found.path}\n"
     )
 
 
 def build_compute(
     config: RecipeConfig, record: RecordFormat, teacher: Any, collate: Any, args: TrainingArguments
 ) -> ComputeTop:
-    """Return the function that asks the teacher about rows, in the precision of the run."""
+    """Return the function that computes the teacher's probabilities, in the precision of the run."""
     import torch
 
     from recipes_lib.distillation.teacher_store import ask_teacher, read_targets

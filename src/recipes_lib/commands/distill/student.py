@@ -1,4 +1,4 @@
-"""``recipes student``: cut a student out of its teacher, some of its layers and everything else, to be distilled."""
+"""``recipes student``: build a student from some layers of its teacher, with embeddings and head, for distillation."""
 
 from __future__ import annotations
 
@@ -59,17 +59,21 @@ def main(argv: Sequence[str]) -> None:
 
 def _check_count(num_layers: int, count: int) -> int:
     if not 1 <= num_layers <= count:
-        found = f"{num_layers} layers are asked for, and the teacher has {count}"
+        found = f"{num_layers} layers are requested, and the teacher has {count}"
         raise ConfigError(Problem("--num_layers", found, f"write a number from 1 to {count}"))
     return num_layers
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="recipes student", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--teacher", required=True, metavar="ID", help="Hub id or folder of the model to cut it out of")
+    parser.add_argument("--teacher", required=True, metavar="ID", help="Hub id or folder of the teacher")
     parser.add_argument("--revision", metavar="REV", help="commit, tag or branch of a Hub teacher")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--num_layers", type=int, metavar="K", help="layers, evenly spaced, the last among them")
-    which.add_argument("--layers", type=int, nargs="+", metavar="N", help="these layers, counted from 1")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make, not there or empty")
+    which.add_argument(
+        "--num_layers", type=int, metavar="K", help="number of layers, evenly spaced, including the last"
+    )
+    which.add_argument("--layers", type=int, nargs="+", metavar="N", help="indices of the layers, from 1")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to create; it may not exist or must be empty"
+    )
     return parser.parse_args(argv)

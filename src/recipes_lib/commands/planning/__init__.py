@@ -1,1 +1,1 @@
-"""Commands that answer before a run: what it takes, how to run it best, and what a model of some size would learn."""
+"""Planning commands: memory and time of a run, search for the best layout, and scaling laws."""

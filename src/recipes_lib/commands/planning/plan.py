@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
-    """Print what a process holds in each layout.
+    """Print GPU memory per process for each layout.
 
     Raises:
         ConfigError: The GPU is not known, or holds it in none of the layouts: the exit code tells a pipeline.
@@ -130,32 +130,32 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
     add_recipe_flags(parser)
     parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU)")
-    parser.add_argument("--gpu", help="GPU that has to hold the run, and to tell the time on, such as H100")
-    parser.add_argument("--num_gpus", type=int, help="pretraining: how many (default: one for each process)")
+    parser.add_argument("--gpu", help="GPU for memory and time estimates, such as H100")
+    parser.add_argument("--num_gpus", type=int, help="pretraining: number of GPUs (default: one for each process)")
+    parser.add_argument("--num_rows", type=int, help="packed rows of the training set, for the hours of fine-tuning")
+    parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: from published runs)")
+    parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
     parser.add_argument(
-        "--num_rows", type=int, help="packed rows of the training set, to tell the hours of fine-tuning"
+        "--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="overrides `device_hour_price`"
     )
-    parser.add_argument("--mfu", type=float, help="share of the peak that is of use (default: of published runs)")
-    parser.add_argument(
-        "--proof", type=Path, help="folder of `recipes prove`, for the shares that this GPU has reached"
-    )
-    parser.add_argument("--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="over `device_hour_price`")
-    parser.add_argument("--pue", type=float, default=1.0, help="energy of a data centre for that of its GPUs (1)")
-    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 of a kWh, to tell those of the run")
-    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: draw learning rate and batch")
+    parser.add_argument("--pue", type=float, default=1.0, help="power usage effectiveness of the data centre (1)")
+    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 per kWh, for the emissions of the run")
+    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: plot learning rate and batch size")
     parser.add_argument(
         "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
     )
-    parser.add_argument("--explain", action="store_true", help="say how each component of the memory is counted")
+    parser.add_argument("--explain", action="store_true", help="explain how each memory component is counted")
     parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
-    parser.add_argument("--budget", type=float, help="search: the most that the run may cost")
-    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest within these hours")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the first")
-    told = "pretraining: seconds that training waits for a checkpoint; tells how often to save, and hours with failures"
+    parser.add_argument("--budget", type=float, help="search: maximum cost of the run")
+    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest plan within these hours")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the best plan"
+    )
+    told = "pretraining: seconds that a checkpoint blocks training; plans the save interval, and hours with failures"
     parser.add_argument("--save_seconds", type=float, help=told)
     told = "seconds from a failure to the first step after it (default: %(default)g)"
     parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
-    told = "hours of one GPU between failures (default: %(default).0f, those of Llama 3); of spot machines far fewer"
+    told = "mean hours between failures of one GPU (default: %(default).0f, as for Llama 3); far fewer on spot machines"
     parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
     add_pipeline_flags(parser)
     return parser
@@ -164,12 +164,12 @@ def _build_parser() -> argparse.ArgumentParser:
 def _read_gpus(text: str) -> tuple[int, str]:
     number, _, name = text.partition("x")
     if not number.isdecimal() or int(number) < 1 or not name:
-        raise ConfigError(Problem("--gpus", f"{text!r} is no number of GPUs", "write it as 8xH100"))
+        raise ConfigError(Problem("--gpus", f"{text!r} is not a number of GPUs", "write it as 8xH100"))
     return int(number), name
 
 
 def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[int, int, list[Layout]]:
-    """Return how many processes take rows of their own, the GPUs, and the layouts to plan: one if it is named.
+    """Return data-parallel size, number of GPUs, and the layouts to plan: one if it is named.
 
     Raises:
         ConfigError: There is no such launch file, or the recipe and it do not fit together.
@@ -186,7 +186,7 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
 
 
 def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus: int) -> Hardware | None:
-    """Return what the run is to run on; ``None`` where no GPU is named, or of reinforcement learning.
+    """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning.
 
     Raises:
         ConfigError: The GPU is not known, or its peak.
@@ -208,7 +208,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
 
 
 def _read_proof(folder: Path) -> dict[bool, float]:
-    """Return the shares of the peak that ``recipes prove`` has measured, without and with compilation.
+    """Return the MFU that ``recipes prove`` measured, without and with compilation.
 
     Raises:
         ConfigError: It has measured none there.
@@ -223,7 +223,7 @@ def _read_proof(folder: Path) -> dict[bool, float]:
 def describe_pretraining(
     config: RecipeConfig, model_config: PreTrainedConfig, plan: PretrainingPlan, hardware: Hardware | None
 ) -> Iterator[Row]:
-    """Yield what a pretraining run is, row by row.
+    """Yield the plan of a pretraining run, row by row.
 
     Args:
         config: The run.
@@ -267,7 +267,7 @@ def describe_step(
     hardware: Hardware | None,
     num_rows: int | None,
 ) -> Iterator[Row]:
-    """Yield what an optimizer step of fine-tuning is and takes, and the run, row by row.
+    """Yield size and time of an optimizer step of fine-tuning, and of the run, row by row.
 
     Args:
         config: The run.
@@ -315,18 +315,18 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
 def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
-        found = "the length of the run is in epochs, and a plan reads no data"
+        found = "the run is given in epochs, and planning reads no data"
         yield Problem("max_tokens", found, "write `max_tokens: ...` or `max_steps: ...`")
     if recipe not in ("pretrain", *RL_RECIPES) and config.tokens.max_length is None:
-        found = "the length of the rows follows from the data, and a plan reads none"
+        found = "the row length depends on the data, and planning reads none"
         yield Problem("max_length", found, "write `max_length: ...`")
     if recipe != "pretrain" and options.num_gpus is not None:
-        found = "is a flag of pretraining, where several GPUs may share a row; here a process has a GPU"
+        found = "is a flag of pretraining only; here each process has one GPU"
         yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
     if recipe != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
     if recipe in RL_RECIPES and options.mfu is not None:
-        yield Problem("--mfu", f"of {recipe} memory alone is told", "remove it")
+        yield Problem("--mfu", f"only memory is planned for {recipe}", "remove it")
     yield from _find_search_problems(recipe, options)
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
@@ -334,12 +334,12 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterato
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
     yield from _find_failure_problems(recipe, options)
     if options.mfu is not None and not 0 < options.mfu <= 1:
-        yield Problem("--mfu", f"is {options.mfu}", "write a share above 0, at most 1; 0.3 to 0.4 is usual")
+        yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1; 0.3 to 0.4 is usual")
 
 
 def _find_search_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
     if recipe in RL_RECIPES and options.gpus is not None:
-        yield Problem("--gpus", f"the time of {recipe} is not counted, by which plans are compared", "write --gpu")
+        yield Problem("--gpus", f"the search compares times, which are not estimated for {recipe}", "write --gpu")
     for flag in ("budget", "deadline", "write"):
         if getattr(options, flag) is not None and options.gpus is None:
             yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
@@ -351,14 +351,14 @@ def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator
     if recipe != "pretrain":
         yield Problem("--save_seconds", "is a flag of pretraining", "remove it")
     elif options.gpu is None:
-        yield Problem("--save_seconds", "failures are counted in hours on a GPU", "name one: --gpu H100")
+        yield Problem("--save_seconds", "failures need the hours of the run on a GPU", "name one: --gpu H100")
     for flag in ("save_seconds", "restart_seconds", "failure_hours"):
         if not 0 < (value := getattr(options, flag)) < math.inf:
             yield Problem(f"--{flag}", f"is {value:g}", "write a finite number above 0")
 
 
 def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
-    """Return the architecture; the tokenizer is asked for nothing but a ``vocab_size`` that the recipe leaves out.
+    """Return the architecture; the tokenizer is loaded only if the recipe leaves out ``vocab_size``.
 
     Raises:
         ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
@@ -370,7 +370,7 @@ def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
         try:
             tokenizer = load_tokenizer(config.model, config.tokens)
         except ConfigError as error:
-            remedy = "write `vocab_size` in `model_config`: a plan needs nothing else of the tokenizer"
+            remedy = "write `vocab_size` in `model_config`: planning needs nothing else from the tokenizer"
             raise ConfigError(*(Problem(one.where, one.found, remedy) for one in error.problems)) from error
     return find_model_config(config.model, tokenizer, config.tokens.max_length)[0]
 
@@ -383,7 +383,7 @@ def _judge_tokens(size: ModelSize, num_tokens: int) -> str:
 
 
 def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
-    """Yield how often each source is read, where all of them are corpora whose tokens `recipes clean` has counted."""
+    """Yield the epochs over each source, if all are corpora of `recipes clean`, which counts tokens."""
     entries = list_entries(config.data)
     sizes = [count_corpus_tokens(str(entry["name"])) for entry in entries]
     known = [size for size in sizes if size]
@@ -396,7 +396,7 @@ def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
 
 
 def count_corpus_tokens(name: str) -> int | None:
-    """Return the tokens of a corpus, or of one source in its folder, by its manifest; ``None`` where there is none."""
+    """Return the tokens of a corpus, or of one of its sources, from its manifest; ``None`` without one."""
     place = Path(name)
     try:
         if (place / "corpus.json").is_file():
@@ -410,7 +410,7 @@ def count_corpus_tokens(name: str) -> int | None:
 
 
 def _add_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> tuple[float, list[Row]]:
-    """Return the hours with saving, restarts and work done twice, and how often to save, row by row."""
+    """Return hours including saving, restarts and lost work, and the save interval, row by row."""
     step_seconds = hours * 3600 * plan.schedule.full_tokens / plan.num_tokens
     num_steps = max(round(failures.compute_interval() / step_seconds), 1)
     interval = num_steps * step_seconds
@@ -449,7 +449,7 @@ def _describe_schedule(config: RecipeConfig, schedule: Schedule) -> Iterator[Row
 
 
 def _find_steps(schedule: Schedule, tokens: Any) -> Any:
-    """Return the step that each of these tokens is trained on in."""
+    """Return the optimizer step in which each of these tokens is trained on."""
     return np.searchsorted(schedule.token_starts, tokens, side="right") - 1
 
 

@@ -1,4 +1,4 @@
-"""``recipes plan --gpus 8xH100``: the best way to run a recipe on some GPUs, and why the others lose."""
+"""``recipes plan --gpus 8xH100``: search for the fastest layout of a recipe on some GPUs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def search_plan(
     layouts = _list_searched(config, number)
     found = search(config, model_config, layouts, batch, device, hardware.peak, hardware.measured)
     if not found:
-        told = f"{batch} rows of an optimizer step do not share out among {number} processes"
+        told = f"{batch} rows of an optimizer step cannot be divided by {number} processes"
         raise ConfigError(Problem("--gpus", told, "name a number that divides them"))
     best = found[0]
     if not best.fits:
@@ -86,7 +86,7 @@ def search_plan(
 
 
 def _list_searched(config: RecipeConfig, number: int) -> list[Layout]:
-    """Return the layouts that so many GPUs and the recipe may have.
+    """Return the layouts that this recipe supports on so many GPUs.
 
     Raises:
         ConfigError: There is none; with what is in the way of the first.
@@ -107,7 +107,7 @@ def _list_searched(config: RecipeConfig, number: int) -> list[Layout]:
 
 
 def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_processes: int) -> int:
-    """Return the optimizer steps of the run, which the batch decides, not the layout; 0 where they are not known."""
+    """Return the optimizer steps of the run, which do not depend on the layout; 0 if unknown."""
     if config.recipe == "pretrain":
         num_tokens, length = count_run_tokens(config, num_processes), config.tokens.max_length
         return round(num_tokens / (batch * length)) if num_tokens and length else 0
@@ -150,7 +150,7 @@ def _describe(one: Candidate, best: Candidate, memory: float) -> str:
 
 
 def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware) -> str:
-    """Return the nearest change by which a run would fit: shorter rows, an adapter, or more GPUs."""
+    """Return the smallest change with which the run would fit: shorter rows, an adapter, or more GPUs."""
     keys: dict[str, Any] = {"per_device_train_batch_size": 1, "activation_checkpointing": True}
     least = dataclasses.replace(config, training={**config.training, **keys, "activation_checkpointing_kwargs": None})
     number, length = hardware.num_gpus, config.tokens.max_length or 0

@@ -1,4 +1,4 @@
-"""What a run is to run on: GPUs, the share of their peak, price, power, and how often they fail."""
+"""Planned hardware: GPUs, MFU, price, power, failures."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from recipes_lib.planning.devices import Device
 
 _LABEL_WIDTH: Final = 16
 CURVE: Final = "curve"
-"""Name of a row that begins where names do."""
+"""Row name of a line that starts in the column of names."""
 
 Row = tuple[str, str]
-"""A name, empty where it is that of the row before, and what is told."""
+"""A row: its name, empty if it is that of the row above, and its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a run is to run on, and what that costs.
+    """Planned hardware and its costs.
 
     Attributes:
         device: The GPU.
-        num_gpus: How many.
+        num_gpus: Number of GPUs.
         peak: FLOP/s of one of them, for the products of the run.
-        mfu: Share of their peak that is of use, above 0 and at most 1.
-        source: Where that share is from.
-        measured: Shares that ``recipes prove`` has measured, without and with compilation; ``None`` for published ones.
-        failures: What interruptions of these GPUs together cost; ``None`` to tell nothing of them.
-        price: Of a GPU hour.
-        pue: Energy of the machines and their cooling for that of the GPUs.
-        grid: Grams of CO2 of a kWh.
+        mfu: Model FLOPs utilisation, above 0 and at most 1.
+        source: Origin of the MFU.
+        measured: MFU measured by ``recipes prove``, without and with compilation; ``None`` for published ones.
+        failures: Cost of interruptions of all GPUs together; ``None`` to omit it.
+        price: Price of a GPU hour.
+        pue: Power usage effectiveness: energy of the data centre over that of the GPUs.
+        grid: Grams of CO2 per kWh.
     """
 
     device: Device
@@ -47,18 +47,18 @@ class Hardware:
     grid: float | None
 
     def compute_hours(self, num_flops: float) -> float:
-        """Return the hours of so many operations, without failures."""
+        """Return the hours of so many FLOPs, without failures."""
         return compute_hours(num_flops, self.num_gpus, self.peak, self.mfu)
 
     def describe(self) -> Iterator[Row]:
-        """Yield which GPU it is taken to be, and where the share of its peak is from."""
+        """Yield the assumed GPU, and the origin of its MFU."""
         device = self.device
         told = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:g} TFLOP/s"
         yield "GPU", told + (f"; taken to be {device.taken}" if device.taken else "")
         yield "share of peak", f"{self.mfu:g}: {self.source}"
 
     def describe_bill(self, hours: float, of: str = "") -> Iterator[Row]:
-        """Yield cost, energy and CO2 of so many hours, as far as prices, power and grid are known."""
+        """Yield cost, energy and CO2 of so many hours, as far as known."""
         total = hours * self.num_gpus
         if self.price is not None:
             yield "cost", f"{total * self.price:,.2f}{of}, at {self.price:g} for a GPU hour"
@@ -69,7 +69,7 @@ class Hardware:
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:
-    """Return a line for each row: its name in a column, and what is told."""
+    """Return a line for each row: name column and text."""
     return [text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}" for name, text in rows]
 
 

@@ -1,4 +1,4 @@
-"""``recipes scale``: laws of loss by parameters and tokens, fitted to runs, and what they say of larger ones."""
+"""``recipes scale``: fit scaling laws of loss by parameters and tokens, and predict larger runs."""
 
 from __future__ import annotations
 
@@ -42,18 +42,25 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="recipes scale", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
-    one.add_argument("runs", nargs="+", type=Path, help="output directories of pretraining runs, decayed to their end")
     one.add_argument(
-        "--no_count_embeddings", action="store_true", help="as Kaplan et al. count; the default is Hoffmann's"
+        "runs",
+        nargs="+",
+        type=Path,
+        help="output directories of finished pretraining runs with a decayed learning rate",
+    )
+    one.add_argument(
+        "--no_count_embeddings",
+        action="store_true",
+        help="count without embeddings, as Kaplan et al. do; the default is Hoffmann et al.",
     )
     one.add_argument(
         "--resamples", type=int, default=NUM_RESAMPLES, help="fits for the intervals (default: %(default)d)"
     )
-    one.add_argument("--output", type=Path, default=Path(_FILE), help="where the law is kept (default: %(default)s)")
+    one.add_argument("--output", type=Path, default=Path(_FILE), help="file of the law (default: %(default)s)")
     one = commands.add_parser("plan", help="parameters and tokens for a number of operations", allow_abbrev=False)
-    one.add_argument("--flops", type=float, required=True, help="operations, such as 1e21")
+    one.add_argument("--flops", type=float, required=True, help="FLOPs, such as 1e21")
     other = commands.add_parser("predict", help="the loss of a run", allow_abbrev=False)
-    other.add_argument("--parameters", type=float, required=True, help="as the law counts them")
+    other.add_argument("--parameters", type=float, required=True, help="parameters, as the law counts them")
     other.add_argument("--tokens", type=float, required=True, help="tokens trained on")
     for command in (one, other):
         command.add_argument("--fit", type=Path, help="law of `recipes scale fit` (default: published ones)")
@@ -74,11 +81,13 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 
     Raises:
         ConfigError: The model cannot be read.
-        DataError: It is no finished run.
+        DataError: It is not a finished run.
     """
     run = read_run(folder)
     if not run.train or run.facts.get("status") != "done":
-        raise DataError(Problem(str(folder), "is no finished run", "train it to the end: its rate has to have decayed"))
+        raise DataError(
+            Problem(str(folder), "is not a finished run", "train it to the end: its learning rate must have decayed")
+        )
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
     size = compute_model_size(config)
@@ -136,7 +145,7 @@ def _tell_prediction(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]:
-    """Yield the law of the file, or the published ones, which disagree.
+    """Yield the law of the file, or the published laws, which disagree.
 
     Raises:
         ConfigError: As ``Fit.verify_reach``, or the file is none of ``recipes scale fit``.
@@ -148,7 +157,9 @@ def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]
     try:
         fit = Fit(Law(**record["law"]), [Law(**law) for law in record["resampled"]], record["max_flops"])
     except TypeError as error:
-        raise ConfigError(Problem("--fit", f"{path} is no law: {error}", "make it by `recipes scale fit`")) from error
+        raise ConfigError(
+            Problem("--fit", f"{path} is not a scaling law: {error}", "write it by `recipes scale fit`")
+        ) from error
     fit.verify_reach(num_flops)
     yield str(path), fit
 

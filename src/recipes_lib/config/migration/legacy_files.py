@@ -1,6 +1,6 @@
-"""Files of TRL and alignment-handbook: the method that a file trains, its datasets, and command lines as files.
+"""Parse files and command lines of TRL and alignment-handbook: training method and datasets.
 
-Everything here reads; ``migrate.py`` rewrites.
+``migrate.py`` rewrites them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _RECIPES_OF_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "beta": ("dpo", *_OF_GROUPS, "distill"),
     **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing"), _OF_TEXT),
 }
-"""Key -> the recipes that it may belong to, the likeliest first."""
+"""Key -> recipes that have it, the most likely first."""
 _ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit")
 _NAMES_OF_RUNS: Final = ("output_dir", "hub_model_id", "run_name")
 
@@ -55,20 +55,20 @@ _NOT_HERE: Final = {"bco", "cpo", "gold", "kto", "nash", "online", "prm", "sdft"
 
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
 COMPANIONS: Final = ("dataset_splits", "dataset_configs")
-"""Keys that only say more about ``dataset_mixer``."""
+"""Keys that refine ``dataset_mixer``."""
 _READ = {"id", "path", "name", "config", "split", "columns", "weight", "fraction"}
 _COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
 _TEXT: Final = "tag:yaml.org,2002:str"
 
 
 class Method(NamedTuple):
-    """What a file trains.
+    """Training method of a file.
 
     Attributes:
-        recipe: The recipe that does.
-        loss_type: The loss that its name asks for where its keys say nothing.
-        why: What says so; empty if nothing does.
-        doubt: What the recipe would make of it that it is not; empty if all goes together.
+        recipe: The corresponding recipe.
+        loss_type: The loss implied by its name; ``None`` if its keys set one.
+        why: The evidence; empty if there is none.
+        doubt: Why the recipe may be another method than the file's; empty if it is consistent.
     """
 
     recipe: str
@@ -78,7 +78,7 @@ class Method(NamedTuple):
 
 
 def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | None = None) -> Method:
-    """Return the method of a file.
+    """Infer the training method of a file.
 
     Keys decide; where they leave several recipes possible, the words of its names do.
 
@@ -109,7 +109,7 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
 
 
 def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
-    """Return the keys that identify the recipe, and the recipes that they leave possible, the likeliest first."""
+    """Return the keys that identify the recipe, and the candidate recipes, the most likely first."""
     telling = {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
     losses = values.get("loss_type")
     for loss in losses if isinstance(losses, list) else [losses]:
@@ -136,7 +136,7 @@ def _doubt(recipe: str, keys: Sequence[str], possible: Sequence[str], adapters: 
 
 
 def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-    """Return the keys that say what the legacy ones said, and what to look at afterwards.
+    """Convert legacy dataset keys; return the new keys and what the user should review.
 
     Args:
         values: The legacy keys of the file, ``LEGACY_KEYS`` and ``COMPANIONS``, as plain values.
@@ -203,10 +203,10 @@ def _join(entries: list[dict[str, Any]], extra: dict[str, Any]) -> tuple[dict[st
 
 
 class ShellCommand(NamedTuple):
-    """What a command asks for.
+    """A parsed shell command.
 
     Attributes:
-        script: What it runs: the name of a script or a subcommand of ``trl``.
+        script: Name of the script or the subcommand of ``trl``.
         values: Keys and values of its flags.
         launcher: The launcher's own flags, before the script.
     """
@@ -217,12 +217,12 @@ class ShellCommand(NamedTuple):
 
 
 def is_command(text: str) -> bool:
-    """Return whether a file's text is a command instead of keys."""
+    """Return whether a file contains a shell command instead of keys."""
     return _COMMAND.match(text) is not None
 
 
 def parse_command_text(text: str, name: str) -> ShellCommand:
-    """Return what the one command of a text asks for.
+    """Parse a text with a single shell command.
 
     Args:
         text: The command; lines may be joined by a backslash, comments are left out.
@@ -234,7 +234,7 @@ def parse_command_text(text: str, name: str) -> ShellCommand:
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
-        raise ConfigError(Problem(name, f"is no shell command: {error}", "close its quotes")) from None
+        raise ConfigError(Problem(name, f"is not a shell command: {error}", "close its quotes")) from None
     start = next((index for index, word in enumerate(words) if word.endswith(".py") or ".scripts." in word), None)
     if start is None:
         start = words.index("trl") + 1 if "trl" in words[:-1] else len(words)
@@ -252,8 +252,8 @@ def parse_command_text(text: str, name: str) -> ShellCommand:
         else:
             values[key].append(word.rstrip(","))
     if "config" in values:
-        found = f"the command reads a file besides: {' '.join(values['config'])[:80]}"
-        raise ConfigError(Problem(name, found, "migrate that file; the flags go behind `recipes check --config`"))
+        found = f"the command also reads a file: {' '.join(values['config'])[:80]}"
+        raise ConfigError(Problem(name, found, "migrate that file; pass the flags to `recipes check --config`"))
     last = Path(script[0]).stem if script[0].endswith(".py") else script[0].rpartition(".")[2]
     return ShellCommand(last, dict(_read_flag(*flag) for flag in values.items()), shlex.join(words[:start]))
 

@@ -1,4 +1,4 @@
-"""``recipes check --migrate``: rewrite a recipe of an older TRL or alignment-handbook, line by line."""
+"""``recipes check --migrate``: convert a configuration of TRL or alignment-handbook, line by line."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
 _REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
-"""What TRL's scripts call by a short name, of the module ``trl.rewards``."""
+"""Short names of reward functions in TRL's scripts, from ``trl.rewards``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that migration did, or left to the user.
+    """One change made by migration, or left to the user.
 
     Attributes:
         line: Line of the old file; 0 when it concerns the file as a whole.
         what: What was done, or what to decide.
-        by_hand: Whether the user has to decide or look.
+        by_hand: Whether the user has to decide or review.
     """
 
     line: int
@@ -50,12 +50,12 @@ class Change:
 
 
 class Migration(NamedTuple):
-    """A rewritten file and what was changed in it.
+    """A converted file and its changes.
 
     Attributes:
         text: The new file.
-        changes: What was done, and what is left to the user.
-        recipe: The recipe that trains by it.
+        changes: Changes made, and those left to the user.
+        recipe: The recipe of the file.
         is_ready: Whether it loads, and trains by the method of the old file.
     """
 
@@ -66,7 +66,7 @@ class Migration(NamedTuple):
 
 
 def migrate(path: Path, recipe: str | None = None) -> Migration:
-    """Rewrite a recipe, or a command line of TRL, to a file that loads; order and comments of what stays are kept.
+    """Convert a configuration or a TRL command line to a valid file; order and comments are kept.
 
     A key that cannot be rewritten becomes a comment, and a change ``by_hand`` names it. What the result still lacks is
     listed in the same way. A chat template that stands in the file is written to a file of its own beside ``path``.
@@ -105,7 +105,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     rewriter.complete(method)
     rewriter.remark_on_meaning()
     why = "as --recipe says" if recipe else method.why or "nothing in the file says another"
-    changes = [Change(0, f"it is of the recipe {method.recipe}: {why}"), *rewriter.changes]
+    changes = [Change(0, f"the recipe is {method.recipe}: {why}"), *rewriter.changes]
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
     if is_shell:
@@ -140,7 +140,7 @@ class _Rewriter:
         self.taken = {*self.values}
 
     def settle(self) -> None:
-        """Take back keys of today, or the weaker old one, where upstream went by the old key beside them."""
+        """Drop current keys that upstream ignored because of an old key in the same file."""
         entries, values = {entry.key: entry for entry in self.entries}, self.values
         if values.get("warmup_ratio") is not None and values.get("warmup_steps", 1) in (0, None):
             self._give_way(entries["warmup_steps"], "warmup_ratio")
@@ -157,7 +157,7 @@ class _Rewriter:
                 self.taken = self.taken - {model.key} | {"tokenizer_name_or_path"}
 
     def drop_overruled(self) -> None:
-        """Take back keys that another one leaves without effect, which upstream says nothing of."""
+        """Drop keys that have no effect because of another key, which upstream ignores silently."""
         known, entries = read_known(self.table.recipe), {entry.key: entry for entry in self.entries}
         renamed = {known[key].new: value for key, value in self.values.items() if key in known}
         for decision in DECISIONS:
@@ -169,7 +169,7 @@ class _Rewriter:
                 self._give_way(entries[decision.key], decision.decider)
 
     def rewrite(self, entry: Entry) -> None:
-        """Decide what becomes of one key of the old file that is not settled yet."""
+        """Convert one key of the old file that is not settled yet."""
         key, value = entry.key, self.values[entry.key]
         if _position(entry)[0] in self.edits:
             return
@@ -195,7 +195,7 @@ class _Rewriter:
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")
 
     def complete(self, method: Method) -> None:
-        """Add what the old file left to the name of its script, or to upstream's defaults."""
+        """Add keys that the old file left to its script or to upstream's defaults."""
         if method.loss_type:
             self.added["loss_type"] = method.loss_type
             what = f"added `loss_type: {method.loss_type}`: {method.why}"
@@ -208,7 +208,7 @@ class _Rewriter:
             self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
 
     def remark_on_meaning(self) -> None:
-        """Name what is spelled as before and means something else."""
+        """Report keys whose meaning has changed."""
         self.changes += [
             Change(0, str(meaning), by_hand=True)
             for meaning in read_renames().meanings
@@ -273,7 +273,7 @@ class _Rewriter:
         self.taken |= {"chat_template_path"}
 
     def _rewrite_weights(self, entry: Entry, parts: Any) -> None:
-        """Turn weights of fine-tuning that are no shares into what they were: how often rows come up."""
+        """Convert fine-tuning weights that are not shares to ``repeat``."""
         parts = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
         if not any("weight" in part for part in parts) or any("repeat" in part for part in parts):
             return
@@ -358,7 +358,7 @@ def _position(entry: Entry) -> tuple[int, int]:
 
 
 def _last_line(node: yaml.Node, first: int) -> int:
-    """Return the last line of a value; a block's own end mark lies behind the comments that follow it."""
+    """Return the last line of a value; YAML's end mark of a block is after the comments that follow."""
     assert node.end_mark is not None
     if isinstance(node, yaml.ScalarNode):
         inside = node.style in ("|", ">") or node.end_mark.column == 0

@@ -1,4 +1,4 @@
-"""Keys of upstream that are retired, belong elsewhere, or mean something else here, read from ``renames.yaml``."""
+"""Upstream keys that are retired, belong to another file, or differ in meaning here, read from ``renames.yaml``."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _NAMED: Final = re.compile(r"`(\w+)[`:]")
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A difference that a file does not show.
+    """A difference in meaning that a file does not show.
 
     Attributes:
-        where: What of the file it concerns.
-        there: What it meant.
-        here: What it means.
+        where: Affected part of the file.
+        there: Previous meaning.
+        here: Meaning here.
         advice: What to write for what it was, as a clause; ``None`` where there is nothing to decide.
         keys: It concerns files with one of these keys; none: all files.
         unless: It is settled where one of these is set.
@@ -52,11 +52,11 @@ class Renames:
     """What became of upstream's spellings.
 
     Attributes:
-        retired: Old spelling -> what became of it.
-        elsewhere: Keys of another recipe, another file or another level of the file.
+        retired: Old spelling -> its replacement.
+        elsewhere: Keys that belong to another recipe, another file or another level of the file.
         values: (key, removed value) -> the value that takes its place.
         mixture: Other spellings of the keys of a ``dataset_mixture`` entry.
-        meanings: Differences that no key of a file shows, which migration tells.
+        meanings: Differences in meaning that migration reports.
     """
 
     retired: Mapping[str, Retired]
@@ -85,7 +85,7 @@ def _build_meaning(keys: str = "", unless: str = "", **texts: Any) -> Meaning:
 
 @functools.cache
 def read_known(recipe: str) -> Mapping[str, Retired]:
-    """Return every spelling that a recipe understands only to refuse it; a corpus has none."""
+    """Return all retired spellings of a recipe, with their messages; a corpus has none."""
     if recipe not in RECIPE_NAMES:
         return {}
     keys, renames = load_table(recipe).keys, read_renames()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from recipes_lib.training.checkpoints.manifest import STAGING
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
+from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
 
@@ -50,10 +51,15 @@ class CheckpointingTrainer(Trainer):
         super().__init__(**options)
         args.save_only_model = saves_less
         self.layout = choose_layout(self)
-        self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine)
+        self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
+
+    @cached_property
+    def launch(self) -> Launch:
+        """How this process was launched; upstream builds a trainer from its own arguments alone."""
+        return read_launch()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train, and leave no checkpoint half-written, however it ends."""
@@ -107,14 +113,11 @@ class CheckpointingTrainer(Trainer):
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
-            compare = partial(
-                self.layout.compare_own, staged.folder, self.model, self.name_parameters(), self.optimizer
-            )
+            compare = partial(self.layout.compare, staged.folder, self.model, self.name_parameters(), self.optimizer)
             return replace(staged, tasks=[*staged.tasks, compare])
 
         self._saver.dry_run(
             stage,
-            lambda checkpoint: self.layout.compare_whole(checkpoint, self.model, self.optimizer),
             lambda: count_bytes(self._list_trained(), self.optimizer.state_dict()),
             num_steps=self.state.max_steps,
             model_bytes=count_bytes(self._list_trained()),

@@ -9,15 +9,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 
+from recipes_lib.errors import DataError, Problem
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
+from recipes_lib.models.saved_weights import verify_weights
 from recipes_lib.training.checkpoints.saver import (
     CheckpointSaver,
     Task,
+    compare_state,
+    compare_weights,
     compare_with_live,
     is_adapter,
     list_frozen,
@@ -38,6 +43,8 @@ from recipes_lib.training.checkpoints.sharded import (
     load_whole_model,
     load_whole_optimizer,
     read_trained_shapes,
+    read_trained_state,
+    shard_like,
     verify_shards,
 )
 from recipes_lib.training.collectives import get_rank
@@ -92,7 +99,7 @@ class ModelLayout:
         """Load the weights of a checkpoint; return whether that is done, or upstream must do it."""
         is_sharded = (folder / MODEL_SHARDS).is_dir()
         if is_sharded:
-            load_model_shards(folder, model)
+            load_model_shards(folder, read_trained_state(model))
         return is_sharded
 
     def load_optimizer(
@@ -127,13 +134,8 @@ class ModelLayout:
             return lambda _: None
         return partial(verify_saved, expected=read_expected(model, is_replicated=False), is_replicated=False)
 
-    def compare_own(
-        self, folder: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare what this process wrote, before the manifest is, with what is trained; raises ``BrokenSaveError``."""
-
-    def compare_whole(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Compare a finished checkpoint, on the main process, with what is trained; raises ``BrokenSaveError``."""
 
 
 class ReplicatedLayout(ModelLayout):
@@ -173,9 +175,39 @@ class ReplicatedLayout(ModelLayout):
             return lambda _: None
         return partial(verify_saved, expected=read_expected(model, is_replicated=True), is_replicated=True)
 
-    def compare_whole(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare to the bit."""
         compare_with_live(folder, model, optimizer)
+
+    def save_trained(
+        self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
+    ) -> Sequence[Task]:
+        """Save what is trained of a model and its optimizer's states; every process must call.
+
+        Args:
+            place: Begins the names of the files, of a checkpoint that has several learners.
+            parameters: By name.
+            optimizer: Over them, after a step.
+            saver: As for ``save_model``.
+        """
+        if not saver.is_main:
+            return ()
+        copies = saver.take({"weights": dict(parameters), "states": optimizer.state_dict()})
+        return [
+            partial(_write_weights, copies["weights"], Path(f"{place}.safetensors")),
+            partial(write_state, copies["states"], Path(f"{place}_optimizer.pt")),
+        ]
+
+    def verify_trained(self, place: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """Open the weights that this process wrote again; raises ``BrokenSaveError``."""
+        if get_rank() == 0:
+            verify_weights(place.parent, shapes, f"{place.name}.safetensors")
+
+    def compare_trained(self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+        """As ``compare``, of what ``save_trained`` wrote."""
+        if get_rank() == 0:
+            compare_weights(Path(f"{place}.safetensors"), parameters)
+            compare_state(Path(f"{place}_optimizer.pt"), optimizer.state_dict())
 
     def _write_model(self, folder: Path, model: Any, state: Mapping[str, Any]) -> None:
         # By the names that upstream will load into the model: by those of publication it would skip experts in
@@ -205,7 +237,7 @@ class ShardedLayout(ModelLayout):
             answers = [base.generation_config] if base.can_generate() else []
             for part in (*configs, *answers, tokenizer):
                 part.save_pretrained(folder)
-        return [copy_model_shards(folder, model, saver)]
+        return [copy_model_shards(folder, read_trained_state(model), saver, list_frozen(model))]
 
     def save_optimizer(
         self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
@@ -236,11 +268,26 @@ class ShardedLayout(ModelLayout):
         """Each process opens the shards that it wrote."""
         return partial(verify_shards, shapes=self._read_shapes(model))
 
-    def compare_own(
-        self, folder: Path, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare to the bit."""
-        compare_own_shards(folder, model, parameters, optimizer)
+        compare_own_shards(folder, read_trained_state(model), parameters, optimizer)
+
+    def save_trained(
+        self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
+    ) -> Sequence[Task]:
+        """As ``ReplicatedLayout.save_trained``, each process its shards."""
+        return [
+            copy_model_shards(place, parameters, saver),
+            copy_optimizer_shards(place, parameters, optimizer, saver),
+        ]
+
+    def verify_trained(self, place: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """As ``ReplicatedLayout.verify_trained``."""
+        verify_shards(place, shapes)
+
+    def compare_trained(self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+        """As ``ReplicatedLayout.compare_trained``."""
+        compare_own_shards(place, parameters, parameters, optimizer)
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         return read_trained_shapes(model)
@@ -273,6 +320,31 @@ class PipelineLayout(ShardedLayout):
         return shapes
 
 
+def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
+    """Read what ``save_trained`` of any layout wrote, into parameters of any layout; every process must call.
+
+    Raises:
+        DataError: It holds other weights than those that are trained.
+    """
+    if (place / MODEL_SHARDS).is_dir():
+        load_model_shards(place, parameters)
+        load_optimizer_shards(place, parameters, optimizer)
+        return
+    weights = load_file(f"{place}.safetensors")
+    if weights.keys() != parameters.keys():
+        found = f"it does not hold the weights that the {place.name} trains"
+        raise DataError(Problem(str(place.parent), found, "delete it, or train what it was saved from"))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(shard_like(weights[name], parameter))
+    groups = [group["params"] for group in optimizer.param_groups]
+    load_whole_optimizer(Path(f"{place}_optimizer.pt"), optimizer, groups)
+
+
+def _write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
+    save_file({name: value.detach().contiguous() for name, value in weights.items()}, file)
+
+
 def choose_layout(trainer: Trainer) -> ModelLayout:
     """Return the layout of a trainer's model, by what accelerate and the model's loading say of it."""
     if trainer.is_deepspeed_enabled:
@@ -282,3 +354,8 @@ def choose_layout(trainer: Trainer) -> ModelLayout:
     if is_in_stages or is_by_accelerate or has_shards(model):
         return (PipelineLayout if is_in_stages else ShardedLayout)(has_engine_norm=is_by_accelerate)
     return ReplicatedLayout()
+
+
+def choose_learner_layout(model: nn.Module) -> ReplicatedLayout | ShardedLayout:
+    """Return the layout of a model that a loop of our own trains."""
+    return ShardedLayout(has_engine_norm=False) if has_shards(model) else ReplicatedLayout()

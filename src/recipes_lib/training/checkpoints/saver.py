@@ -19,7 +19,6 @@ from accelerate import PartialState
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
@@ -48,7 +47,7 @@ from recipes_lib.training.checkpoints.manifest import (
 from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
 from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
-from recipes_lib.training.layouts.launch_environment import read_launch
+from recipes_lib.training.layouts.fsdp import get_local
 from recipes_lib.training.monitoring.progress import format_count
 from recipes_lib.training.run import RECORDED, read_run_record
 
@@ -120,7 +119,7 @@ class HostCopy:
             num_copies: Processes of this machine that copy as much each.
         """
         tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}.values()
-        shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        shards = [get_local(tensor) for tensor in tensors]
         kinds = {type(tensor).__name__ for tensor in shards} - {"Tensor", "Parameter", "Buffer"}
         if kinds:
             return f"states of the kind {min(kinds)} cannot be copied"
@@ -302,14 +301,18 @@ class CheckpointSaver:
     Source: ``tests/training/checkpoints/test_saver.py``, ``tests/training/checkpoints/test_checkpointing.py``.
     """
 
-    def __init__(self, args: TrainingArguments, say: Callable[[str], None], *, engine: str = "") -> None:
+    def __init__(
+        self, args: TrainingArguments, say: Callable[[str], None], *, engine: str = "", data_size: int = 0
+    ) -> None:
         """Save nothing yet.
 
         Args:
             args: What is kept, and where; may have a ``save_keep_steps``.
             say: Tells of what is neither a figure nor an error.
             engine: ``FSDP``, ``DEEPSPEED`` or empty, as a launch names it.
+            data_size: Groups of processes that take rows of their own; 0 is every process.
         """
+        self._data_size = data_size
         self._args, self._say, self._engine = args, say, engine
         self._output_dir = Path(str(args.output_dir))
         self._keep_every: int | None = getattr(args, "save_keep_steps", None)
@@ -393,18 +396,17 @@ class CheckpointSaver:
     def dry_run(
         self,
         stage: Callable[[str], Staged],
-        compare: Callable[[Path], None],
         count: Callable[[], int],
         *,
         num_steps: int,
         model_bytes: int,
         num_besides: int = 0,
     ) -> None:
-        """Do all that saving takes once, hold it against what is trained, and leave nothing behind; every process must.
+        """Do all that saving takes once, and leave nothing behind; every process must.
 
         Args:
-            stage: Puts a checkpoint together in the folder that it is given.
-            compare: Raises if a checkpoint is not what is trained.
+            stage: Puts a checkpoint together in the folder that it is given; its last task compares it with what is
+                trained.
             count: Gives the bytes of what is trained, before any is written.
             num_steps: Optimizer steps of the run.
             model_bytes: Of the final model.
@@ -432,7 +434,6 @@ class CheckpointSaver:
         self.finish()
         if not self._args.should_save:
             return
-        compare(staged.folder)
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
         shutil.rmtree(staged.folder.parent)
         self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
@@ -521,7 +522,7 @@ class CheckpointSaver:
         return {
             "step": step,
             "world_size": self._args.world_size,
-            "data_size": read_launch().data_size,
+            "data_size": self._data_size or self._args.world_size,
             **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
             "engine": self._engine,
             **{key: record.get(key) for key in ("config_fingerprint", "versions")},

@@ -25,9 +25,9 @@ from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, list_frozen
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task
 from recipes_lib.training.collectives import Group, gather_objects, get_rank, is_distributed
-from recipes_lib.training.layouts.fsdp import reshard
+from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
 
 MODEL_SHARDS: Final = "model_shards"
 OPTIMIZER_SHARDS: Final = "optimizer_shards"
@@ -61,7 +61,7 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in read_trained_state(model).items():
-        gathered = _gather(tensor)
+        gathered = get_whole(tensor.detach())
         if get_rank() == 0:
             whole[name] = gathered.cpu()
     return whole
@@ -78,7 +78,9 @@ def gather_parts(model: nn.Module) -> dict[str, Tensor]:
     for name, owner in owners.items():
         shape, dtype = held[owner][name]
         # All that hold a part of it gather it.
-        tensor = _gather(tensors[name]) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
+        tensor = (
+            get_whole(tensors[name].detach()) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
+        )
         if rank == owner != 0:
             distributed.send(tensor.contiguous(), dst=0)
         elif rank == 0:
@@ -88,15 +90,24 @@ def gather_parts(model: nn.Module) -> dict[str, Tensor]:
     return whole
 
 
-def copy_model_shards(folder: Path, model: nn.Module, saver: CheckpointSaver) -> Task:
-    """Copy a model's weights and return what writes their shards under ``folder``; every process must call both."""
-    state = _copy(read_trained_state(model), saver, list_frozen(model))
+def copy_model_shards(
+    folder: Path, weights: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Iterable[str] = ()
+) -> Task:
+    """Copy weights and return what writes their shards under ``folder``; every process must call both.
+
+    Args:
+        folder: Of the checkpoint.
+        weights: By name, as ``read_trained_state`` returns them.
+        saver: Copies.
+        unchanging: Names of those that nothing changes.
+    """
+    state = _copy(weights, saver, unchanging)
     return lambda: write_shards(folder / MODEL_SHARDS, state, saver.group)
 
 
-def load_model_shards(folder: Path, model: nn.Module) -> None:
-    """Read weights into a model that is sharded, over as many processes as may be; every process must call."""
-    _load(folder / MODEL_SHARDS, read_trained_state(model))
+def load_model_shards(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Read weights in place, from shards of as many processes as may be; every process must call."""
+    _load(folder / MODEL_SHARDS, weights)
 
 
 def load_whole_model(folder: Path, model: Any) -> None:
@@ -190,7 +201,7 @@ def load_whole_optimizer(
 
     Args:
         file: ``optimizer.pt`` of upstream.
-        optimizer: Over the parameters of a sharded model, or of a part of one, in the groups that the saved one had.
+        optimizer: Over parameters, whole or sharded, or of a part of a model, in the groups that the saved one had.
         whole: The parameters of each group of the saved one, in its order; ``None`` for those of another process.
     """
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
@@ -201,7 +212,10 @@ def load_whole_optimizer(
                 continue
             # What has been frozen or never stepped has none.
             states = saved["state"].get(number, {})
-            by_parameter[parameter] = {key: shard_like(_widen(value), parameter) for key, value in states.items()}
+            by_parameter[parameter] = {
+                key: shard_like(_widen(value), parameter) if isinstance(value, Tensor) else value
+                for key, value in states.items()
+            }
     _restore(optimizer, by_parameter, [_describe_group(group) for group in saved["param_groups"]])
 
 
@@ -242,25 +256,27 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
 
 
 def compare_own_shards(
-    folder: Path, model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
 ) -> None:
     """Hold what this process has written against what it was made from, to the bit.
 
     Args:
         folder: Of the checkpoint.
-        model: The model, unchanged since.
+        weights: As for ``copy_model_shards``, unchanged since.
         parameters: As for ``copy_optimizer_shards``.
         optimizer: Its optimizer, unchanged since.
 
     Raises:
         BrokenSaveError: A tensor differs.
     """
-    live = {MODEL_SHARDS: read_trained_state(model), OPTIMIZER_SHARDS: _read_states(parameters, optimizer)}
+    live = {MODEL_SHARDS: weights, OPTIMIZER_SHARDS: _read_states(parameters, optimizer)}
     for name, tensors in live.items():
         for file, key, saved in _iterate(folder / name, rank=get_rank()):
             tensor = tensors[key].detach()
-            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if not torch.equal(saved, own.cpu()):
+            if not torch.equal(saved, get_local(tensor).cpu()):
                 raise BrokenSaveError(f"{file}: {key} differs from what is trained")
 
 
@@ -280,7 +296,7 @@ def _widen(state: Tensor) -> Tensor:
     Shards of any number of processes are cut from it. Quantised again it has the same codes and scales: the number of
     the largest magnitude in a block is its scale, also where its code, the lowest, stands for a little less than -1.
     """
-    local: Any = state.to_local() if isinstance(state, DTensor) else state
+    local: Any = get_local(state)
     if not is_traceable_wrapper_subclass(local):
         return state
     names, context = local.__tensor_flatten__()
@@ -308,8 +324,8 @@ def _narrow(optimizer: Any, parameter: Tensor, states: Mapping[str, Tensor]) -> 
 
 def _copy(tensors: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Iterable[str] = ()) -> dict[str, Tensor]:
     """Copies of what this process holds, sharded as the tensors are."""
-    local = {name: tensor.to_local() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors.items()}
-    copied = saver.take({name: tensor.detach() for name, tensor in local.items()}, unchanging=unchanging)
+    local = {name: get_local(tensor).detach() for name, tensor in tensors.items()}
+    copied = saver.take(local, unchanging=unchanging)
     # ``DTensor.from_local`` would bring the copy back to the device of the mesh.
     wrap: Any = partial(DTensor, requires_grad=False)
     return {
@@ -390,9 +406,3 @@ def _restore(
     state = {numbers[one]: _narrow(inner, one, states) for one, states in by_parameter.items() if states}
     restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": restored})
-
-
-def _gather(tensor: Tensor) -> Tensor:
-    """A whole tensor; every process that has a shard of it must call."""
-    shards = tensor.detach()
-    return shards.full_tensor() if isinstance(shards, DTensor) else shards

@@ -10,16 +10,17 @@ from typing import Any, Final, NamedTuple
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.loading import load_causal_lm
+from recipes_lib.training.checkpoints.sharded import shard_like
 from recipes_lib.training.collectives import broadcast_object, get_rank
 from recipes_lib.training.forgetting.fisher import read_fisher
-from recipes_lib.training.layouts.fsdp import prepare_frozen
+from recipes_lib.training.layouts.fsdp import get_local, prepare_frozen
 from recipes_lib.training.trainers.reference import hash_weights
 
 PENALTY: Final = "ewc_penalty"
@@ -81,8 +82,8 @@ class WeightPenalty(TrainerCallback):
         for name, parameter in frozen.named_parameters():
             if name not in trained:
                 continue
-            fisher = None if self._whole_fisher is None else _shard_like(self._whole_fisher[name], parameter)
-            self._held[name] = (_get_local(parameter.detach()), fisher)
+            fisher = None if self._whole_fisher is None else _take_share(self._whole_fisher[name], parameter)
+            self._held[name] = (get_local(parameter.detach()), fisher)
         self._reference, self._whole_fisher = nn.Module(), None
 
     def hold(self, model: nn.Module) -> None:
@@ -104,9 +105,9 @@ class WeightPenalty(TrainerCallback):
         for parameter, reference, fisher in self._terms:
             if parameter.grad is None:
                 continue
-            difference = _get_local(parameter) - reference
+            difference = get_local(parameter) - reference
             weighted = difference if fisher is None else fisher * difference
-            _get_local(parameter.grad).add_(weighted, alpha=self._coefficient * scale)
+            get_local(parameter.grad).add_(weighted, alpha=self._coefficient * scale)
             part = torch.dot(weighted.flatten(), difference.flatten())
             total = part if total is None else total + part
         if total is not None:
@@ -186,16 +187,6 @@ def _find_differing(shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, 
     return sorted(name for name in shapes.keys() | others.keys() if shapes.get(name) != others.get(name))
 
 
-def _get_local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
-
-
-def _shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of a tensor that all processes have, as that of ``parameter``."""
-    if not isinstance(parameter, DTensor):
-        return whole.to(parameter.device)
-    mesh = parameter.device_mesh
-    # Nothing is sent: each takes its part of what it has.
-    part = distribute_tensor(whole.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-    return part.to_local().to(parameter.to_local().device)
+def _take_share(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This process's part of a tensor that all processes have, where that of ``parameter`` lies."""
+    return get_local(shard_like(whole, parameter)).to(get_local(parameter).device)

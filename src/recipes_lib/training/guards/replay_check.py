@@ -18,6 +18,7 @@ from recipes_lib.models.inference import RandomStates
 from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
 from recipes_lib.training.collectives import gather_objects
 from recipes_lib.training.guards.step_facts import StepInputs, TrainerView
+from recipes_lib.training.layouts.fsdp import get_local
 
 ROLLBACKS_FILE: Final = "rollbacks.json"
 _REMEDY: Final = "put the file back, or choose another output_dir: without it the run would meet its spikes again"
@@ -125,7 +126,7 @@ def compute_checksums(tensors: Mapping[str, Tensor]) -> Figures:
     """
     if not tensors:
         return {}
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors.values()]
+    local = [get_local(tensor) for tensor in tensors.values()]
     sums = [part.detach().contiguous().view(_WORDS[part.element_size()]).sum(dtype=torch.int64) for part in local]
     return dict(zip(tensors, torch.stack([part.to(sums[0].device) for part in sums]).tolist(), strict=True))
 

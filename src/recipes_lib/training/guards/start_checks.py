@@ -23,7 +23,7 @@ from recipes_lib.models.adapters.lora import (
 )
 from recipes_lib.models.inference import preserve_training_state
 from recipes_lib.training.guards.step_facts import TrainerView
-from recipes_lib.training.layouts.fsdp import reshard
+from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 SAMPLE_SIZE: Final = 1024
@@ -131,12 +131,12 @@ def judge_gradients(model: nn.Module) -> dict[str, str | None]:
     verdicts: dict[str, str | None] = {}
     for name, parameter in trained.items():
         twin = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
-        if twin is not parameter and not _gather(twin).any():
+        if twin is not parameter and not get_whole(twin).any():
             continue
         if parameter.grad is None:
             verdicts[name] = "it has no gradient"
         else:
-            norm = float(_gather(parameter.grad.float().norm()))
+            norm = float(get_whole(parameter.grad.float().norm()))
             verdicts[name] = None if 0 < norm < float("inf") else ZERO if norm == 0 else NOT_FINITE
     return verdicts
 
@@ -191,22 +191,16 @@ def _find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _summarise(parameter: nn.Parameter) -> tuple[float, float]:
     """Two sums that change with any number: of an embedding only the rows of the tokens that occur may move."""
-    values = _gather(parameter.detach())
+    values = get_whole(parameter.detach())
     return float(values.sum(dtype=torch.float64)), float(values.float().norm())
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:
     # ZeRO-3 puts something empty in the place of what it shares out.
     values = getattr(parameter, "ds_tensor", parameter).detach()
-    values = (values.to_local() if hasattr(values, "to_local") else values).reshape(-1)
+    values = get_local(values).reshape(-1)
     # As bytes: 4-bit codes that are stored as floating-point numbers may look like NaN.
     return values[:: max(1, values.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone().view(torch.uint8)
-
-
-def _gather(values: Any) -> Tensor:
-    """The whole of a tensor, of which each process may hold a shard."""
-    whole: Tensor = values.full_tensor() if hasattr(values, "full_tensor") else values
-    return whole
 
 
 TOLERANCE: Final = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

@@ -17,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.collectives import gather_objects, get_rank
+from recipes_lib.training.layouts.fsdp import get_local
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 DUMP_DIR: Final = "diverged"
@@ -67,7 +68,7 @@ def find_faults(parameters: Mapping[str, Tensor], losses: Sequence[float]) -> di
         not finite, from the output towards the input, which is the way an error spreads, and the ``NUM_LARGEST``.
     """
     norms = {
-        name: float(torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32))
+        name: float(torch.linalg.vector_norm(get_local(parameter.grad), dtype=torch.float32))
         for name, parameter in parameters.items()
         if parameter.grad is not None
     }
@@ -165,12 +166,6 @@ def _spell(value: Any) -> Any:
     if isinstance(value, list):
         return [_spell(part) for part in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _local(tensor: Any) -> Tensor:
-    """This process's part of a tensor."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
 
 
 class ObserverView(Protocol):

@@ -29,6 +29,7 @@ from recipes_lib.training.guards.replay_check import (
     read_rollbacks,
 )
 from recipes_lib.training.guards.step_facts import MAX_SKIPPED, StepInputs, TrainerView, stop_before_update
+from recipes_lib.training.layouts.fsdp import get_whole
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 
 WINDOW: Final = 50
@@ -217,10 +218,10 @@ class StepGuard(TrainerCallback):
                 not for ever. Or there was a spike after the last of ``max_rollbacks``.
         """
         trainer = self._trainer
-        whole: Any = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         share = torch.stack(self.inputs.losses).sum().float()
         total = trainer.accelerator.reduce(share, reduction="mean")
-        figures: list[float] = torch.stack([total, torch.as_tensor(whole, device=total.device).float()]).tolist()
+        whole = get_whole(torch.as_tensor(norm)).to(total.device)
+        figures: list[float] = torch.stack([total, whole.float()]).tolist()
         loss, grad_norm = figures
         step = trainer.state.global_step + 1
         if not math.isfinite(loss):

@@ -283,7 +283,6 @@ OF_PIPELINES: Final = (
         Blocked(*_PIPELINE, why, _WITHOUT_PIPELINE, (key,))
         for key, why in (
             ("batch_ramp_tokens", "a step of few micro-batches leaves most pipeline stages idle"),
-            ("max_rollbacks", "rollback is not implemented for pipeline stages"),
             ("verify_steps", "no two ranks of a pipeline hold the same weights to compare"),
             ("metrics", "they score sampled answers, and no rank has the whole model to sample from"),
             ("ewc_lambda", "the penalty is not proved where each rank holds some layers"),

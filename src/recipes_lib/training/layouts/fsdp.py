@@ -72,6 +72,16 @@ def has_shards(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
+def get_local(tensor: Tensor) -> Tensor:
+    """Return what this process holds of a tensor: its shard, or all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def get_whole(tensor: Tensor) -> Tensor:
+    """Return a whole tensor; every process that has a shard of it must call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def is_sharded(model: Any) -> bool:
     """Return whether FSDP2 shards a model."""
     return isinstance(model, FSDPModule)
@@ -106,7 +116,7 @@ def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     Those that are spread over the same processes are taken together, as torch can.
     """
     totals: list[Any] = [get_total_norm(some) for some in _group_by_mesh(tensors)]
-    norms = [total.full_tensor() if isinstance(total, DTensor) else total for total in totals]
+    norms = [get_whole(total) for total in totals]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -13,7 +13,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup, pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -26,8 +25,8 @@ from recipes_lib.models.parallel.pipeline_parallel import (
 )
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
-from recipes_lib.training.layouts.fsdp import compute_total_norm, has_shards, reshard, shard_chunk
-from recipes_lib.training.layouts.launch_environment import Launch, read_launch
+from recipes_lib.training.layouts.fsdp import compute_total_norm, get_local, has_shards, reshard, shard_chunk
+from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import build_autocast, get_compute_dtype
 from recipes_lib.training.trainers.next_token_trainer import PretrainTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
@@ -219,8 +218,7 @@ class Pipeline(nn.Module):
         if self.part.num_stages > 1 and is_end and self.model.is_tied:
             gradient = self.model.get_input_embeddings().weight.grad
             # Both ends have the same rows of it.
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            distributed.all_reduce(own, group=self._mesh.ends)
+            distributed.all_reduce(get_local(gradient), group=self._mesh.ends)
 
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm of some tensors of all stages together; every process must call, with what counts here."""
@@ -315,7 +313,7 @@ class PipelineTrainer(PretrainTrainer):
             model: This process's part.
             **kwargs: As ``PretrainTrainer``.
         """
-        launch, args = read_launch(), kwargs["args"]
+        launch, args = self.launch, kwargs["args"]
         layout = launch.layout
         self._mesh = build_pipeline_groups(layout.pipeline_stages, launch.tensor_size)
         self.pipeline = Pipeline(model, self._mesh, schedule=layout.schedule, autocast=build_autocast(args))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from recipes_lib.files import replace_text
+from recipes_lib.files import parse_number, parse_record, replace_text
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.collectives import sum_over_processes
 
@@ -212,9 +212,8 @@ def _read_step(line: str, is_evaluated: bool) -> float:
 
     Where that of the checkpoint ``is_evaluated`` no more than begun, an evaluation comes half a step after its own.
     """
-    try:
-        event = json.loads(line)
-        step: float = event["step"] + (0.5 if event.get("kind") == "eval" and not is_evaluated else 0)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    event = parse_record(line) or {}
+    step = parse_number(event.get("step"))
+    if step is None:
         return math.inf
-    return step
+    return step + (0.5 if event.get("kind") == "eval" and not is_evaluated else 0)

@@ -42,7 +42,7 @@ from recipes_lib.training.guards.step_guard import StepGuard
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm, has_shards, reshard, settle_precision
-from recipes_lib.training.layouts.launch_environment import read_launch, verify_engine
+from recipes_lib.training.layouts.launch_environment import verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled
@@ -113,7 +113,6 @@ class RecipeTrainer(CheckpointingTrainer):
         say, is_idle = observer.progress.say, not self.has_own_objective
         checks = [AdapterChecks(model, self.adapter, say=say, may_be_idle=is_idle)] if self.adapter.use_peft else []
         super().__init__(model=model, args=args, **options)
-        self.launch = read_launch()
         verify_engine(
             self.launch,
             self.accelerator.distributed_type,
