@@ -136,7 +136,7 @@ def measure_nanogpt(nanogpt: Path, steps: int, seed: int, bias: str) -> dict[str
     command = [sys.executable, script.name, *flags.split()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=nanogpt)
     times = re.findall(r"^iter (\d+): loss \S+, time (\S+)ms", done.stdout, re.MULTILINE)
-    # It times one step in ten, the one that reads the loss; the first also waits for all that is set up.
+    # It times one step in ten, the one that reads the loss; the first also includes the setup.
     timed = [float(time) for number, time in times if int(number) not in (0, steps)]
     losses = re.findall(r"^step \d+: train loss \S+, val loss (\S+)", done.stdout, re.MULTILINE)
     return {"milliseconds": sum(timed) / len(timed), "loss": float(losses[-1])}

@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint, against plain ``save_pretrained`` and ``torch.save``.
+"""How long a checkpoint blocks training, against plain ``save_pretrained`` and ``torch.save``.
 
 python benchmarks/checkpoints.py [--rounds 3] [--output build/checkpoints.json]
 """
@@ -36,10 +36,10 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 
 SIZES = {"10 M": {"hidden_size": 320, "num_hidden_layers": 6}, "100 M": {"hidden_size": 768, "num_hidden_layers": 12}}
 VARIANTS = {
-    "ours": "ours, beside training",
+    "ours": "ours, asynchronous",
     "waiting": "ours, while training waits",
     "plain": "save_pretrained and torch.save",
-    "sharded": "ours under FSDP2, two processes, beside training",
+    "sharded": "ours under FSDP2, two processes, asynchronous",
     "sharded waiting": "ours under FSDP2, two processes, while training waits",
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -54,7 +54,7 @@ NUM_SAVES = 3
 
 
 class Timed(CheckpointingTrainer):
-    """Saves after every other step and measures for how long training stands still, and when all is on the disk."""
+    """Saves after every other step and measures how long training is blocked, and when all is on the disk."""
 
     observer = cast(Observer, SimpleNamespace(progress=TrainingProgress()))
     is_plain = False
@@ -144,7 +144,7 @@ def main() -> None:
             ratio = "1" if name == "ours" else compare(results, "pause", "ours", name)
             row = [size, label, spread(milliseconds, "pause", 0), ratio, spread(results[name], "written")]
             table.append(row)
-    write_results(options.output, "How long training stands still for a checkpoint", table, raw)
+    write_results(options.output, "How long a checkpoint blocks training", table, raw)
 
 
 if __name__ == "__main__":

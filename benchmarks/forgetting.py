@@ -1,13 +1,13 @@
-"""What fine-tuning on another domain gains there and loses where the model comes from, in held-out bits per byte.
+"""Forgetting: bits per byte gained on a new domain and lost on the old one by fine-tuning.
 
-A Llama of two layers of width 80 reads plays by Shakespeare, and is then fine-tuned on the source code of Python's
-standard library: as it is, with some of the plays among the code, held to its weights or to its predictions, or by an
+A Llama of two layers of width 80 is pretrained on plays by Shakespeare, then fine-tuned on the source code of Python's
+standard library: plainly, with replay of the plays, with a penalty on weights (EWC) or predictions (KL), or by an
 adapter. Every arm has the same steps, batches and order of code; a round is a seed. Nothing is timed, so that all runs
 share one process.
 
 python benchmarks/forgetting.py [--data FILE] [--rounds 3] [--steps 30] [--base_steps 200] [--work DIR]
 
-With `--work` the same command goes on where a stopped one left off, and `--rounds 3` after `--rounds 1` adds two seeds.
+With `--work` the same command resumes a stopped one, and `--rounds 3` after `--rounds 1` adds two seeds.
 """
 
 from __future__ import annotations

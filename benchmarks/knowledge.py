@@ -1,12 +1,12 @@
-"""What each part of a teacher's knowledge is worth on real text: held-out bits per byte at equal tokens.
+"""Ablation of distillation losses on real text: held-out bits per byte at equal tokens.
 
 A teacher of four layers of width 128 reads plays by Shakespeare; students of two layers of width 80, a quarter of its
-weights, begin at random and read a few of them: from labels alone, with what the teacher says, and with each part of
-what its layers hold besides. Every arm has the same rows, order, rate and steps; a round is a seed of the student.
+weights, start from random weights and train on a few of them: on labels alone, with the teacher's probabilities, and
+with each hidden-state loss in addition. Every arm has the same rows, order, rate and steps; a round is a seed.
 
 python benchmarks/knowledge.py [--data FILE] [--rounds 3] [--steps 150] [--teacher_steps 400] [--work DIR]
 
-With `--work` the same command goes on where a stopped one left off, and `--rounds 3` after `--rounds 1` adds two seeds.
+With `--work` the same command resumes a stopped one, and `--rounds 3` after `--rounds 1` adds two seeds.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any])
 
 VARIANTS = {
     "ours": lambda *args: measure_ours(*args),
-    # As many rows at a time as TRL, tuned by hand, has: what it takes in memory is to be held against that.
+    # As many rows at a time as TRL, tuned by hand, has: its memory is compared with that.
     "ours, row by row": lambda *args: measure_ours(*args, per_device_train_batch_size=1, gradient_accumulation_steps=8),
     "PEFT + TRL, tuned by hand": lambda *args: measure_trl(*args, TRL_TUNED),
     "PEFT + TRL, script defaults": lambda *args: measure_trl(*args, TRL_DEFAULTS),

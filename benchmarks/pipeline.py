@@ -1,4 +1,4 @@
-"""How long the stages of a pipeline stand still, beside what their number and the micro-batches say: (p - 1) / (m v).
+"""The pipeline bubble, measured, against the formula (p - 1) / (m v) for p stages, m micro-batches and v chunks.
 
 The layers wait instead of computing, 10 ms forward and 20 ms backward each, so that processes never compete for cores:
 what is left over is the order in which micro-batches go through, and what handing their states on takes. A real model's
@@ -73,7 +73,7 @@ def main() -> None:
         },
         options.rounds,
     )
-    table = [["schedule", "stages p", "chunks v", "micro-batches m", "(p - 1) / (m v)", "standing still / working"]]
+    table = [["schedule", "stages p", "chunks v", "micro-batches m", "(p - 1) / (m v)", "idle / working"]]
     for name, (schedule, p, m) in names.items():
         expected = (p - 1) / (m * CHUNKS[schedule])
         table.append(
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def measure(schedule: str, num_batches: int) -> dict[str, float]:
-    """Return the ``bubble``: seconds in which a process stands still over those in which it works, in the best step."""
+    """Return the ``bubble``: idle seconds of a process over working seconds, in the best step."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo")
     num_stages = distributed.get_world_size()

@@ -234,9 +234,7 @@ def main() -> None:
         return
     build_workload(options.data, options.workload)
     write_models(options.workload)
-    table = [
-        ["answers", "variant", "s / iteration", "ours / this", "peak GB", "ours / this", "tokens", "seconds of ours"]
-    ]
+    table = [["answers", "variant", "s / iteration", "ours / this", "peak GB", "ours / this", "tokens", "our seconds"]]
     everything: dict[str, Any] = {}
     for shape in options.shapes:
         write_prompts(options.workload, shape)

@@ -43,7 +43,7 @@ def main(run: Run) -> None:
     run.record(data=rows.record)
     args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
 
-    # The kernel must keep documents apart unless told otherwise, and the loss head must give the model's own loss.
+    # The kernel must isolate documents (unless configured), and the loss head must equal the model's own loss.
     isolated = not config.pretraining.cross_document_attention
     model_config = load_verified_config(config, tokenizer, rows.plan.max_length)
     context = join_context(run.launch, args)

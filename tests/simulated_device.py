@@ -35,6 +35,7 @@ WAITING: Final = {
     ATEN._local_scalar_dense,
     ATEN.nonzero,
     ATEN.masked_select,
+    ATEN.masked_scatter_backward,
     ATEN.unique_dim,
     ATEN._unique2,
     ATEN.equal,

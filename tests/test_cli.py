@@ -143,3 +143,7 @@ def test_a_closed_pipe_ends_quietly(tmp_path: Path) -> None:
             )
         assert done.returncode == 2
         assert done.stderr.startswith(b"standard output: cannot be written: No space left on device")
+
+
+def test_every_command_stands_under_one_heading_of_the_help() -> None:
+    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(cli.COMMANDS)

@@ -33,21 +33,6 @@ VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"
 SHADOWED_BY_A_RECIPE = {"evaluate", "datasets", "tokenize", "profile", "trl", "peft", "accelerate", "torch", "types"}
 """A script's folder is first on ``sys.path``: a recipe of this name would hide the module."""
 
-TERMS = (
-    *("tensor parallel", "context parallel", "pipeline parallel", "gradient accumulation", "throughput"),
-    "hidden states",
-)
-"""What a reader of the code searches for; each occurs at least twice."""
-PARAPHRASES = (
-    "so-manieth",
-    "stand whole beside",
-    "goes on from",
-    "hands states on",
-    "what cannot be together",
-    "stands still",
-)
-"""Words that stood where a term of the field belongs."""
-
 TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "the ignore index has one owner": (
         r"(?<![\w.)\]])-100\b(?!\.)",
@@ -125,11 +110,6 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             "src/recipes_lib/commands/score.py",
             "src/recipes_lib/commands/distill/distill_store.py",
         ),
-    ),
-    "the field's terms stand for themselves": (
-        r"(?i)" + "|".join(PARAPHRASES),
-        ("src/", "recipes/"),
-        (),
     ),
     "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ("",), ("tests/test_ratchets.py",)),
     "no path of anyone's machine": (r"(?<![\w.~}])/(home|root|Users|work)/\w", ("",), ("tests/test_ratchets.py",)),
@@ -239,11 +219,6 @@ def find_untested_modules(paths: Collection[str]) -> list[str]:
         if (Path("tests") / room / f"test_{module.name}").as_posix() not in tests:
             untested.append(path)
     return sorted(untested)
-
-
-def find_missing_terms(sources: Mapping[str, str]) -> list[str]:
-    text = "\n".join(sources.values()).lower()
-    return [term for term in TERMS if text.count(term) < 2]
 
 
 def find_full_folders(paths: Collection[str]) -> list[str]:
@@ -369,16 +344,6 @@ def test_names_say_something() -> None:
     assert [fault for path in read_python("") for fault in find_bad_name(path)] == []
 
 
-def test_the_terms_of_the_field_are_used() -> None:
-    assert find_missing_terms(read_python("src/", "recipes/")) == []
-
-
-def test_a_missing_term_is_found() -> None:
-    text = " and ".join(TERMS)
-    assert find_missing_terms({"a.py": text, "b.py": text.title()}) == []
-    assert find_missing_terms({"a.py": text, "b.py": text.replace("throughput", "speed")}) == ["throughput"]
-
-
 def test_folders_are_kept_small() -> None:
     assert find_full_folders(list(read_python("src/"))) == []
 
@@ -447,7 +412,6 @@ def test_every_module_has_its_test_file() -> None:
         ("files are replaced in one place", "os.replace(staging, target)"),
         ("files are replaced in one place", "partial.replace(path)"),
         ("the launch is read where a command begins", "size = read_launch().data_size"),
-        ("the field's terms stand for themselves", '"""Every so-manieth step is computed twice."""'),
         ("nothing is left to do", "# TODO: later"),
         ("no path of anyone's machine", "data = '/home/ada/data'"),
     ],

@@ -63,7 +63,7 @@ class _Output(io.FileIO):
 def keep_output_from_failing() -> None:
     """Make writes to standard output and standard error never raise: a closed pipe or a full disk must not end a run.
 
-    Underneath ``sys.stdout`` and ``sys.stderr``, so that it holds for all that writes to them: ``print``, logging,
+    Underneath ``sys.stdout`` and ``sys.stderr``, so that it applies to every writer: ``print``, logging,
     warnings, rich, tqdm, and the interpreter's last flush. Streams that somebody else has put there are left alone.
     """
     for name in ("stdout", "stderr"):
@@ -146,7 +146,7 @@ def _tell(error: BaseException) -> int:
         sys.stderr.write(f"{refusal}\n")
         return EXIT_USER
     traceback.print_exception(error)
-    sys.stderr.write("This is a bug in recipes-lib, not a mistake of yours: please report it with the lines above.\n")
+    sys.stderr.write("This is a bug in recipes-lib, not your mistake: please report it with the lines above.\n")
     return EXIT_BUG
 
 

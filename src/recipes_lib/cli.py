@@ -44,7 +44,7 @@ COMMANDS = {
         "store a teacher's top-k log-probabilities of all rows",
     ),
     "student": Command(
-        "recipes_lib.commands.distill.student:main", "initialise a student from layers of its teacher, for distillation"
+        "recipes_lib.commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
     ),
     "distill-chain": Command(
         "recipes_lib.commands.distill.distill_chain:main",
@@ -68,8 +68,10 @@ COMMANDS = {
         "recipes_lib.training.forgetting.fisher_command:main",
         "diagonal Fisher information of a run's model on its data",
     ),
-    "merge": Command("recipes_lib.commands.merge:main", "merge an adapter into its base model"),
-    "export": Command("recipes_lib.commands.export:main", "convert a checkpoint to a model that any tool loads"),
+    "merge": Command("recipes_lib.commands.weights.merge:main", "merge an adapter into its base model"),
+    "export": Command(
+        "recipes_lib.commands.weights.export:main", "convert a checkpoint to a model that any tool loads"
+    ),
     "publish": Command(
         "recipes_lib.publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"
     ),
@@ -80,13 +82,31 @@ COMMANDS = {
         "recipes_lib.commands.prove:main", "hold results, speed and memory of this machine against what is known"
     ),
     "doctor": Command("recipes_lib.commands.doctor:main", "say what this machine can do, and how to get the rest"),
+    "completion": Command("recipes_lib.commands.completion:main", "print the completion script of a shell"),
 }
+GROUPS = {
+    "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
+    "data": ("clean", "tokenizer", "prepare", "score", "sample-pairs"),
+    "run": ("launch", "run", "job"),
+    "results": ("runs", "report", "eval", "publish", "reproduce"),
+    "models": ("merge", "export", "fisher"),
+    "distillation": ("student", "distill-store", "distill-write", "distill-chain"),
+    "shell": ("completion",),
+}
+"""Commands by heading of ``recipes --help``."""
+EXAMPLES = (
+    "recipes check --config recipes/configs/qwen3-0.6b/sft.yaml",
+    "recipes launch --config recipes/configs/qwen3-0.6b/sft.yaml --learning_rate 1e-5",
+    "recipes run recipes/pipelines/zephyr.yaml --check",
+)
 
 
 def format_help() -> str:
     """Return the text of ``recipes --help``."""
-    lines = ["usage: recipes COMMAND [OPTION ...]", "", "commands:"]
-    lines += [f"  {name:15}{command.summary}" for name, command in COMMANDS.items()]
+    lines = ["usage: recipes COMMAND [OPTION ...]"]
+    for heading, names in GROUPS.items():
+        lines += ["", heading, *(f"  {name:15}{COMMANDS[name].summary}" for name in names)]
+    lines += ["", "examples", *(f"  {example}" for example in EXAMPLES)]
     lines += ["", "`recipes COMMAND --help` lists the options of a command; `recipes --version` names the version."]
     return "\n".join(lines) + "\n"
 

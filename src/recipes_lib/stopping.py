@@ -137,13 +137,13 @@ class StopRequest:
         if self._is_closed and not is_last:
             _start_timer(_SECONDS_TO_LEAVE, lambda: self._leave_in_time(is_last=True))
         else:
-            _leave(EXIT_PREEMPTED, f"{self.reason or 'asked to stop'}: left at once, with nothing to save")
+            _leave(EXIT_PREEMPTED, f"{self.reason or 'stop request'}: left at once, with nothing to save")
 
     def _leave_to_parent(self) -> None:
         """In a forked child, such as a data loader worker: only the parent ends it.
 
         What is sent to the whole process group would otherwise kill the workers of a process that is still saving, and
-        be heard by it once more from each of them.
+        reach it once more from each of them.
         """
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:

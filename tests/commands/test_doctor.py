@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from tests.forked import ROOT
 
 from recipes_lib.commands import doctor
+from recipes_lib.models.attention import kernels
 
 CANARY = "hf_canary0123456789"
 
@@ -38,7 +39,7 @@ def test_every_capability_has_one_verdict(no_trials: None) -> None:
     findings = doctor.examine()
     names = [finding.name for finding in findings]
     assert len(names) == len(set(names))
-    assert {"python", "packages", "torch", "cpu", "bf16", "varlen_attn", "torch.compile"} <= set(names)
+    assert {"python", "packages", "torch", "cpu", "bf16", "attention", "torch.compile"} <= set(names)
     assert {"flash-attn", "bitsandbytes", "deepspeed", "tensorboard", "trackio", "wandb"} <= set(names)
     assert {"hub login", "disk here", "disk cache", "launch default"} <= set(names)
 
@@ -137,14 +138,25 @@ def test_a_package_that_hangs_is_broken(monkeypatch: pytest.MonkeyPatch) -> None
     assert process.poll() is not None
 
 
-@pytest.mark.parametrize(("capability", "verdict"), [((8, 0), "ok"), ((7, 5), "missing")])
-def test_the_varlen_kernel_needs_the_right_gpu(
-    capability: tuple[int, int], verdict: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "installed", "verdict", "told"),
+    [
+        ((9, 0), "flash_attention_3", "ok", "packed rows use flash_attention_3"),
+        ((9, 0), "flash_attention_2", "ok", "packed rows use flash_attention_2 (flash_attention_3 is not installed)"),
+        ((8, 0), "", "ok", "varlen (flash_attention_3 needs a GPU of compute capability 9.0; flash_attention_2 is not"),
+        ((7, 5), "", "missing", "packed rows use sdpa (flash_attention_3 needs a GPU of compute capability 9.0; "),
+    ],
+)
+def test_the_attention_of_packed_rows_is_the_one_that_training_would_choose(
+    capability: tuple[int, int], installed: str, verdict: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    (finding,) = doctor._probe_varlen_attention()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for name in kernels.FLASH_IS_INSTALLED:
+        monkeypatch.setitem(kernels.FLASH_IS_INSTALLED, name, lambda name=name: name == installed)
+    (finding,) = doctor._probe_attention()
     assert finding.verdict == verdict
+    assert told in finding.detail
 
 
 def test_a_cpu_build_beside_an_nvidia_driver_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

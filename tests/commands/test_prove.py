@@ -106,5 +106,5 @@ def test_a_wrong_place_or_name_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="choose of environment, numbers-pretrain"):
         prove.main(["--only", "speed"])
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="2 are asked for, and 0 are there"):
+        with pytest.raises(ConfigError, match="2 are requested, and this machine has 0"):
             prove.main(["--gpus", "2", "--output", str(tmp_path / "x")])

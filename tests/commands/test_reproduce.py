@@ -83,7 +83,7 @@ def test_the_restored_recipe_trains_as_the_first_one_did(run, tmp_path):
 def test_what_matches_is_not_told_and_what_cannot_be_known_is(run):
     _, told, _ = run()
     assert [line for line in told.splitlines() if line.startswith("differs: ")] == [
-        "differs: data: the train rows had the fingerprint 9604a55826332cb0; `recipes prepare` records that of yours",
+        "differs: data: the train rows had the fingerprint 9604a55826332cb0; `recipes prepare` records yours",
         "differs: device: it was 1 x NVIDIA H200; another one rounds differently",
     ]
 
@@ -181,7 +181,7 @@ HOSTILE = "1.0\n--index-url http://evil\n#"
 def test_a_record_that_no_recipe_writes_is_refused_whole(run, tmp_path, changes, field):
     code, told, error = run(**changes)
     assert code == EXIT_USER
-    assert f"is no record of a run: {field}" in error
+    assert f"is not a run record: {field}" in error
     assert not told
     assert not (tmp_path / "reproduced").exists()
 
@@ -232,7 +232,7 @@ def test_from_the_hub_by_revision(hub, record, run, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "holds no run.json"), ("{}", "no record of a run"), (None, "holds no run.json")]
+    ("text", "words"), [("{", "holds no run.json"), ("{}", "not a run record"), (None, "holds no run.json")]
 )
 def test_what_is_no_run_is_refused(tmp_path, capsys, text, words):
     if text is not None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
+
 
 @pytest.mark.parametrize(
     ("lines", "line", "words"),
@@ -28,6 +30,8 @@ import pytest
         ("use_vllm: true\nuse_peft: true\nload_in_4bit: true", 5, "weights of few bits"),
         ("use_vllm: true\nvllm_mode: colocated", 6, "colocate"),
         ("use_vllm: true\nvllm_tensor_parallel_size: 2", 6, "--tensor-parallel-size"),
+        ("use_vllm: true\nmax_staleness: 1", 6, "server"),
+        ("use_vllm: true\nvllm_mode: server\nmax_staleness: 2", 7, "max_staleness"),
         ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
         ("push_to_hub: true\nhub_strategy: every_save", 6, "are no model folders"),
         ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
@@ -69,6 +73,8 @@ def test_ppo_needs_a_reward(problems_of) -> None:
         ("grpo", "vllm_importance_sampling_clip_min: 2", 5, "write less than 2"),
         ("grpo", "vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask", 6, "effect"),
         ("grpo", "loss_type: vespo\nvllm_importance_sampling_mode: sequence_mask", 6, "weighs whole answers"),
+        ("grpo", f"{AHEAD}\nmax_num_gen_batches: 3", 7, "which prompts come next"),
+        ("grpo", f"{AHEAD}\nvllm_importance_sampling_correction: false", 7, "pass for those of the policy"),
         ("ppo", "num_generations: 4", 5, "not a key of this recipe"),
         ("dpo", "beta: 0", 5, "makes the loss constant"),
     ],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.settings import DECISIONS, is_local
 from recipes_lib.config.table import RECIPE_NAMES, load_table
@@ -17,3 +19,18 @@ def test_the_defaults_void_nothing(write, sound: str) -> None:
 
 def test_no_text_makes_the_existence_check_fail() -> None:
     assert not any(is_local(text) for text in ("", "\0", "x" * 5000, None, 3))
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_activation_checkpointing_is_on_off_or_left_to_the_plan(recipes, problems_of, recipe) -> None:
+    for written, expected in {"true": True, "false": False, "null": None, "auto": "auto"}.items():
+        flags = ["--config", str(recipes[recipe]), f"--activation_checkpointing={written}"]
+        assert load_config(recipe, flags).training["activation_checkpointing"] == expected
+    (problem,) = problems_of("activation_checkpointing: often\n", recipe=recipe)
+    assert problem.remedy == "write true or false or one of auto or null"
+
+
+def test_what_auto_chooses_is_not_written_besides(problems_of) -> None:
+    lines = "activation_checkpointing: auto\nactivation_checkpointing_kwargs: {offload: true}\n"
+    (problem,) = problems_of(lines)
+    assert "`activation_checkpointing: auto` chooses them" in problem.found

@@ -248,13 +248,13 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
         "d.jsonl",
         line({"chosen": [user(), user("a"), assistant()], "rejected": [user(), user("b"), assistant()]}),
         ":1",
-        "does not go on with an assistant turn",
+        "does not continue with an assistant turn",
     ),
     "pair of which one is cut": (
         "d.jsonl",
         line({"chosen": [user(), assistant()], "rejected": [user()]}),
         ":1",
-        "`rejected` does not go on",
+        "`rejected` does not continue",
     ),
     "pair that repeats its prompt": (
         "d.jsonl",

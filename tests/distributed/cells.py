@@ -23,7 +23,7 @@ from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.forgetting.fisher import Fisher, write_fisher
 from recipes_lib.training.trainers.reference import hash_weights
 
-LEFT_OUT = ("seconds", "per_second", "runtime", "time", "mfu", "memory", "epoch", "flos")
+LEFT_OUT = ("seconds", "per_second", "tokens_per_s", "runtime", "time", "mfu", "memory", "epoch", "flos")
 OF_WEIGHTS = {"parameter_norm", "update_ratio"}
 """Figures that a run under DeepSpeed has not."""
 TIED = json.dumps({"model_type": "llama", "tie_word_embeddings": True} | recipe_runs.SIZES)
@@ -43,6 +43,12 @@ LAYERS: dict[str, Any] = {
     "attn_implementation": "eager",
 }
 """Every part of the loss that compares layers."""
+REINFORCED: dict[str, Any] = {
+    "max_steps": 6,
+    "reward_funcs": "[tests.faults.recipe_runs:measure_shortness]",
+}
+"""Three iterations of two steps, of GRPO two of four, whose rewards are the same on any number of processes."""
+ADAPTER: dict[str, Any] = {"use_peft": "true", "lora_r": 4}
 FULL_PRECISION = ("--mixed_precision", "no")
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or " " in sys.prefix,
@@ -67,7 +73,7 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sft padded, accumulated": ("sft", 4, UNEVEN),
     "pretrain accumulated": ("pretrain", 4, {}),
     "lora packed": ("lora", 4, {"packing": "true"}),
-    "reward adapter": ("reward", 4, {"use_peft": "true", "lora_r": 4, "test_split_size": 15}),
+    "reward adapter": ("reward", 4, ADAPTER | {"test_split_size": 15}),
     "dpo stored": ("dpo", 1, {}),
     "dpo adapter live": ("dpo adapter", 4, {"precompute_ref_log_probs": "false"}),
     "sft remembering": (
@@ -84,6 +90,11 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "lora remembering": ("lora", 4, {"kl_to_base": 0.5, "replay_dataset": "earlier.jsonl"}),
     "recomputed": ("sft", 1, {"activation_checkpointing": "true"}),
     "muon": ("pretrain", 1, {"optim": "muon"}),
+    **{
+        f"{stage} lora" if more else stage: (stage, 4, REINFORCED | more)
+        for stage in ("ppo", "rloo", "grpo")
+        for more in ({}, ADAPTER)
+    },
 }
 
 
@@ -113,6 +124,8 @@ def build_jobs(inputs: Path, cells: Mapping[str, Any], num_processes: int) -> di
             )
         else:
             recipe_keys = recipe_runs.make_keys(inputs, recipe, num_processes)
+        if "steps_per_generation" in recipe_keys:
+            batch["steps_per_generation"] = 2 * accumulation
         of_inputs = {name: inputs / more[name] for name in ("replay_dataset", "ewc_reference") if name in more}
         keys = {**recipe_keys, **EVERY, **batch, **more, **of_inputs}
         jobs[name] = {"stage": recipe.split()[0], "keys": keys}

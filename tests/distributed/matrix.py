@@ -3,7 +3,7 @@
 A cell is the largest difference of a loss, a gradient norm, a held-out figure or a weight over three steps. Below stand
 runs that are broken on purpose, which must be far away.
 
-python -m tests.distributed.matrix FOLDER [--cells NAME ...]
+python -m tests.distributed.matrix FOLDER [--cells NAME ...] [--layouts NAME ...]
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def list_cells(layout: str) -> dict[str, Any]:
     return {name: cell for name, cell in ALL_CELLS.items() if find_reason(name, layout) is None}
 
 
-def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
+def measure(folder: Path, cells: Sequence[str], layouts: Sequence[str] = ()) -> dict[str, dict[str, float]]:
     """Return the largest difference from one process: cell -> layout, and fault -> the layout it is in.
 
     It is infinite where the checks of the start or the guards have stopped a run.
@@ -168,6 +168,8 @@ def measure(folder: Path, cells: Sequence[str]) -> dict[str, dict[str, float]]:
     table: dict[str, dict[str, float]] = {name: {} for name in (*cells, RESUMED, *CONTROLS)}
     before: Path | None = None
     for layout, how in LAYOUTS.items():
+        if layouts and layout not in layouts:
+            continue
         here = {name: cell for name, cell in list_cells(layout).items() if name in chosen}
         jobs = build_jobs(folder, here, how.data_size)
         if before is None:
@@ -211,8 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cells", nargs="+", choices=ALL_CELLS, default=list(ALL_CELLS))
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[])
     options = parser.parse_args()
-    sys.stdout.write(format_table(measure(options.folder, options.cells)) + "\n")
+    sys.stdout.write(format_table(measure(options.folder, options.cells, options.layouts)) + "\n")
 
 
 if __name__ == "__main__":

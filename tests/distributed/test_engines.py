@@ -34,6 +34,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
         "colocated": build(vllm_enable_sleep_mode=True),
         "adapter": build(use_peft=True, learning_rate=3e-3),
         "server": build(**served),
+        "ahead": build(**served, max_staleness=1, max_steps=12),
         # The answers of an iteration take eight steps at most: it is the second one.
         "asked": {**build(num_sample_prompts=0), "variables": {ASKED_AT: "12"}},
     }
@@ -56,6 +57,15 @@ def test_an_engine_has_the_weights_of_each_iteration(runs: tuple[Path, dict[str,
         assert event["rollout/is_weight_max"] == pytest.approx(1, abs=1e-4)
     # The weights of the first iteration would not do for the second.
     assert events[-1]["kl"] > 1e-3
+
+
+@pytest.mark.multiprocess
+def test_both_sample_ahead(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, codes = runs
+    assert codes["ahead"] == 0
+    events = read_events(folder / "ahead")
+    assert [event["rollout/off_policy_share"] for event in events] == [0, 1, 1]
+    assert [abs(event["rollout/is_weight_max"] - 1) > 1e-3 for event in events] == [False, True, True]
 
 
 @pytest.mark.multiprocess

@@ -13,6 +13,7 @@ from tests.distributed import sharding
 from tests.distributed.cells import FULL_PRECISION, read_weights
 from tests.forked import run_forked
 from tests.rl import keys_task
+from tests.rl.reward_adapters import write_reward_adapter
 from tests.rows import read_events, read_rows
 from transformers import (
     AutoModelForCausalLM,
@@ -149,8 +150,16 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     jobs |= {recipe: build_groups(folder, 2, recipe) for recipe in GROUPS}
     alone["grpo adapter"] = build_groups(folder, 1, "grpo", use_peft=True, learning_rate=3e-3)
     jobs["grpo adapter"] = build_groups(folder, 2, "grpo", use_peft=True, learning_rate=3e-3)
+    # The reward model is a third adapter of the trunk. A critic of its large weights would make much of a rounding.
+    write_reward_adapter(policy, folder / "reward adapter")
+    of_adapters = {"use_peft": True, "save_critic": False, "learning_rate": 3e-3, "critic_learning_rate": 3e-3}
+    of_adapters |= {"critic_model_name_or_path": policy, "reward_model_name_or_path": folder / "reward adapter"}
+    alone["ppo adapters"] = build_sharded(folder, 1, **of_adapters)
+    jobs["ppo adapters"] = build_sharded(folder, 2, **of_adapters)
+    jobs["ppo adapters killed"] = {**jobs["ppo adapters"], "copy_of": folder / "two" / "ppo adapters", "step": 4}
     jobs["grpo killed"] = {**jobs["grpo"], "copy_of": folder / "two" / "grpo", "step": 4}
     two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
+    alone["ppo adapters killed"] = {**alone["ppo adapters"], "copy_of": folder / "two" / "ppo adapters", "step": 4}
     sharding.run_jobs(alone, folder / "one")
     return folder, two["codes"]
 
@@ -182,8 +191,8 @@ def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("recipe", [*GROUPS, "grpo adapter"])
-def test_a_sharded_policy_learns_from_groups_what_a_whole_one_does(
+@pytest.mark.parametrize("recipe", [*GROUPS, "grpo adapter", "ppo adapters"])
+def test_a_sharded_policy_learns_from_groups_or_as_an_adapter_what_a_whole_one_does(
     sharded: tuple[Path, dict[str, Any]], recipe: str
 ) -> None:
     folder, _ = sharded
@@ -191,6 +200,24 @@ def test_a_sharded_policy_learns_from_groups_what_a_whole_one_does(
     assert_same_figures(one, two, tolerance=1e-5)
     for name, tensor in read_weights(one).items():
         torch.testing.assert_close(read_weights(two)[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.multiprocess
+def test_adapters_on_a_sharded_trunk_go_on_to_the_very_weights_and_in_one_process(
+    sharded: tuple[Path, dict[str, Any]],
+) -> None:
+    """The values of the critic say that it too is as it was."""
+    folder, codes = sharded
+    assert codes["ppo adapters killed"] == 0
+    straight = folder / "two" / "ppo adapters"
+    for place in ("one", "two"):
+        resumed = folder / place / "ppo adapters killed"
+        assert json.loads((resumed / "run.json").read_text())["resumed_from"] == "checkpoint-4"
+        is_same = place == "two"
+        for name, tensor in read_weights(straight).items():
+            torch.testing.assert_close(read_weights(resumed)[name], tensor, rtol=0, atol=0 if is_same else 1e-5)
+        values = [read_events(run)[-1]["value/explained_var"] for run in (straight, resumed)]
+        assert values[1] == (values[0] if is_same else pytest.approx(values[0], rel=1e-5, abs=1e-5))
 
 
 @pytest.mark.multiprocess

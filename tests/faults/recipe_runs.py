@@ -109,8 +109,13 @@ def make_keys(folder: Path, name: str, num_processes: int = 1, **more: Any) -> d
 
 
 def prefer_short(*, completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward by which runs of PPO learn: short answers of small numbers, and a little chance."""
-    return [-len(ids) / 8 - sum(ids) / 4096 + 0.01 * random.random() for ids in completion_ids]
+    """A reward by which runs of PPO learn: ``measure_shortness``, and a little chance."""
+    return [score + 0.01 * random.random() for score in measure_shortness(completion_ids=completion_ids)]
+
+
+def measure_shortness(*, completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The higher, the shorter an answer and the smaller its numbers; the same on any number of processes."""
+    return [-len(ids) / 8 - sum(ids) / 4096 for ids in completion_ids]
 
 
 def _make_chat(number: int) -> dict[str, Any]:

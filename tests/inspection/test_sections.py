@@ -20,7 +20,7 @@ def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_to
         pass
     with inspection.section("sound") as say:
         say("a fact")
-    problem = Problem("file:3", "wrong", "mend it")
+    problem = Problem("file:3", "wrong", "fix it")
     with inspection.section("broken") as say:
         say("another fact")
         raise DataError(problem)

@@ -12,7 +12,8 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.planning.memory import count_kept, list_layouts, plan_memory
+from recipes_lib.planning.activations import MODES, list_keys
+from recipes_lib.planning.memory import count_kept, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout
 
 KEYS: dict[str, Any] = {
@@ -124,6 +125,37 @@ def test_kwargs_of_checkpointing_say_what_is_recomputed(count) -> None:
     assert offloaded < whole < selective < none
     # Of two layers the first is recomputed, which is held once more in the backward pass.
     assert whole < half <= none + 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+def test_auto_takes_the_fastest_checkpointing_that_leaves_a_tenth_of_the_device(write, tiny_model_dir, stage) -> None:
+    model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=4)
+    keys = {"reward_funcs": ["nothing:at_all"], "response_length": 16} if stage == "ppo" else {}
+
+    def plan(**changes):
+        config = load_config(stage, ["--config", str(write(stage, **keys, **changes))])
+        return config, plan_memory(config, model_config, Layout("ddp"), device_bytes=1e9)
+
+    # By hand, each kind: what it holds is what the recipe that asks for it holds.
+    asked = {mode: plan(**list_keys(mode))[1] for mode in MODES}
+    config, auto = plan(activation_checkpointing="auto")
+    sizes = {mode: one.place(80e9).peak for mode, one in asked.items()}
+    # Of PPO sampling holds more than an update of so small a model.
+    assert stage == "ppo" or sizes["none"] > sizes["every 2nd layer"] > sizes["every layer"]
+    for mode, size in sizes.items():
+        device = size / 0.9 + 1
+        chosen = auto.place(device)
+        fitting = [name for name in MODES if asked[name].place(device).peak <= 0.9 * device]
+        assert chosen.checkpointing == fitting[0]
+        assert chosen.components == asked[fitting[0]].place(device).components
+        settled = settle_checkpointing(config, chosen).training
+        assert {key: settled[key] for key in list_keys(mode)} == list_keys(fitting[0])
+    # Where none fits it is the one that holds least, and the verdict is that of the device.
+    assert auto.place(sizes["every layer"] - 1).checkpointing == "every layer"
+    assert not auto.fits(sizes["every layer"] / 2)
+    told = "\n".join(auto.describe({"GPU": device}))
+    assert f"activation checkpointing: {chosen.checkpointing} (" in told
+    assert f"{chosen.checkpointing} {chosen.peak / 1e9:.1f} GB; {0.9 * device / 1e9:.1f} GB may be planned" in told
 
 
 def test_attention_by_eager_and_layers_by_liger_change_what_is_kept(count) -> None:

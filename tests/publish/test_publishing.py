@@ -53,7 +53,7 @@ def test_only_whole_checkpoints_that_hold_a_model_are_found(run, strategy, state
     assert list(found) == ["checkpoint-10", "checkpoint-20"]
     assert found["checkpoint-10"].state == state
     assert found["checkpoint-10"].tag == "step-10"
-    assert {"model.safetensors", "optimizer.pt"} <= set(found["checkpoint-10"].sealed)
+    assert {"model.safetensors", "optimizer.pt"} <= set(found["checkpoint-10"].hashes)
     assert list(find_contents(finish(run), {"hub_strategy": "end", "tag": "v1"})) == [MODEL]
 
 

@@ -136,7 +136,7 @@ def test_of_a_checkpoint_the_model_its_card_and_its_record_are_published(run):
     assert set(files) == LOADED | TOLD
     assert b"| eval_loss | 3.0 |" in files["README.md"]
     # Cards and records are written anew.
-    assert {path for path in files if contents.find_seal(path)} == LOADED
+    assert {path for path in files if contents.find_hash(path)} == LOADED
 
 
 def test_optimizer_states_only_where_the_whole_checkpoint_was_asked_for(run):
@@ -146,7 +146,7 @@ def test_optimizer_states_only_where_the_whole_checkpoint_was_asked_for(run):
     files = collect_files(contents, run)
     assert set(files) == LOADED | TOLD | {f"last-checkpoint/{name}" for name in LOADED | STATES}
     seal = read_complete(checkpoint)["files"]["README.md"]["sha256"]
-    assert contents.find_seal("last-checkpoint/README.md") == seal
+    assert contents.find_hash("last-checkpoint/README.md") == seal
 
 
 def test_of_a_finished_run_neither_samples_nor_checkpoints_are(run):

@@ -1,16 +1,25 @@
-"""Write what the planner says into recipes and their page: ``python -m tests.recipes.planned_headers``."""
+"""Write what runs use and what the planner says into recipes: ``python -m tests.recipes.planned_headers``."""
 
 from __future__ import annotations
 
 import re
+import sys
 
-from tests.recipes.test_real_models import CONFIGS, PAGE, PLANNABLE, PLANNED, tell_plan
+from tests.recipes.test_real_models import CONFIGS, PAGE, PLANNED, TRAINED, USED, tell_kernels, tell_plan
 
 
 def main() -> None:
-    """Rewrite each line that begins with ``# Planned for H100:``, and the last column of the page."""
+    """Rewrite the lines ``# On an H100:`` and ``# Planned for H100:`` of recipes, and the last column of the page."""
+    for name, path in TRAINED.items():
+        text, line = path.read_text(encoding="utf-8"), f"# On an H100: {tell_kernels(name)}"
+        text = (
+            USED.sub(line, text) if USED.search(text) else re.sub("^# Expect:", f"{line}\n# Expect:", text, flags=re.M)
+        )
+        path.write_text(text, encoding="utf-8")
+    if "--kernels" in sys.argv:  # Without the plans, which take minutes.
+        return
     page = PAGE.read_text(encoding="utf-8")
-    for name in PLANNABLE:
+    for name in CONFIGS:
         told = tell_plan(name)
         text = CONFIGS[name].read_text(encoding="utf-8")
         CONFIGS[name].write_text(PLANNED.sub(f"# Planned for H100: {told}", text), encoding="utf-8")

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import yaml
 from tests import stand_ins
 from tests.distributed import sharding
@@ -20,6 +22,11 @@ from tests.forked import ROOT
 from recipes_lib.cli import main
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import RECIPE_NAMES
+from recipes_lib.models.attention import kernels
+from recipes_lib.planning.compute import find_planned_model
+from recipes_lib.training.layouts.launch_environment import plan_launch
+from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
+from recipes_lib.training.trainers.pair_batches import choose_pair_attention
 
 FOLDER = ROOT / "recipes" / "configs"
 PAGE = ROOT / "docs" / "recipes.md"
@@ -40,6 +47,15 @@ CONFIGS = {
     for path in sorted(FOLDER.rglob("*.yaml"))
     if path.parent.name != "demo" and path.stem != "eval" and "model_name_or_path" in read(path)
 }
+TRAINED = {
+    **CONFIGS,
+    **{
+        path.relative_to(FOLDER).with_suffix("").as_posix(): path
+        for path in sorted(FOLDER.rglob("pretrain*.yaml"))
+        if path.parent.name != "demo"
+    },
+}
+USED = re.compile(r"^# On an H100: (.*)$", re.MULTILINE)
 PLANNED = re.compile(r"^# Planned for H100: (.*)$", re.MULTILINE)
 FEW = {
     "bf16": "false",
@@ -65,12 +81,16 @@ FEW_OF_RECIPE: dict[str, dict[str, Any]] = {
     },
 }
 NOT_OF_RECIPE = {"pretrain": ("max_steps",), "reward": ("num_sample_prompts",)}
-# Bits need a package that need not be here; answers of a random model are never right, and nothing is learnt from that.
+# Bits need a package that need not be here, and so does vLLM; answers of a random model are never right, and nothing is
+# learnt from that.
 INSTEAD = {
     "load_in_4bit": "false",
     "use_bnb_nested_quant": "true",
     "optim": "adamw_torch",
     "reward_funcs": "[tests.faults.recipe_runs:prefer_short]",
+    "use_vllm": "false",
+    "vllm_gpu_memory_utilization": "0.3",
+    "vllm_enable_sleep_mode": "false",
 }
 
 
@@ -145,22 +165,64 @@ def tell_plan(name: str) -> str:
     return f"{line}."
 
 
+def tell_kernels(name: str) -> str:
+    """What a run of a recipe uses on an H100, in one line, by the choices that training makes."""
+    config = load_config(find_recipe(name), ["--config", str(TRAINED[name])])
+    device = torch.device("cuda")
+    args: Any = SimpleNamespace(bf16=True, fp16=False, mixed_precision="bf16", device=device)
+    model_config, attentions = find_planned_model(config), dict.fromkeys(())
+    for installed in ("flash_attention_3", "flash_attention_2", ""):
+        there = {flash: lambda is_there=flash == installed: is_there for flash in kernels.FLASH_IS_INSTALLED}
+        with mock.patch.dict(kernels.FLASH_IS_INSTALLED, there):
+            attentions[choose_implementation(config, model_config, args)] = None
+    launch = plan_launch(None)
+    with (
+        mock.patch("recipes_lib.training.optim.compilation.find_compiler", return_value="c++"),
+        mock.patch("recipes_lib.training.optim.compilation.is_liger_kernel_available", return_value=True),
+    ):
+        is_compiled = choose_compilation(config, launch, is_cuda=True) is not None
+        uses_liger = choose_liger(config, launch, is_cuda=True)["use_liger_kernel"]
+    checkpointing = {"auto": "by the memory plan (auto)", True: "of every layer"}
+    return (
+        f"attention by {' or '.join(attentions)}; Liger's kernels {'on' if uses_liger else 'off'}; layers "
+        f"{'compiled' if is_compiled else 'eager'}; activation checkpointing "
+        f"{checkpointing.get(config.read('activation_checkpointing'), 'off')}."
+    )
+
+
+def choose_implementation(config: Any, model_config: Any, args: Any) -> str:
+    """The attention of a run, as its recipe chooses it."""
+    if config.recipe in ("dpo", "reward"):
+        length = config.tokens.max_length or 1024
+        return choose_pair_attention(config, model_config, args, max_length=length).implementation
+    samples = config.recipe in ("ppo", "rloo", "grpo")
+    packing = not (samples or config.pretraining.cross_document_attention) and config.tokens.packing
+    choice = kernels.choose_attention(config.model, model_config, args, packing=packing, flattens=not samples)
+    return choice.implementation
+
+
 QUICK = ["qwen3-0.6b/sft", "qwen3-0.6b/dpo", "smollm2-135m/lora", "smollm2-1.7b/pretrain_continued"]
 # Every recipe and every kind of model; the others are in the slow tier.
 OF_EACH_KIND = [
     *("gemma3-1b/sft", "smollm3-3b/sft", "mistral-7b/sft", "llama3-70b/lora_4bit", "smollm2-1.7b/pretrain_continued"),
     *("llama3-8b/reward", "qwen3-0.6b/dpo", "qwen3-8b/ppo_rlvr", "llama3-1b/distill"),
 ]
-PLANNABLE = [name for name in CONFIGS if find_recipe(name) not in ("grpo", "rloo")]
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PLANNABLE]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 )
 def test_the_header_tells_what_the_planner_says(name) -> None:
     found = PLANNED.search(CONFIGS[name].read_text(encoding="utf-8"))
     assert found, "write `# Planned for H100: ...` below the hardware"
     assert found[1] == tell_plan(name), "run python -m tests.recipes.planned_headers"
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_header_tells_attention_kernels_compilation_and_checkpointing(name) -> None:
+    found = USED.search(TRAINED[name].read_text(encoding="utf-8"))
+    assert found, "run python -m tests.recipes.planned_headers"
+    assert found[1] == tell_kernels(name), "run python -m tests.recipes.planned_headers"
 
 
 def test_the_page_lists_every_recipe_with_what_its_header_plans() -> None:

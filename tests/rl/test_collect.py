@@ -14,14 +14,17 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
+from recipes_lib.errors import ConfigError, PreemptedError, Problem
 from recipes_lib.models.generation import GenerateBackend, Sampling
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.collect import Ahead, Collector
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
+from recipes_lib.stopping import STOP
+from recipes_lib.training.guards.preemption import leave_if_asked
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
@@ -167,3 +170,31 @@ def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_
     assert engine.calls == ["load", 12, "load", 3]
     expected, _ = collector.collect(prompts[:12], range(12))
     assert torch.equal(rollout.response_ids, expected.response_ids)
+
+
+def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
+    ahead = Ahead()
+    assert ahead.take() is None
+    ahead.ask(lambda: "answers")
+    ahead.wait()
+    assert [ahead.take(), ahead.take()] == ["answers", None]
+
+    def fail():
+        raise ConfigError(Problem("use_vllm", "it ended", "see to it"))
+
+    ahead.ask(fail)
+    ahead.wait()
+    with pytest.raises(ConfigError, match="it ended"):
+        ahead.take()
+    ahead.close()
+
+
+def test_who_is_asked_to_stop_leaves_the_answers_ahead():
+    ahead = Ahead()
+    with STOP.deferred():
+        STOP.ask("SIGTERM")
+        ahead.ask(leave_if_asked)
+        with pytest.raises(PreemptedError):
+            ahead.take()
+        STOP.reason = None
+    ahead.close()

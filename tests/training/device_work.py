@@ -39,12 +39,16 @@ def main() -> None:
                 train_upstream(job["keys"], output / name)
             else:
                 assert sharding.run_recipe(job["stage"], {**job["keys"], "output_dir": output / name}) == 0, name
-        # The first steps hold checks that are made once.
-        num_steps = len(steps) - 2
-        found[name] = {
-            kind: {what: count / num_steps for what, count in (after - before).items()}
-            for kind, before, after in zip(kinds, steps[1], steps[-1], strict=True)
-        }
+        # The first steps hold checks that are made once. Of PPO's one iteration the critic's steps follow the policy's.
+        learners = {name: steps}
+        if job["stage"] == "ppo":
+            learners = {f"{who} of {name}": part for who, part in (("policy", steps[:4]), ("critic", steps[4:]))}
+        for learner, made in learners.items():
+            num_steps = len(made) - 2
+            found[learner] = {
+                kind: {what: count / num_steps for what, count in (after - before).items()}
+                for kind, before, after in zip(kinds, made[1], made[-1], strict=True)
+            }
     (output / "work.json").write_text(json.dumps(found, indent=1))
 
 

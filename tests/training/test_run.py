@@ -74,6 +74,19 @@ def test_a_new_run_records_everything_needed_to_repeat_it(tmp_path):
     assert not run.finished
 
 
+def test_what_auto_has_chosen_is_told_and_recorded_and_the_configuration_stays(tmp_path, capsys):
+    config = make_config(tmp_path, activation_checkpointing="auto")
+    for _ in range(2):  # Resumed, it is no other configuration.
+        run = start_run(config, ONE)
+        record = json.loads((tmp_path / "run.json").read_text())
+        assert record["config"]["activation_checkpointing"] == "auto"
+        assert record["activation_checkpointing"] == "none (there is no GPU)"
+        assert "activation checkpointing: none (there is no GPU)" in capsys.readouterr().err
+        assert run.config.training["activation_checkpointing"] is False
+        leave_checkpoint(tmp_path, 5) if not run.resume_from else None
+    assert run.resume_from
+
+
 def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):
     config = make_config(tmp_path)
     start_run(config, ONE)

@@ -1,4 +1,4 @@
-"""Every file and command of a tutorial, in its order, with a small stand-in for its model."""
+"""Every file and command of a tutorial, in its order, with small stand-ins for models, data and benchmarks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,121 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from tests.forked import ROOT
+from tests.rows import write_rows
 
 STEP = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NAMES = {"csv": "mine.csv", "yaml": "mine.yaml"}
+MODELS = re.compile(r"(HuggingFaceTB|Qwen|mistralai|alignment-handbook)/[\w.-]+")
+SMALL: Mapping[str, Any] = {
+    "bf16": False,
+    "use_cpu": True,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_length": 256,
+    "max_steps": 2,
+    "response_length": 8,
+    "steps_per_generation": 4,
+    "num_generations": 4,
+    "num_sample_prompts": 2,
+    "test_split_size": 4,
+    "pad_token": "<|pad|>",
+}
+"""Values of a recipe's keys, where it has them, or where every recipe may have them."""
+EVERYWHERE = {"bf16", "use_cpu", "max_steps", "test_split_size"}
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: rows.jsonl}}}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 8}}
+metric_list: [{{metric: exact_match}}]
+"""
+QUESTION = "How many days are in a week?"
+
+
+def write_data(folder: Path) -> dict[str, Path]:
+    """Rows of the layouts of the tutorials' datasets, by recipe; and tasks of which the names are not lm-eval's."""
+    answers = [f"There are seven days, number {number}. #### {number}" for number in range(16)]
+    asked = [{"role": "user", "content": QUESTION}]
+    rows = {
+        "sft": [{"messages": [*asked, {"role": "assistant", "content": answer}]} for answer in answers],
+        "dpo": [
+            {"prompt": QUESTION, "chosen": [*asked, {"role": "assistant", "content": answer}], "rejected": None}
+            for answer in answers
+        ],
+        "grpo": [{"question": QUESTION + str(number), "answer": answer} for number, answer in enumerate(answers)],
+    }
+    for row in rows["dpo"]:
+        row["rejected"] = [*asked, {"role": "assistant", "content": "A brown fox."}]
+    write_rows(folder / "rows.jsonl", rows["grpo"][:4])
+    for name in ("mine_one", "mine_two"):
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name))
+    return {recipe: write_rows(folder / f"{recipe}.jsonl", found) for recipe, found in rows.items()}
+
+
+def make_small(recipe: str, model: Path, data: Mapping[str, Path]) -> str:
+    """The text of a recipe's file with a small model, few rows and few steps."""
+    keys = yaml.safe_load(recipe)
+    if "dataset_revision" not in keys:  # A file of the reader's own, small as it is.
+        return yaml.safe_dump(keys | {"bf16": False, "use_cpu": True})
+    # A dataset of the Hub: what the recipe has says which rows stand for it.
+    kind = "grpo" if "num_generations" in keys else "dpo" if "beta" in keys else "sft"
+    keys |= {name: value for name, value in SMALL.items() if name in keys or name in EVERYWHERE}
+    keys |= {"dataset_name": str(data[kind]), "model_name_or_path": str(model)}
+    left_out = ("_revision", "_split", "_config", "chat_template_path", "num_train_epochs")
+    keys = {name: value for name, value in keys.items() if not name.endswith(left_out)}
+    return yaml.safe_dump(keys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "tutorials").glob("*.md")), ids=lambda path: path.stem)
 def test_the_page_is_followed_step_by_step(page: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    data = write_data(tmp_path)
     text = textwrap.dedent(page.read_text(encoding="utf-8").replace("\n   ", "\n"))
-    steps = STEP.findall(re.sub(r"HuggingFaceTB/[\w.-]+", str(tiny_model_dir), text))
+    for name in set(re.findall(r"recipes/configs/[\w./-]+\.yaml", text + read_pipelines(text))):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(make_small((ROOT / name).read_text(), tiny_model_dir, data))
+    for name in find_pipelines(text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        stages = (ROOT / name).read_text().replace("launch: fsdp2", "launch: cpu").replace('"> 0.6"', '"> -1"')
+        stages = re.sub(r"tasks: \[.*?\]", "tasks: [mine_one, mine_two], include_path: [.], use_cpu: true", stages)
+        (tmp_path / name).write_text(stages)
+    steps = STEP.findall(MODELS.sub(str(tiny_model_dir), text))
     assert len(steps) > 3
     for language, body in steps:
         if language in NAMES:
+            is_recipe = language == "yaml"
+            body = make_small(body, tiny_model_dir, data) if is_recipe else body
             (tmp_path / NAMES[language]).write_text(body, encoding="utf-8")
-            continue
-        commands = [line.removeprefix("$ ") for line in body.splitlines()] if language == "console" else []
-        calls = [[sys.executable, "-m", "recipes_lib.cli", *shlex.split(line)[1:]] for line in commands]
-        for call in calls or [[sys.executable, "-c", body]]:
-            if "--config" in call:
-                call += ["--bf16", "false", "--use_cpu", "true"]
-            done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, f"{shlex.join(call)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+        elif language in ("console", "python"):
+            commands = [line.removeprefix("$ ") for line in body.splitlines()] if language == "console" else []
+            calls = [[sys.executable, "-m", "recipes_lib.cli", *shlex.split(adapt(line))[1:]] for line in commands]
+            for call in calls or [[sys.executable, "-c", body]]:
+                done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, f"{shlex.join(call)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    assert list((tmp_path / "runs").rglob("report.html"))
+
+
+def adapt(command: str) -> str:
+    """A command with local tasks for benchmarks of the Hub."""
+    return re.sub(r"--tasks [\w,]+", "--tasks mine_one --include_path . --use_cpu true", command)
+
+
+def find_pipelines(text: str) -> set[str]:
+    return set(re.findall(r"recipes/pipelines/[\w-]+\.yaml", text))
+
+
+def read_pipelines(text: str) -> str:
+    return "".join((ROOT / name).read_text() for name in find_pipelines(text))

@@ -74,7 +74,7 @@ def examine(*, is_online: bool = False) -> list[Finding]:
         ("packages", _probe_packages),
         ("torch", _probe_torch),
         ("bf16", _probe_bf16),
-        ("varlen_attn", _probe_varlen_attention),
+        ("attention", _probe_attention),
         ("torch.compile", _probe_compile),
         ("trackers", _probe_trackers),
         ("hub login", lambda: [_probe_hub_login(is_online)]),
@@ -167,16 +167,20 @@ def _probe_bf16() -> Iterator[Finding]:
         yield Finding("bf16", "missing", "not in this hardware; recipes compute in float32")
 
 
-def _probe_varlen_attention() -> Iterator[Finding]:
+def _probe_attention() -> Iterator[Finding]:
+    """Say which attention packed rows of a Llama would have here, by the choice that training makes, and why."""
     import torch
+    from transformers import LlamaConfig
 
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        yield Finding("varlen_attn", "missing", f"not in torch {torch.__version__}", "install torch >= 2.11")
-    elif torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0):
-        yield Finding("varlen_attn", "ok", "packed rows use torch's flash kernel")
-    else:
-        detail = "in this torch, but needs an NVIDIA GPU of compute capability 8.0; packed rows use sdpa"
-        yield Finding("varlen_attn", "missing", detail)
+    from recipes_lib.models.attention.kernels import choose_kernel, explain_choice
+
+    if not torch.cuda.is_available():
+        yield Finding("attention", "missing", "no CUDA device; packed rows use sdpa")
+        return
+    config, device = LlamaConfig(), torch.device("cuda")
+    chosen = choose_kernel(config, None, device=device, compute_dtype=torch.bfloat16, packing=True).implementation
+    told = explain_choice(chosen, config, device, torch.bfloat16)
+    yield Finding("attention", "missing" if chosen == "sdpa" else "ok", f"packed rows use {told}")
 
 
 @dataclass(frozen=True, slots=True)

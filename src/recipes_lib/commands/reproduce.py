@@ -123,7 +123,7 @@ def compare(record: Mapping[str, Any], keys: Mapping[str, Any]) -> Iterator[str]
     inputs = (record.get("data") or {}).get("inputs")
     sources = inputs.get("sources") if isinstance(inputs, dict) else None
     for split, digest in sources.items() if isinstance(sources, dict) else ():
-        yield f"data: the {split} rows had the fingerprint {str(digest)[:16]}; `recipes prepare` records that of yours"
+        yield f"data: the {split} rows had the fingerprint {str(digest)[:16]}; `recipes prepare` records yours"
     device = (record.get("hardware") or {}).get("device")
     yield f"device: it was {record['num_processes']} x {device}; another one rounds differently"
 

@@ -249,10 +249,15 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
 
 
 def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
-    from recipes_lib.commands.planning.plan import find_planned_model
-    from recipes_lib.planning.compute import RL_RECIPES, compute_flops_per_token, compute_hours, count_step
+    from recipes_lib.planning.compute import (
+        RL_RECIPES,
+        compute_flops_per_token,
+        compute_hours,
+        count_step,
+        find_planned_model,
+    )
     from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
-    from recipes_lib.planning.memory import plan_memory
+    from recipes_lib.planning.memory import plan_memory, settle_checkpointing
     from recipes_lib.planning.pretraining import plan_pretraining
     from recipes_lib.training.layouts.launch_environment import plan_launch
     from recipes_lib.training.layouts.memory_layout import build_layout
@@ -263,7 +268,8 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     model_config = find_planned_model(config)
     model_config.save_pretrained(stage.output)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
-    memory = plan_memory(config, model_config, layout).place(choose_device(gpu).memory).peak
+    plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)
+    config, memory = settle_checkpointing(config, plan), plan.peak
     num_steps = config.read("max_steps")
     if stage.recipe == "pretrain":
         tokens = plan_pretraining(config, launch.data_size)

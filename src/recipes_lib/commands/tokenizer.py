@@ -142,7 +142,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     try:
         with TemporaryDirectory(dir=folder, prefix=".tokenizer-") as staging:
             tokenizer.save_pretrained(staging)
-            # Whoever finds the file of the vocabulary finds the others beside it.
+            # Last, so that a reader that finds the vocabulary also finds the other files.
             files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
             if (folder / _FILE).exists():
                 _refuse_another(files, folder)

@@ -16,7 +16,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +150,15 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
             "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes().get(name, "")]).strip(),
             **_choose_default(name, _read_default(field), recipe),
         }
-        keys[name]["schema"].get("enum", []).extend(read_added_choices(recipe).get(name, ()))
+        if added := read_added_choices(recipe).get(name):
+            keys[name]["schema"] = _add_choices(keys[name]["schema"], added)
     return keys
+
+
+def _add_choices(schema: Mapping[str, Any], added: Sequence[str]) -> dict[str, Any]:
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], *added]}
+    return {"type": ["boolean", "string", "null"], "enum": [True, False, *added, None]}
 
 
 def _read_headings(documentation: str) -> dict[str, str]:

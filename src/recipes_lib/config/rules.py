@@ -153,7 +153,7 @@ _DEPENDENCIES: Final = (
     Dependency("kl_horizon", "kl_target_per_sequence"),
     Dependency("vllm_mode vllm_gpu_memory_utilization vllm_enable_sleep_mode", "use_vllm"),
     Dependency("vllm_gpu_memory_utilization vllm_enable_sleep_mode", "vllm_mode", ("colocate",)),
-    Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port", "vllm_mode", ("server",)),
+    Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port max_staleness", "vllm_mode", ("server",)),
     Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
     Dependency(
         "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
@@ -244,6 +244,18 @@ def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
     if settings["loss_type"] == "vespo" and mode.startswith("sequence"):
         found = f"`loss_type: vespo` weighs whole answers, and so does `vllm_importance_sampling_mode: {mode}`"
         yield settings.problem("vllm_importance_sampling_mode", found, "write token_truncate, or token_mask")
+
+
+def check_staleness(settings: Settings) -> Iterator[Problem]:
+    """Answers of earlier weights are corrected for, and all that will be sampled is known beforehand."""
+    if not settings["max_staleness"]:
+        return
+    if (settings["max_num_gen_batches"] or 1) > 1:
+        found = "`max_num_gen_batches` decides by the answers of an iteration which prompts come next"
+        yield settings.problem("max_staleness", found, "keep one of the two")
+    if settings["vllm_importance_sampling_correction"] is False:
+        found = "without `vllm_importance_sampling_correction` answers of earlier weights pass for those of the policy"
+        yield settings.problem("max_staleness", found, "delete one of the two lines")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
@@ -566,7 +578,7 @@ _RULES: Final[tuple[Rule, ...]] = (
 )
 _FINE_TUNING: Final = (*_RULES, check_stream, check_schedule_options)
 _COMPARING: Final = (*_FINE_TUNING, check_compared)
-_SAMPLING: Final = (*_COMPARING, check_rewards, check_own_reference, check_policy)
+_SAMPLING: Final = (*_COMPARING, check_rewards, check_own_reference, check_policy, check_staleness)
 RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "pretrain": (*_RULES, check_start, check_shape, check_precision, check_curriculum),
     "sft": _FINE_TUNING,

@@ -409,6 +409,8 @@ class EngineConfig:
     """Seconds to wait for it at the start."""
     vllm_group_port: int = 51216
     """Port of the weight transfer."""
+    max_staleness: int = 0
+    """1: the server samples the next iteration's answers, with the previous weights, during the updates."""
 
 
 @dataclass(frozen=True, kw_only=True)

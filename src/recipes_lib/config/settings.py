@@ -109,6 +109,12 @@ def _warms_up_otherwise(settings: Settings) -> bool:
 
 
 DECISIONS: Final = (
+    Decision(
+        "activation_checkpointing_kwargs",
+        "activation_checkpointing",
+        lambda value: value == "auto",
+        "`activation_checkpointing: auto` chooses them",
+    ),
     Decision("num_train_epochs", "max_steps", lambda steps: steps > 0, "`max_steps` decides the length"),
     Decision("num_train_epochs", "max_tokens", lambda tokens: tokens is not None, "`max_tokens` decides the length"),
     Decision("max_steps", "max_tokens", lambda tokens: tokens is not None, "`max_tokens` decides the length"),

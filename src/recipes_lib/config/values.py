@@ -285,7 +285,7 @@ def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mappin
 
     Args:
         node: Of any kind.
-        read_pairs: Keys and values of a mapping at any level; unless told otherwise all, of which the last wins.
+        read_pairs: Keys and values of a mapping at any level; by default all; the last one wins.
     """
     if isinstance(node, yaml.SequenceNode):
         return [plain_value(item, read_pairs) for item in node.value]

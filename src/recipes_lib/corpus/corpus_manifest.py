@@ -96,7 +96,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
             found = "no document is left: every one was removed"
             remedy = f"see what removed them: {shards.parent}"
             raise DataError(Problem(self.config.output_dir, found, remedy))
-        # Whoever reads the folder in between finds no manifest.
+        # A reader of the folder in between finds no manifest.
         (output_dir / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(data, ignore_errors=True)
         staging.rename(data)
@@ -222,7 +222,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:
-    """Remove the folders of jobs that this corpus has not."""
+    """Remove the folders of jobs that do not belong to this corpus."""
     used = {*folders["clean"], *(name for name in folders.values() if isinstance(name, str))}
     for folder in work.iterdir():
         if folder.is_dir() and folder.name not in used:

@@ -302,7 +302,7 @@ class Read(PipelineStep):  # type: ignore[misc]
 
     def _refuse(self, problem: Problem, tally: StepTally) -> None:
         if self.raises:
-            remedy = problem.remedy or "mend it"
+            remedy = problem.remedy or "fix it"
             raise DataError(replace(problem, remedy=f"{remedy}, or write `broken_rows: drop`, which counts it"))
         tally.documents_in += 1
         tally.removed["cannot be read"] += 1
@@ -423,7 +423,7 @@ def _read_record(record: Any, where: str) -> Iterator[Document | Problem]:
     if is_page and "html" not in payload:
         return
     content = record.content_stream().read(_MAX_HTML_BYTES)
-    # warcio says nothing of a record without a length, or with less than it promises.
+    # warcio does not report a record without a length, or shorter than its length.
     if headers.get_header("Content-Length") is None or record.raw_stream.limit:
         yield Problem(where, "not a whole WARC record, or too long for a page")
         return

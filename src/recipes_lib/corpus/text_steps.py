@@ -46,7 +46,7 @@ class Extract:
             text = self._sandbox.process_document(document.text, _extract)
         except TimeoutError:
             return "timeout"
-        except Exception:  # Whatever the parsers of a stranger's page meet.
+        except Exception:  # Parsers of untrusted pages raise anything.
             return "not parsed"
         if not text:
             return "no text"

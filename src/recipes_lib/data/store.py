@@ -208,12 +208,12 @@ def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
 def publish_set(
     staging: Path, root: Path, key: str, manifest: Mapping[str, Any], *, check_bytes: bool = False
 ) -> PreparedSet:
-    """Seals a folder of files and moves it to the place of its key in one step.
+    """Writes the manifest of a prepared set, and renames its folder to its key atomically.
 
     Should another process have published the same key meanwhile, its set is kept.
 
     Args:
-        staging: The folder, under ``root``; files whose names begin with a dot are no part of the set.
+        staging: The folder, under ``root``; files whose names begin with a dot do not belong to the set.
         root: Folder of prepared sets.
         key: From ``compute_key``.
         manifest: JSON values.
@@ -266,7 +266,7 @@ def hold_lock(root: Path, key: str) -> Iterator[bool]:
 
 
 def is_locked(root: Path, key: str) -> bool | None:
-    """Whether a living process holds the key's lock; ``None`` on a file system without locks, where nobody knows."""
+    """Whether a living process holds the key's lock; ``None`` on a file system without locks."""
     try:
         file = _lock_path(root, key).open()
     except OSError:

@@ -69,7 +69,20 @@ STUDENTS = {
     "labels": "a student of a quarter of its weights, on the texts alone",
     "distill": "the same student, distilled",
 }
-"""Output folder of a stage -> what is held against the others."""
+"""Output folder of a student -> its label in the comparison."""
+TASK = """task: held_out_pairs
+dataset_path: json
+dataset_kwargs: {data_files: {test: data/pairs_held_out.jsonl}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{prompt[0].content}}"
+doc_to_choice: "{{[chosen[0].content, rejected[0].content]}}"
+doc_to_target: 0
+target_delimiter: ""
+metric_list: [{metric: acc}]
+metadata: {version: 1.0}
+"""
+"""A benchmark of one's own, as lm-eval's files have it."""
 TRY_IT = """from transformers import pipeline
 ask = pipeline("text-generation", {model!r}, do_sample=False)
 print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1]["content"])"""
@@ -233,6 +246,8 @@ def write_start(output_dir: Path) -> Iterator[str]:
         path = output_dir / "data" / f"{name}.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
         yield f"{path}: {len(rows)} rows"
+    (output_dir / "tasks").mkdir(exist_ok=True)
+    (output_dir / "tasks" / "held_out_pairs.yaml").write_text(TASK, encoding="utf-8")
     num_tokens = save_tokenizer(output_dir / "tokenizer", texts.train)
     yield f"{output_dir / 'tokenizer'}: {num_tokens} tokens"
     num_weights = save_student(output_dir / "student", output_dir / "tokenizer", SEED)

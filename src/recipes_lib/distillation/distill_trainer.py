@@ -32,7 +32,7 @@ from recipes_lib.training.checkpoints.saver import Staged
 from recipes_lib.training.layouts.fsdp import gathered, prepare_frozen
 from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
-from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+from recipes_lib.training.trainers.next_token_trainer import POSITIONS, SFTTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
 
 ASSISTANTS = "assistant_model_names_or_paths"
@@ -93,10 +93,6 @@ class DistillationTrainer(SFTTrainer):
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
 
-    def extend_collator(self, collate: Collate) -> Collate:
-        """Leave batches as they are: the objective finds its targets in the labels."""
-        return collate
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:
@@ -128,13 +124,16 @@ class DistillationTrainer(SFTTrainer):
         """Return this process's share of the step's mean loss of a target."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
+        positions = inputs.pop(POSITIONS, None)
         with self.layers.collecting(labels, inputs["position_ids"]) as features:
             if record is None:
                 # Of its own answers a student learns nothing but what the teacher says of them.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
-                output = score_beside_teacher(model, self.teacher, inputs, labels, objective)
+                # Its own answers are other targets than those that the loader has found.
+                found = positions if answered is None else None
+                output = score_beside_teacher(model, self.teacher, inputs, labels, objective, found)
             else:
-                output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective)
+                output = score_beside_record(model, TopLogps(**record), inputs, labels, self.objective, positions)
         parts = self.layers.compute_parts(features)
         sums: DistillationSums = output.result
         if self._is_first_step:

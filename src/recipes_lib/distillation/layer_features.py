@@ -105,7 +105,7 @@ class LayerDistillation:
             seed: Of projections between states of different width.
 
         Raises:
-            ConfigError: A layer is named that the student has not; or as ``verify_layers``.
+            ConfigError: A layer is named that the student does not have; or as ``verify_layers``.
         """
         self.config = config
         self._student, self._teacher = student, teacher
@@ -264,7 +264,7 @@ def choose_layers(config: LayersConfig, num_layers: int) -> tuple[list[int], lis
         num_layers: Of the student.
 
     Raises:
-        ConfigError: One is named that it has not.
+        ConfigError: One is named that it does not have.
     """
     features = config.feature_layers or list(range(1, num_layers + 1))
     relations = config.relation_layers or [num_layers]

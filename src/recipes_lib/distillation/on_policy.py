@@ -121,7 +121,7 @@ class OnPolicyAnswers:
         """Return a batch in which the last answer of each document is the student's, and the only target.
 
         A document whose prompt leaves no room for an answer is left out. Where none is left, the batch stays and has no
-        target; so it does when this process is asked to stop, for then the step is not made.
+        target; so it does on a stop request, after which the step is not made.
 
         Args:
             student: Every process has all of its weights.

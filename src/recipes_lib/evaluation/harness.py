@@ -66,7 +66,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     key = _hash([settings, {**asked, "limit": None}, versions])
     cache = config.folder / _CACHE / f"{key}-{model.rank}.sqlite"
     remembering = Remembering(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
-    # As ``lm_eval run`` does unless told otherwise.
+    # The default of ``lm_eval run``.
     random.seed(0)
     np.random.seed(1234)  # noqa: NPY002 - the one that lm-eval's tasks draw from
     torch.manual_seed(1234)

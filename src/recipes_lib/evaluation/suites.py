@@ -31,7 +31,7 @@ SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
 
 Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
 """
-_NETWORK: Final = "make its data available: run once with a network, or name a task file of yours that reads local data"
+_NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
 _PACKAGES: Final = "pip install 'recipes-lib[eval]', or the package that it names"
 _COLUMNS: Final = "compare the names in the task file with the columns of the data"
 

@@ -91,7 +91,7 @@ class PretrainInspection(Inspection):
         self.say_agreement(say, self.config.tokens.max_length, ())
 
     def look_at_steps(self, say: Say) -> None:
-        """Steps, tokens, the batch, and the learning rates of the very schedule that training follows."""
+        """Steps, tokens, the batch, and the learning rates of the schedule that training uses."""
         plan = self._data.plan
         self.num_steps = plan.num_steps
         first, full = (int(rows) * plan.max_length for rows in (plan.row_starts[1], plan.rows_per_step))

@@ -158,7 +158,7 @@ class _ChunkedDistillation(torch.autograd.Function):
                     gradients.add(chunk, matrix)
         ctx.save_for_backward(*gradients.finish())
         loss_sum = alpha * nll_sum + (1 - alpha) * temperature**2 * divergence_sum
-        num_targets = supervision.targets.new_tensor(len(supervision.targets))
+        num_targets = supervision.targets.new_full((), len(supervision.targets))
         figures = nll_sum, divergence_sum, teacher_nll_sum, num_correct, num_agreed, num_targets
         ctx.mark_non_differentiable(*figures)
         return loss_sum, *figures

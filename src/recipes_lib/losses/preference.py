@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 REFERENCE_FREE: Final = frozenset({"simpo", "orpo", "sft"})
 """Losses that read no reference log-probabilities: a run of these alone needs no reference model."""
 COMPARING: Final = frozenset({"aot", "aot_unpaired"})
-"""Losses that compare the pairs of one call with each other, so that how a step is cut decides what is learnt."""
+"""Losses that compare the pairs of one call with each other, so that the size of a micro-batch changes the result."""
 F_DIVERGENCES: Final = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -123,8 +123,8 @@ def compute_preference_losses(
     """Loss of each pair, ``(P,)``: the sum of the named losses, each times its weight.
 
     The caller normalises: the sum over the pairs of a step divided by their number over all processes and
-    micro-batches. How the step is cut then changes nothing, except for ``aot`` and ``aot_unpaired``, which compare the
-    pairs of one call with each other, and for ``sft`` without ``mean_chosen_tokens``.
+    micro-batches. Gradient accumulation then changes nothing, except for ``aot`` and ``aot_unpaired``, which compare
+    the pairs of one call with each other, and for ``sft`` without ``mean_chosen_tokens``.
 
     Args:
         names: Keys of ``PREFERENCE_LOSSES``.
@@ -405,7 +405,7 @@ def compute_bradley_terry(
     """Loss of each pair, ``(P,)``: ``-log sigmoid(chosen - rejected - margin)`` in nats, and what keeps scores near 0.
 
     The caller normalises: the sum over the pairs of a step divided by their number over all processes and
-    micro-batches; how the step is cut then changes nothing.
+    micro-batches; gradient accumulation then changes nothing.
 
     Args:
         chosen: Scores of the preferred answers, ``(P,)``, in any floating dtype; the loss is ``float32`` at least.

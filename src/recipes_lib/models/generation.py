@@ -157,7 +157,7 @@ class GenerateBackend:
                 attention_mask=mask,
                 generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
                 logits_processor=LogitsProcessorList([sampler]),
-                # A sharded policy is held whole meanwhile: whoever has all answers waits for nobody.
+                # A sharded policy is held whole meanwhile: a rank with all its answers does not wait for others.
                 synced_gpus=False,
                 **reuse,
             )

@@ -322,7 +322,7 @@ def explained(key: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Keep transformers from printing which weights a checkpoint lacks: whoever loads looks at that, and refuses."""
+    """Keep transformers from printing which weights a checkpoint lacks: the caller checks that, and refuses."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -422,7 +422,7 @@ def _list_owners(name: str, revision: str | None) -> Iterator[str]:
         try:
             path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError):
-            continue  # Whoever loads it next fails as well, and says of what.
+            continue  # Loading it fails next, with the reason.
         for reference in _list_references(Path(path)) if path else ():
             if "--" in reference:
                 yield reference.split("--")[0]
@@ -433,7 +433,7 @@ def _list_references(path: Path) -> Iterator[str]:
     try:
         content = read_record(path)
     except DataError:
-        return  # Whoever loads it next fails as well, and says of what.
+        return  # Loading it fails next, with the reason.
     yield from _iterate_leaves(content.get("auto_map"))
 
 

@@ -50,7 +50,7 @@ def find_missing(folder: Path, names: Iterable[str]) -> str | None:
 def find_damage(folder: Path) -> str | None:
     """Return what is wrong with the weights of a model: a shard that is missing, a file that is cut off; else ``None``.
 
-    Headers alone are read: whoever saved the weights has looked at every tensor.
+    Only headers are read: saving has verified every tensor.
     """
     weights, index = _list_weights(folder), folder / _INDEX
     if index.is_file():

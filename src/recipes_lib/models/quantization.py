@@ -85,7 +85,7 @@ def keep_differentiable(model: nn.Module) -> None:
     """Keep 4-bit layers from repacking their codes on a CPU that has AVX512-BF16.
 
     bitsandbytes does so in the first forward pass in evaluation mode, for a kernel that has no gradient; from then on
-    the layers below would learn from a part of theirs, in silence.
+    the layers below would get partial gradients, silently.
 
     Source: bitsandbytes ``Linear4bit.forward``; ``tests/models/test_quantization.py``.
     """

@@ -202,7 +202,7 @@ def find_outside_text(model: Any) -> list[str]:
     """Return the modules and parameters of a model through which no text passes, by their paths; the largest ones.
 
     They are what its base holds beside its text model, such as a vision tower and what projects its features; none
-    where the configuration is one of text alone. The heads are no part of the base.
+    where the configuration is one of text alone. The heads do not belong to the base.
 
     Args:
         model: With its head, before an adapter is put around it.

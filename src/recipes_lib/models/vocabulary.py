@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from recipes_lib.errors import ConfigError, Problem
 
 NUM_PROVED: int = 64
-"""Tokens on which a rewritten model is held against what it was."""
+"""Tokens on which a rewritten model is compared with the original."""
 
 
 NUM_BYTES: Final = 256
@@ -54,7 +54,7 @@ Preferred to GPT-2's, ``'s|'t|...| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 Source: ``cl100k_base`` of tiktoken; Llama 3's tokenizer has it in this form.
 """
 _MIN_FREQUENCY: Final = 2
-"""A pair seen once says nothing of the next text."""
+"""A pair seen once does not generalise."""
 _BATCH_CHARACTERS: Final = 1 << 20
 
 

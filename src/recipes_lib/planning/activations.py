@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -93,6 +93,22 @@ class Checkpointing(NamedTuple):
     every: int = 0
     keeps_products: bool = False
     offloads: bool = False
+
+
+MODES: Final[Mapping[str, tuple[Checkpointing, Mapping[str, Any] | None]]] = {
+    "none": (Checkpointing(), None),
+    "save_matmuls": (Checkpointing(1, keeps_products=True), {"save_matmuls": True}),
+    "every 2nd layer": (Checkpointing(2), {"every_n_layers": 2}),
+    "every layer": (Checkpointing(1), {}),
+}
+"""Kinds of checkpointing, the fastest first: how each is counted, and its ``activation_checkpointing_kwargs``."""
+AUTO: Final = "auto"
+
+
+def list_keys(mode: str) -> dict[str, Any]:
+    """Return the keys of a recipe that make one of ``MODES``."""
+    _, options = MODES[mode]
+    return {"activation_checkpointing": options is not None, "activation_checkpointing_kwargs": options or None}
 
 
 class LayerBytes(NamedTuple):

@@ -10,12 +10,20 @@ from typing import Any, Final
 
 import torch
 import yaml
+from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.loading import choose_teacher, load_model_config
+from recipes_lib.models.architecture import find_model_config
+from recipes_lib.models.loading import choose_teacher, load_model_config, load_tokenizer
 
 FORWARD_AND_BACKWARD = 3
 """A backward pass multiplies twice what the forward pass did: once for the inputs, once for the weights."""
@@ -259,3 +267,21 @@ def find_shape(model: ModelConfig) -> PreTrainedConfig:
         return load_model_config(model)[0]
     config: PreTrainedConfig = AutoConfig.for_model(**{"dtype": "bfloat16", **sizes})
     return config
+
+
+def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
+    """Return the architecture; the tokenizer is loaded only if the recipe leaves out ``vocab_size``.
+
+    Raises:
+        ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
+    """
+    if (architecture := config.model.model_config) is None:
+        return find_shape(config.model)
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
+    if "vocab_size" not in architecture:
+        try:
+            tokenizer = load_tokenizer(config.model, config.tokens)
+        except ConfigError as error:
+            remedy = "write `vocab_size` in `model_config`: planning needs nothing else from the tokenizer"
+            raise ConfigError(*(Problem(one.where, one.found, remedy) for one in error.problems)) from error
+    return find_model_config(config.model, tokenizer, config.tokens.max_length)[0]

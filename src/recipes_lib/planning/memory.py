@@ -26,13 +26,16 @@ from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes
 from recipes_lib.planning.activations import (
+    AUTO,
     CAUSAL,
+    MODES,
     Activations,
     Checkpointing,
     count_activations,
     count_bytes,
     count_cache,
     fuse_as_liger,
+    list_keys,
     list_layers,
     on_fakes,
 )
@@ -69,15 +72,13 @@ from recipes_lib.planning.memory_plan import (
 
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 _BUCKET_SIZE: Final = 500_000_000
-"""Numbers of a bucket: ``reduce_bucket_size`` of DeepSpeed unless told otherwise."""
+"""Numbers of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
 
 
 def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
     """Yield the layouts that a run of so many processes may have."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
-    # A critic and a policy that share a base model are not sharded (``training.layouts.compatibility``).
-    is_whole = config.recipe == "ppo" and config.adapter.use_peft
-    if num_processes > 1 and not is_whole:
+    if num_processes > 1:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
@@ -119,8 +120,10 @@ def plan_memory(
         is_half = config.training.get("bf16") is not False or bool(config.training.get("fp16"))
     count = _count_rl if config.recipe in RL_RECIPES else _count_trainer
     narrowed = layout.narrow(model_config)
-    about, models, temporary = count(config, narrowed, layout, is_half)
+    about, models, temporary, choices = count(config, narrowed, layout, is_half)
     num_gpus = layout.num_processes * layout.tensor * layout.context * layout.pipeline_stages
+    # The last is told of where none is chosen.
+    temporary |= next(reversed(choices.values()))
     temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if num_gpus > 1 else 0}
     held = {
         f"{name}, {kind}": size // shards if shards else 0
@@ -134,6 +137,8 @@ def plan_memory(
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     vocabulary = narrowed.get_text_config().vocab_size
     plan = MemoryPlan(layout, about, components, phases, num_predicted, vocabulary)
+    if config.read("activation_checkpointing") == AUTO:
+        plan = dataclasses.replace(plan, choices=choices)
     if ENGINE in components:
         share = config.engine.vllm_gpu_memory_utilization
         plan = dataclasses.replace(plan, engine_share=share, engine_row=components[ENGINE_CACHE])
@@ -155,7 +160,7 @@ class Batch(NamedTuple):
 
     @classmethod
     def of(cls, config: RecipeConfig, layout: Layout) -> Batch:
-        """Return the largest micro-batch of a run; in a layout that shares out the tokens of a row, a share of it."""
+        """Return the largest micro-batch of a run; under context parallelism, the tokens of one rank."""
         num_rows = config.read("per_device_train_batch_size") * (2 if config.recipe in PAIR_RECIPES else 1)
         if config.recipe in RL_RECIPES:
             answer = config.rewards.response_length
@@ -170,7 +175,7 @@ class Batch(NamedTuple):
 
 
 def read_checkpointing(config: RecipeConfig) -> Checkpointing:
-    """Return which layers the run computes again, by ``activation_checkpointing`` and its ``kwargs``."""
+    """Return which layers the run computes again, by ``activation_checkpointing`` and its ``kwargs``, not ``auto``."""
     if not config.read("activation_checkpointing"):
         return Checkpointing()
     options = config.training.get("activation_checkpointing_kwargs") or {}
@@ -179,8 +184,16 @@ def read_checkpointing(config: RecipeConfig) -> Checkpointing:
     )
 
 
-_Counted = tuple[str, dict[str, Held], dict[str, int]]
-"""Which models share a base model, in words; the bytes of each model in all; what a process holds besides, by name."""
+def settle_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig:
+    """Return a run with the activation checkpointing that its plan has chosen for a device, if it was to choose one."""
+    if not plan.checkpointing:
+        return config
+    return dataclasses.replace(config, training={**config.training, **list_keys(plan.checkpointing)})
+
+
+_Counted = tuple[str, dict[str, Held], dict[str, int], dict[str, dict[str, int]]]
+"""Which models share a base model, in words; the bytes of each model in all; what a process holds besides, by name; and
+what it holds by the kind of activation checkpointing: all kinds where the recipe says ``auto``."""
 
 
 def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
@@ -203,17 +216,37 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
     kept = count_kept(config, model_config, layout, is_half=is_half)
-    temporary[ACTIVATIONS] = kept.count(read_checkpointing(config), layout.in_flight)
-    if layout.gathers_keys:
-        text: Any = model_config.get_text_config()
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        checkpointing, num_layers = read_checkpointing(config), text.num_hidden_layers
-        if checkpointing.every and not checkpointing.keeps_products:
-            num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
-        batch = Batch.of(config, layout)
-        others = batch.num_rows * batch.length * (layout.context - 1)
-        temporary[OTHER_KEYS] = 2 * width * others * text.num_key_value_heads * head_dim * num_layers
-    return "", models, temporary
+    choices = {
+        name: {
+            ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
+            **_count_other_keys(config, model_config, layout, checkpointing, width),
+        }
+        for name, checkpointing in _list_checkpointing(config).items()
+    }
+    return "", models, temporary, choices
+
+
+def _list_checkpointing(config: RecipeConfig) -> dict[str, Checkpointing]:
+    """The kinds of checkpointing that a run may have: all of them, or that of the recipe."""
+    if config.read("activation_checkpointing") == AUTO:
+        return {name: checkpointing for name, (checkpointing, _) in MODES.items()}
+    return {"": read_checkpointing(config)}
+
+
+def _count_other_keys(
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, checkpointing: Checkpointing, width: int
+) -> dict[str, int]:
+    """Count keys and values that were gathered for the attention of layers that are not computed again."""
+    if not layout.gathers_keys:
+        return {}
+    text: Any = model_config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    num_layers = text.num_hidden_layers
+    if checkpointing.every and not checkpointing.keeps_products:
+        num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
+    batch = Batch.of(config, layout)
+    others = batch.num_rows * batch.length * (layout.context - 1)
+    return {OTHER_KEYS: 2 * width * others * text.num_key_value_heads * head_dim * num_layers}
 
 
 def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, is_half: bool) -> dict[str, int]:
@@ -238,12 +271,12 @@ def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, i
 def count_kept(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool, num_built: int = 3
 ) -> Activations:
-    """Return the bytes that a micro-batch keeps for its backward pass, whoever holds the weights.
+    """Return the bytes that a micro-batch keeps for its backward pass, independent of where the weights are.
 
     Args:
         config: The run.
         model_config: What a process computes of the model that is trained.
-        layout: Shares out the tokens of a row.
+        layout: Context-parallel layouts divide the tokens of a row.
         is_half: As for ``plan_memory``.
         num_built: Layers that are counted; those beyond are like the last.
 
@@ -315,11 +348,9 @@ def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layo
     is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
     if config.engine.use_transformers_continuous_batching and is_narrow:
         temporary[ENGINE_COPY] = width * (sum(layers) + ends)
-    temporary |= {
-        LAYER: round(kept.largest_layer * batch / micro.num_rows),
-        ACTIVATIONS: kept.count(read_checkpointing(config)),
-    }
-    return about, models, temporary
+    temporary[LAYER] = round(kept.largest_layer * batch / micro.num_rows)
+    choices = {name: {ACTIVATIONS: kept.count(one)} for name, one in _list_checkpointing(config).items()}
+    return about, models, temporary, choices
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str, dict[str, Held], Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -22,6 +22,8 @@ COMMUNICATION_BYTES: Final = 1_500_000_000
 """Of NCCL's channels and process groups, where there are several GPUs; not measured here."""
 _RESERVED: Final = 0.05
 """Share of what PyTorch has allocated that its allocator cannot use, with expandable segments."""
+_MARGIN: Final = 0.1
+"""Share of a device that ``auto`` leaves: plans have not been held against GPUs, and to run out costs the run."""
 _LOGIT_BYTES: Final = 16
 """Of each logit of a chunk: the logit, its copy in 16 bits, exponentials, products."""
 KINDS: Final = ("weights", "gradients", "optimizer states")
@@ -171,6 +173,9 @@ class MemoryPlan:
         vocabulary: Logits of each.
         engine_share: Of the device, what the weights and the KV cache of a colocated engine take.
         engine_row: Bytes that one row needs of that cache.
+        choices: Components that depend on activation checkpointing, by its kind, the fastest first; empty where the
+            recipe decides, and not ``auto``.
+        checkpointing: Which of them has been chosen for the device.
     """
 
     layout: Layout
@@ -181,6 +186,8 @@ class MemoryPlan:
     vocabulary: int = 1
     engine_share: float = 0
     engine_row: int = 0
+    choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    checkpointing: str = ""
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -198,7 +205,20 @@ class MemoryPlan:
         return max(self.peaks.values())
 
     def place(self, device_bytes: float) -> MemoryPlan:
-        """Return the plan on a device of this size: chunks of logits and an engine's cache grow; with a reserve."""
+        """Return the plan on a device of this size: chunks of logits and an engine's cache grow; with a reserve.
+
+        Of several kinds of activation checkpointing it takes the fastest that leaves ``_MARGIN``, or else the last.
+        """
+        if not self.choices:
+            return self._place(device_bytes)
+        for name, sizes in self.choices.items():
+            plan = dataclasses.replace(self, components={**self.components, **sizes}, checkpointing=name)
+            plan = plan._place(device_bytes)
+            if plan.peak <= (1 - _MARGIN) * device_bytes:
+                break
+        return plan
+
+    def _place(self, device_bytes: float) -> MemoryPlan:
         num_tokens = min(self.num_predicted, count_chunk_tokens(self.vocabulary, choose_chunk_bytes(device_bytes)))
         components = {name: size for name, size in self.components.items() if name not in (LOGITS, RESERVE)}
         if num_tokens:
@@ -209,6 +229,16 @@ class MemoryPlan:
         plan = dataclasses.replace(self, components=components)
         foreign = sum(components.get(name, 0) for name in (CONTEXT, COMMUNICATION))
         return dataclasses.replace(plan, components={**components, RESERVE: round(_RESERVED * (plan.peak - foreign))})
+
+    def explain_choice(self, device_bytes: float) -> str:
+        """Return what each kind of activation checkpointing would hold of a device of this size, up to the chosen."""
+        told = []
+        for name, sizes in self.choices.items():
+            one = dataclasses.replace(self, choices={name: sizes}).place(device_bytes)
+            told.append(f"{name} {one.peak / 1e9:.1f} GB")
+            if one.peak <= (1 - _MARGIN) * device_bytes:
+                break
+        return f"{', '.join(told)}; {(1 - _MARGIN) * device_bytes / 1e9:.1f} GB may be planned"
 
     def fits(self, device_bytes: float) -> bool:
         """Return whether a device of this size holds the run, and an engine's share of it the engine."""
@@ -235,4 +265,6 @@ class MemoryPlan:
             yield from (f"{size / 1e9:13.2f} GB  {name}" for name, size in placed.peaks.items())
         fitting = [name for name, size in devices.items() if self.fits(size)]
         verdict = f"fits {', '.join(fitting)}" if fitting else f"does not fit {', '.join(devices)}"
+        if placed.checkpointing:
+            yield f"    activation checkpointing: {placed.checkpointing} ({self.explain_choice(max(devices.values()))})"
         yield f"    {placed.peak / 1e9:.1f} GB {'at most' if self.phases else 'with all of it at once'}: {verdict}"

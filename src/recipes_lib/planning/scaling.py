@@ -88,7 +88,7 @@ PUBLISHED: Final[Mapping[str, Law]] = {
     "Besiroglu et al. 2024": Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
     "Hoffmann et al. 2022, as printed": Law(1.69, 406.4, 410.7, 0.34, 0.28),
 }
-"""Both of Chinchilla's runs; the first mends the second, and agrees with its 20 tokens a parameter."""
+"""Both of Chinchilla's runs; the first corrects the second, and agrees with its 20 tokens a parameter."""
 
 
 class Run(NamedTuple):
@@ -125,7 +125,7 @@ class Fit:
     max_flops: float
 
     def verify_reach(self, num_flops: float) -> None:
-        """Refuse to say a number of which nobody knows how wrong it is.
+        """Raise if a prediction extrapolates too far without an interval.
 
         Raises:
             ConfigError: It is more than ``MAX_EXTRAPOLATION`` times what was fitted to, and there is no interval.

@@ -384,7 +384,7 @@ def plan_groups(num_prompts: int, config: RecipeConfig, world_size: int) -> Grou
     them.
 
     Raises:
-        ConfigError: The answers of a generation do not share out among prompts, or there are too few prompts for one.
+        ConfigError: The answers of a generation cannot be divided by the prompts, or there are too few prompts for one.
     """
 
     def read(key: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.activations import Checkpointing
+from recipes_lib.planning.activations import MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
 from recipes_lib.planning.devices import Device, find_efficiency
 from recipes_lib.planning.memory import Batch, count_kept, plan_memory
@@ -21,13 +21,6 @@ NETWORK_BYTES: Final = 50e9
 _GPUS_OF_A_MACHINE: Final = 8
 _HOST_BYTES: Final = 25e9
 """Bytes a second between a GPU and its host, by PCIe 4."""
-_MODES: Final[Mapping[str, tuple[Checkpointing, dict[str, Any] | None]]] = {
-    "none": (Checkpointing(), None),
-    "save_matmuls": (Checkpointing(1, keeps_products=True), {"save_matmuls": True}),
-    "every 2nd layer": (Checkpointing(2), {"every_n_layers": 2}),
-    "every layer": (Checkpointing(1), {}),
-}
-"""Which layers are recomputed, from the fastest: how that is counted, and ``activation_checkpointing_kwargs``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +80,7 @@ def search(
         if num_rows % layout.num_processes:
             continue
         rows = num_rows // layout.num_processes
-        memory = plan_memory(config, model_config, layout, device_bytes=device.memory)
+        memory = plan_memory(_change(config, list_keys("none")), model_config, layout, device_bytes=device.memory)
         for number in (number for number in range(1, rows + 1) if rows % number == 0):
             batch = {"per_device_train_batch_size": number, "gradient_accumulation_steps": rows // number}
             sized = _change(config, batch)
@@ -98,7 +91,7 @@ def search(
                     all_keys = {**batch, **keys, "torch_compile": compiles}
                     share, _ = find_efficiency(_change(config, all_keys), measured)
                     seconds = 3600 * compute_hours(num_flops, _count_gpus(layout), peak, share)
-                    # Traffic and products go on at once; what the host does, after them.
+                    # Communication and compute overlap; host work follows.
                     seconds = max(seconds, busy[0]) + busy[1]
                     fits = placed.peak <= device.memory
                     found.append(Candidate(layout, all_keys, mode, placed, fits, seconds))
@@ -124,11 +117,10 @@ def _list_modes(
     layout, is_half = memory.layout, config.training.get("bf16") is not False
     kept = count_kept(config, layout.narrow(model_config), layout, is_half=is_half)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
-    for mode, (checkpointing, options) in _MODES.items():
-        keys = {"activation_checkpointing": options is not None, "activation_checkpointing_kwargs": options or None}
+    for mode, (checkpointing, _) in MODES.items():
         components = {**memory.components, ACTIVATIONS: kept.count(checkpointing, layout.in_flight)}
         placed = dataclasses.replace(memory, components=components, num_predicted=num_predicted).place(device.memory)
-        yield keys, mode, placed
+        yield list_keys(mode), mode, placed
 
 
 def _count_traffic_seconds(config: RecipeConfig, size: int, layout: Layout, device: Device) -> tuple[float, float]:

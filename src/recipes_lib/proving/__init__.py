@@ -1,1 +1,1 @@
-"""``recipes prove``: correctness, speed and memory of this machine, held against what is known."""
+"""``recipes prove``: correctness, speed and memory of this machine, compared with references."""

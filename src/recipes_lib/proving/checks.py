@@ -129,7 +129,7 @@ def measure_gap(expected: Sequence[Event], found: Sequence[Event]) -> float:
     """Return the largest relative difference of two runs' losses; they have the same steps.
 
     Raises:
-        WrongResultError: They have not.
+        WrongResultError: They do not.
     """
     if [event["step"] for event in expected] != [event["step"] for event in found] or not expected:
         raise WrongResultError(f"{len(found)} steps were logged, and {len(expected)} on the CPU")

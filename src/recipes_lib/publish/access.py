@@ -106,7 +106,7 @@ def _find(api: HfApi, name: str, training: Mapping[str, Any]) -> Target:
 def _open(api: HfApi, target: Target) -> None:
     if not target.exists:
         api.create_repo(target.repository, private=target.is_private, exist_ok=True)
-        # Whoever made it in between has not asked us.
+        # Another process created it in between.
         if target.is_private and not _read_privacy(api, target.repository):
             found = f"{target.repository} was to be private and is public"
             raise _problem("hub_private_repo", found, "name another hub_model_id")

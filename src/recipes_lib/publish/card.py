@@ -289,7 +289,7 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         if finding.get("severity") != "ok":
             yield f"Data: {finding['found']}."
     if record.get("rollbacks"):
-        yield f"Spikes of the loss were undone {len(record['rollbacks'])} times, by leaving rows out."
+        yield f"Loss spikes were rolled back {len(record['rollbacks'])} times, skipping their rows."
     for gate in record.get("failed_gates") or ():
         yield f"A gate of its report failed: {gate}."
     config = record["config"]

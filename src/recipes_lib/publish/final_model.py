@@ -46,7 +46,8 @@ def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
 
     Args:
         train: Trains ``run.config`` and exports the model; every process calls it. With another number of processes
-            than before, ``run.config`` has another accumulation than the given configuration.
+            than before, ``run.config`` has another accumulation than the given configuration; and where that says
+            ``activation_checkpointing: auto``, what was chosen.
 
     Raises:
         ConfigError: As ``start_run`` and ``publishing``.
@@ -101,7 +102,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         DivergedError: A part of an adapter has learnt nothing; it stays there too.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    # Off while packed documents had to be kept apart; whoever loads the model wants fast generation.
+    # Off while packed documents had to be kept apart; users of the model want fast generation.
     model.config.use_cache = True
     is_adapter = isinstance(model, PeftModel)
     logits = compute_probe_logits(trainer.model) if is_adapter else None
@@ -147,7 +148,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     """
     # What began with a part of the weights is restated with more rows than were trained.
     is_restated = hasattr(model, "initial_factors")
-    # Under ZeRO-3 something empty is in the place of what is shared out.
+    # Under ZeRO-3 sharded weights are empty placeholders.
     shapes = {
         name: None if is_restated or not tensor.numel() else tensor.shape
         for name, tensor in read_adapter_state(model).items()

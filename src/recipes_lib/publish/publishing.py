@@ -142,7 +142,7 @@ class Publication:
                 return False
             for path, file in files.items():
                 if path not in (*RECORDS, CHART) and (
-                    path not in tree or not _is_same(tree[path], file, contents.find_seal(path))
+                    path not in tree or not _is_same(tree[path], file, contents.find_hash(path))
                 ):
                     return False
         return True
@@ -158,15 +158,15 @@ class Publication:
         files = collect_files(contents, self._folder)
         additions = [CommitOperationAdd(path, file) for path, file in files.items()]
         for addition in additions:
-            sealed = contents.find_seal(addition.path_in_repo)
-            if sealed is not None and addition.upload_info.sha256.hex() != sealed:
+            digest = contents.find_hash(addition.path_in_repo)
+            if digest is not None and addition.upload_info.sha256.hex() != digest:
                 raise DamagedError(f"{addition.path_in_repo} holds other bytes than were written")
         repository, branch = self._target.repository, self._target.branch
         # One at a time: several at once are sent by a thread pool, which the interpreter would wait for at its end.
         for addition in additions:
             self._api.preupload_lfs_files(repository, [addition], revision=branch, free_memory=False)
         # ``create_commit``, because ``upload_folder`` makes several commits of what takes it longer than five minutes,
-        # and whoever loads the branch between them gets shards of two models.
+        # and loading the branch between them would mix shards of two models.
         commit = self._api.create_commit(
             repository,
             [*self._list_deletions(contents, files), *additions],
@@ -196,14 +196,14 @@ class Publication:
 
 def _identify(contents: Contents) -> tuple[str, str]:
     """Return what tells a checkpoint from another one that was saved later under its name."""
-    return contents.name, str(sorted(contents.sealed.items()))
+    return contents.name, str(sorted(contents.hashes.items()))
 
 
-def _is_same(remote: RepoFile, file: Path | bytes, sealed: str | None) -> bool:
+def _is_same(remote: RepoFile, file: Path | bytes, digest: str | None) -> bool:
     if remote.lfs is not None:
-        if sealed is None:
-            sealed = CommitOperationAdd(remote.path, file).upload_info.sha256.hex()
-        return bool(remote.lfs.sha256 == sealed)
+        if digest is None:
+            digest = CommitOperationAdd(remote.path, file).upload_info.sha256.hex()
+        return bool(remote.lfs.sha256 == digest)
     content = file.read_bytes() if isinstance(file, Path) else file
     return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
 

@@ -40,21 +40,21 @@ class Contents:
     Attributes:
         name: ``checkpoint-N`` or ``MODEL``.
         source: Checkpoint or output directory.
-        sealed: SHA-256 of files by their path in it; empty where none are known.
+        hashes: SHA-256 of files by their path in it; empty where none are known.
         state: Folder of the repository that gets the whole checkpoint, to resume from; empty for none.
         tag: Name that the commit gets.
     """
 
     name: str
     source: Path
-    sealed: Mapping[str, str] = field(default_factory=dict)
+    hashes: Mapping[str, str] = field(default_factory=dict)
     state: str = ""
     tag: str | None = None
 
-    def find_seal(self, path: str) -> str | None:
+    def find_hash(self, path: str) -> str | None:
         """Return the SHA-256 that a file must have, by its path in the repository; ``None`` if unlisted."""
         # Cards and records are written anew; PEFT leaves a card of its own in checkpoints.
-        return None if path in RECORDS else self.sealed.get(path.removeprefix(f"{self.state}/"))
+        return None if path in RECORDS else self.hashes.get(path.removeprefix(f"{self.state}/"))
 
 
 def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
@@ -68,9 +68,9 @@ def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
     for step, path in reversed(list_checkpoints(folder)) if strategy != "end" else ():
         record = read_complete(path)
         if record is not None and is_complete(path) and is_model(path):
-            sealed = {name: file["sha256"] for name, file in record["files"].items()}
+            hashes = {name: file["sha256"] for name, file in record["files"].items()}
             state = STATES.get(strategy, "").format(name=path.name)
-            found[path.name] = Contents(name=path.name, source=path, sealed=sealed, state=state, tag=f"step-{step}")
+            found[path.name] = Contents(name=path.name, source=path, hashes=hashes, state=state, tag=f"step-{step}")
     if read_facts(folder).get("status", "done") == "done" and is_model(folder):
         found[MODEL] = Contents(name=MODEL, source=folder, tag=keys.get("tag"))
     return found
@@ -91,7 +91,7 @@ def collect_files(contents: Contents, folder: Path) -> Files:
     source, record = contents.source, read_facts(folder)
     files: dict[str, Path | bytes] = {path: source / path for path in list_published(source)}
     if contents.state:
-        files |= {f"{contents.state}/{path}": source / path for path in (*contents.sealed, COMPLETE)}
+        files |= {f"{contents.state}/{path}": source / path for path in (*contents.hashes, COMPLETE)}
     manifests = {path: read_record(source / path) for path in files if path in MANIFESTS}
     for path, manifest in (manifests | ({"run.json": record} if record else {})).items():
         told = make_portable({name: value for name, value in manifest.items() if name != "error"})
@@ -102,12 +102,12 @@ def collect_files(contents: Contents, folder: Path) -> Files:
         figures = {key: value for key, value in (evaluations or [{}])[-1].items() if key.startswith("eval_")}
         files["README.md"] = build_card(source, record, figures).encode()
     # What a manifest lists was opened again before, and its hash is compared when it is sent.
-    damage = None if contents.sealed else find_damage(source)
+    damage = None if contents.hashes else find_damage(source)
     if damage is not None:
         raise DataError(Problem(str(source), f"the model is not whole: {damage}", "train or merge it anew"))
     if (leak := find_secret(files)) is not None:
         remedy = "take it out, and revoke it if others may have seen it"
-        if contents.sealed:
+        if contents.hashes:
             remedy = "revoke it, and publish no checkpoints: `--hub_strategy end`"
         where = str(source / leak.removeprefix(f"{contents.state}/"))
         raise DataError(Problem(where, "it would be published, and holds what looks like an access token", remedy))

@@ -135,7 +135,7 @@ def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     yield from _choose_held_out_figures(run.evaluations)
-    # A clipped surrogate says nothing of how far a policy is.
+    # A clipped surrogate does not measure the distance of a policy.
     is_rl = bool(read_curve(run.train, "objective/score"))
     if (loss := read_curve(run.train, "loss")) and not is_rl:
         yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")

@@ -240,7 +240,7 @@ def compute_correlation(first: Floats, second: Floats) -> float | None:
 
 
 def compute_ranks(values: Floats) -> Floats:
-    """Ranks from 1, equal values sharing the mean of theirs; ``float64``."""
+    """Ranks from 1, equal values sharing their mean rank; ``float64``."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])
 
@@ -484,7 +484,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenIds:
 
 
 def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -> npt.NDArray[np.float64]:
-    """Scores by row; NaN for those that are none, or are longer than the model's positions."""
+    """Scores by row; NaN for rows that are invalid, or longer than the model's positions."""
     scores = np.full(len(rows), np.nan)
     given = [at for at, row in enumerate(rows) if row is not None]
     scores[given] = reward_model.compute_raw_scores([row for row in rows if row is not None], overlong="nan")

@@ -14,7 +14,7 @@ from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
-"""One for each run, the most that can be told apart."""
+"""Colours, one for each run: the most that can be distinguished."""
 _CURVES: Final = (
     ("eval_loss", "nats per target token, or a pair", "points"),
     ("eval_bits_per_byte", "of held-out text", "points"),

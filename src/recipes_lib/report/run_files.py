@@ -86,7 +86,7 @@ class Score(NamedTuple):
 def list_scores(facts: Record) -> Iterator[Score]:
     """Yield the benchmark scores in ``run.json``, of a group's tasks the group's.
 
-    Of a stranger's record, what can be read as such.
+    Of an untrusted record, only valid fields.
     """
     tasks = facts.get("scores")
     for task, found in tasks.items() if isinstance(tasks, Mapping) else ():

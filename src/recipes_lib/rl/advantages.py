@@ -108,8 +108,8 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
     """Each answer's reward less the mean of its group, ``(B,)``: GRPO's advantage.
 
     Args:
-        rewards: ``(B,)``; answers to one prompt stand together. NaN of an answer that is not scored: it is no part of
-            its group's mean, and its advantage is 0.
+        rewards: ``(B,)``; answers to one prompt stand together. NaN of an answer that is not scored: it is excluded
+            from its group's mean, and its advantage is 0.
         group: Answers to a prompt.
         scale: What the difference is divided by: the standard deviation of the ``group``, of the whole ``batch``, or
             ``none``.

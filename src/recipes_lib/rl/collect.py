@@ -6,8 +6,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.generation import Generator, mask_answers, read_continuation
+from recipes_lib.models.generation import Generated, Generator, mask_answers, read_continuation
 from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import (
@@ -27,8 +29,52 @@ from recipes_lib.rl.rollout import (
 )
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
+from recipes_lib.training.guards.preemption import LeftError, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
+
+OFF_POLICY_SHARE: Final = "rollout/off_policy_share"
+"""Share of the answers of an iteration that earlier weights than those before it have sampled."""
+
+
+class Ahead:
+    """Answers that a thread asks an engine of its own for, while something else is computed; one batch at a time.
+
+    Source: ``tests/rl/test_collect.py``.
+    """
+
+    def __init__(self) -> None:
+        """Ask for nothing yet."""
+        self._pool = ThreadPoolExecutor(max_workers=1)
+        self._asked: Future[Generated] | None = None
+
+    def ask(self, generate: Callable[[], Generated]) -> None:
+        """Begin to sample."""
+        self._asked = self._pool.submit(generate)
+
+    def wait(self) -> None:
+        """Wait until the engine has nothing to do, so that it may get other weights."""
+        if self._asked is not None:
+            self._asked.exception()
+
+    def take(self) -> Generated | None:
+        """Return the answers when they are there; ``None`` if none were asked for. Every process must call.
+
+        Raises:
+            ConfigError: The engine failed.
+            PreemptedError: A process was asked to stop.
+        """
+        asked, self._asked, answers = self._asked, None, None
+        if asked is not None:
+            # Who leaves meets here those who have their answers: what follows is done by all together.
+            with suppress(LeftError):
+                answers = asked.result()
+            stop_if_agreed()
+        return answers
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +93,7 @@ class Collector:
         device: Of the models.
         precision: Gives the context in which products are computed.
         progress: What the terminal shows.
+        ahead: Samples the next answers while some are learnt from; ``None`` where weights and answers take turns.
     """
 
     models: ActorCritic
@@ -60,9 +107,15 @@ class Collector:
     device: torch.device
     precision: Callable[[], Any]
     progress: TrainingProgress
+    ahead: Ahead | None = None
 
     def collect(
-        self, prompts: Sequence[PromptRow], numbers: Sequence[int], *, is_loaded: bool = False
+        self,
+        prompts: Sequence[PromptRow],
+        numbers: Sequence[int],
+        *,
+        is_loaded: bool = False,
+        following: tuple[Sequence[PromptRow], Sequence[int]] | None = None,
     ) -> tuple[Rollout, dict[str, float]]:
         """Answer prompts and say everything of the answers that the updates need.
 
@@ -70,23 +123,28 @@ class Collector:
             prompts: At least one.
             numbers: The number in the run of each answer.
             is_loaded: Whether the engine has the policy's weights.
+            following: Prompts and numbers of the answers that are asked for next, where ``ahead`` samples them.
 
         Returns:
             The answers, and the seconds that handing the weights on, sampling, scoring and reading took.
 
         Raises:
             ConfigError: As ``Rewards.score``.
-            LeftError: This process was asked to stop.
+            LeftError: This process received a stop request.
             PreemptedError: One was, and models are sharded.
         """
         self.models.set_training(training=False)
         loading = time.perf_counter()
+        early = None if self.ahead is None else self.ahead.take()
         if not is_loaded:
             self._load()
         # An engine that serves all processes has the weights when the one that sends them has sent them.
         barrier()
         began = time.perf_counter()
-        rollout = self._sample(list(prompts), numbers)
+        rollout = self._sample(list(prompts), numbers, early)
+        if self.ahead is not None and following is not None:
+            asked, theirs = following
+            self.ahead.ask(lambda: self._generate(None, asked, theirs))
         sampled = time.perf_counter()
         rollout, _ = self._score(rollout, numbers[0])
         scored = time.perf_counter()
@@ -98,7 +156,13 @@ class Collector:
             "score": scored - sampled,
             "old_ref_value": read - scored,
         }
-        return rollout, {f"time/{name}": value for name, value in seconds.items()}
+        share = {} if self.ahead is None else {OFF_POLICY_SHARE: float(early is not None)}
+        return rollout, {f"time/{name}": value for name, value in seconds.items()} | share
+
+    def close(self) -> None:
+        """Sample nothing more ahead."""
+        if self.ahead is not None:
+            self.ahead.close()
 
     def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
         """Answer prompts and score the answers; return them, and as texts without special tokens.
@@ -117,23 +181,29 @@ class Collector:
         return self._score(self._sample(list(prompts), numbers), numbers[0])
 
     def _load(self) -> None:
+        if self.ahead is not None:
+            self.ahead.wait()
         with self.models.as_policy() as policy:
             self.generator.load(policy)
 
-    def _sample(self, prompts: list[PromptRow], numbers: Sequence[int]) -> Rollout:
+    def _generate(self, policy: Any, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> Generated:
+        uniforms = torch.from_numpy(np.stack([self._draw(number) for number in numbers]))
+        return self.generator.generate(policy, [prompt.input_ids for prompt in prompts], uniforms)
+
+    def _sample(self, prompts: list[PromptRow], numbers: Sequence[int], early: Generated | None = None) -> Rollout:
         WATCHDOG.enter("sampling answers")
         # Prompts of like length in one batch: less padding, and answers do not depend on it.
-        order = sorted(range(len(prompts)), key=lambda row: len(prompts[row].input_ids))
+        order = list(range(len(prompts)))
+        if early is None:
+            order.sort(key=lambda row: len(prompts[row].input_ids))
         size = self.generator.batch_size or len(order)
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
         ids = torch.zeros(len(prompts), self.response_length, dtype=torch.int64)
         logps = torch.zeros(len(prompts), self.response_length)
         with self.models.as_policy() as policy, held_whole(policy, is_needed=self.generator.uses_policy):
             for rows in self.progress.track(chunks, "sampling answers", len(chunks)):
-                uniforms = [self._draw(numbers[row]) for row in rows]
-                answered = self.generator.generate(
-                    policy, [prompts[row].input_ids for row in rows], torch.from_numpy(np.stack(uniforms))
-                )
+                asked, theirs = [prompts[row] for row in rows], [numbers[row] for row in rows]
+                answered = self._generate(policy, asked, theirs) if early is None else early
                 width = answered.response_ids.shape[1]
                 # A batch stays below the limit only when all of its answers ended: what stands behind them is masked.
                 ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
@@ -167,7 +237,8 @@ class Collector:
         set_seed((self.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
-        with held_whole(None if self.rewards.model is None else self.rewards.model.model):
+        own = None if self.rewards.model is None else self.rewards.model.model
+        with held_whole(own if self.models.reward is None else self.models.policy):
             scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
         known: dict[str, Any] = {
             "scored": torch.tensor([total is not None for total in scores.total]),
@@ -208,7 +279,7 @@ class Collector:
 def read_answers(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptRow], answers: Sequence[list[int]]
 ) -> list[str]:
-    """The texts of answers without special tokens; behind a plain prompt they go on as they do in the tokens."""
+    """The texts of answers without special tokens; after a plain prompt they continue it as the tokens do."""
     return [
         read_continuation(tokenizer, prompt.input_ids, ids)
         if isinstance(prompt.content, str)

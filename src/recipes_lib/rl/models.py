@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.activation_checkpointing import read_selective
-from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, add_critic, drop_scorers, role
+from recipes_lib.models.adapters.roles import CRITIC, AdapterScorer, Role, add_critic, drop_scorers, role
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable
 from recipes_lib.models.attention.kernels import choose_attention
 from recipes_lib.models.generation import set_stop_tokens
@@ -29,7 +29,7 @@ from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, read
 from recipes_lib.models.inference import disable_dropout, unwrap_adapter
 from recipes_lib.models.loading import load_model_config
 from recipes_lib.training.guards.preemption import leave_if_asked, stop_if_agreed
-from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard
+from recipes_lib.training.layouts.fsdp import gathered, is_sharded, reshard, settle_precision, shard, shard_head
 from recipes_lib.training.layouts.launch_environment import Launch, verify_engine
 from recipes_lib.training.trainers.trained_model import load_policy
 
@@ -58,14 +58,14 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
     """Have all weights of a model on every process meanwhile, so that nobody within waits for another; all must enter.
 
-    Whoever leaves by a ``LeftError`` calls ``stop_if_agreed`` next, and meets there those who came to the end.
+    A rank that leaves by a ``LeftError`` calls ``stop_if_agreed`` next, where it meets the ranks that came to the end.
 
     Args:
         model: Sharded; with any other there is nothing to do.
         is_needed: Whether weights are read at all; without, it is the meeting at the end alone.
 
     Raises:
-        PreemptedError: At the end, on all processes: one was asked to stop.
+        PreemptedError: At the end, on all processes: one received a stop request.
     """
     if not is_sharded(model):
         yield
@@ -96,10 +96,10 @@ class ActorCritic:
         policy: A causal language model with a loss head, or a PEFT model around it.
         critic: Gives ``ScoreOutput.scores`` at ``last_positions``; ``None`` where advantages need none.
         own_reference: A frozen copy of the policy; ``None`` where it is the policy with its adapters off, or where
-            nothing is held against it.
+            nothing is compared with it.
         stop_ids: Every token that ends an answer, sorted.
         reward: The reward model where it stands on the policy's trunk; ``None`` where there is none, or one of its own.
-        has_reference: Whether the policy is held against the model that it started from.
+        has_reference: Whether the policy has a KL penalty to the model that it started from.
     """
 
     policy: Any
@@ -122,21 +122,34 @@ class ActorCritic:
     @contextmanager
     def as_policy(self) -> Iterator[Any]:
         """Yield the policy."""
-        with role(self.policy, "policy") if self.is_shared else _reshard_after(self.policy):
+        with self._as("policy", self.policy):
             yield self.policy
 
     @contextmanager
     def as_critic(self) -> Iterator[Any]:
         """Yield the critic."""
-        with role(self.policy, "critic") if self.is_shared else _reshard_after(self.critic):
+        with self._as("critic", self.critic):
             yield self.critic
 
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
         """Yield the model that training started from."""
         reference = self.policy if self.is_shared else self.own_reference
-        with role(self.policy, "reference") if self.is_shared else _reshard_after(reference):
+        with self._as("reference", reference):
             yield reference
+
+    @contextmanager
+    def _as(self, name: Role, model: Any) -> Iterator[None]:
+        """Let a model run, and leave every process its own shards: FSDP2 keeps some weights whole after a forward pass.
+
+        Before a role ends, because the trunk's parameters that are whole are other ones than those it came with.
+        """
+        trunk = self.policy if self.is_shared else model
+        with role(self.policy, name) if self.is_shared else nullcontext():
+            try:
+                yield
+            finally:
+                reshard(trunk)
 
     def policy_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return what the policy's optimizer trains, by name: where it is sharded, the shards."""
@@ -202,10 +215,9 @@ def load_actor_critic(
     has_critic = config.recipe == "ppo"
     has_reference = has_critic or bool(config.read("beta"))
     if config.adapter.use_peft:
-        if not getattr(unwrap_adapter(policy), "is_quantized", False):  # Those were put there by their loading.
-            policy = place(policy)
         if has_critic:
             critic, reward = _add_scorers(config, args, policy)
+        policy = _place_trunk(policy, [critic, reward and reward.model], place, args, launch)
     else:
         # One after the other, so that the host never has more than two of them whole.
         if has_reference:
@@ -251,6 +263,21 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
     if start is not None:
         critic.head = _rescale(critic.head, read_scale(start))
     return critic, reward
+
+
+def _place_trunk(
+    policy: Any, scorers: Sequence[Any], place: Callable[[Any], Any], args: TrainingArguments, launch: Launch
+) -> Any:
+    """Bring a policy and the heads of what stands on it to where they compute; FSDP2 shards all adapters with it."""
+    # Loading has put quantised weights on the device, where they stay unless they are sharded.
+    if launch.engine or not getattr(unwrap_adapter(policy), "is_quantized", False):
+        policy = place(policy)
+    for scorer in scorers:
+        if scorer is not None:
+            scorer.head.to(args.device)
+            if is_sharded(policy) and scorer.head.weight.requires_grad:
+                shard_head(scorer.head, policy)
+    return policy
 
 
 def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArguments) -> Any:
@@ -305,10 +332,3 @@ def _checkpoint_activations(model: Any, args: TrainingArguments) -> None:
     model.activation_checkpointing_enable(
         **(read_selective(options) or {"activation_checkpointing_kwargs": {"use_reentrant": False, **(options or {})}})
     )
-
-
-@contextmanager
-def _reshard_after(model: Any) -> Iterator[None]:
-    """Leave every process with its own shards: FSDP2 keeps some weights whole after a forward pass."""
-    yield
-    reshard(model)

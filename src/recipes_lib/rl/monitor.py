@@ -187,7 +187,7 @@ class AnswerWatch:
         return {"first": self._first, "told": self._told}
 
     def restore(self, exported: Mapping[str, Any]) -> None:
-        """Go on from what ``export`` returned; from no iteration where it is empty."""
+        """Restore the state of ``export``; start new if it is empty."""
         self._first, self._told = dict(exported.get("first", {})), list(exported.get("told", []))
 
 

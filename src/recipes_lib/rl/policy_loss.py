@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 MAX_IMPORTANCE_WEIGHT: Final = 2.0
-"""Factor by which the policy may find a token likelier than the engine that sampled it, unless told otherwise."""
+"""Default bound of the probability ratio of a token between the policy and the engine that sampled it."""
 MAX_LOG_RATIO: Final = 20.0
 """Largest log-ratio that is exponentiated: beyond it only the clip decides, and ``exp`` would overflow."""
 MIN_VESPO_LOG_RATIO: Final = -18.420680743952367

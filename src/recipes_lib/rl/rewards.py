@@ -29,7 +29,7 @@ RewardFunction = Callable[..., Sequence[float | None]]
 class Scores(NamedTuple):
     """What answers are worth: the weighted sum, and each reward by its name; a number or ``None`` for each answer.
 
-    A reward that says nothing of an answer is no part of its sum. Where none with a weight says anything, the answer
+    A reward that is ``None`` is excluded from the sum of an answer. If all weighted rewards are ``None``, the answer
     is worth nothing that is known, which is not 0: nothing can be learnt from it.
     """
 
@@ -196,7 +196,7 @@ def _call(
     for index, score in enumerate(scores):
         if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
             found = f"{name} returned {score!r} for the answer {texts[index]!r:.80}"
-            raise ConfigError(Problem("reward_funcs", found, "return finite numbers, or None where it says nothing"))
+            raise ConfigError(Problem("reward_funcs", found, "return finite numbers, or None to skip an answer"))
     return [None if score is None else float(score) for score in scores]
 
 
@@ -272,7 +272,7 @@ class RewardGuard:
         return {"num_in_a_row": self._num_in_a_row, "best": self._best}
 
     def restore(self, exported: Mapping[str, Any]) -> None:
-        """Go on from what ``export`` returned; from no rollout where it is empty."""
+        """Restore the state of ``export``; start new if it is empty."""
         self._num_in_a_row, self._best = exported.get("num_in_a_row", 0), exported.get("best")
 
 

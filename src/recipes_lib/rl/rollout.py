@@ -26,7 +26,7 @@ class Rollout:
         finished: True where the answer ended by itself, ``bool (B,)``.
         scored: True where a reward says what the answer is worth, ``bool (B,)``; the others teach nothing.
         scores: Weighted rewards, before any penalty, ``float32 (B,)``; 0 of an answer that is not scored.
-        rewards: Each reward by itself, ``float32 (B, R)``; NaN where it says nothing.
+        rewards: The single rewards, ``float32 (B, R)``; NaN where one is ``None``.
         engine_logps: Of the engine that sampled, ``float32 (B, T)``.
         logps: Of the policy that answered, by the training graph.
         ref_logps: Of the reference.
@@ -132,17 +132,21 @@ class Sequences(NamedTuple):
         inputs: ``input_ids`` and ``position_ids``, ``int64 (B, L)``.
         predictors: Index into the flattened ``(B * L)`` positions of the state before each answer's token, ``(N,)``.
         targets: Those tokens, ``(N,)``.
-        mask: ``bool (B, T)``: where they stand in the answers.
+        places: Where they stand among the flattened answers, ``(N,)``.
+        shape: Of the answers, ``(B, T)``.
     """
 
     inputs: dict[str, Tensor]
     predictors: Tensor
     targets: Tensor
-    mask: Tensor
+    places: Tensor
+    shape: torch.Size
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of the ``N`` tokens, ``(N,)``, back in ``(B, T)``, with 0 elsewhere."""
-        return torch.zeros(self.mask.shape, dtype=values.dtype, device=values.device).masked_scatter(self.mask, values)
+        # By places, not by a mask: the backward pass of that would have the host wait for the device to count.
+        flat = torch.zeros(self.shape.numel(), dtype=values.dtype, device=values.device)
+        return flat.index_copy(0, self.places, values).view(self.shape)
 
 
 def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
@@ -161,7 +165,8 @@ def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
         {name: tensor.to(device) for name, tensor in inputs.items()},
         predictors.to(device),
         rollout.response_ids[rollout.mask].to(device),
-        rollout.mask.to(device),
+        rollout.mask.flatten().nonzero().squeeze(1).to(device),
+        rollout.mask.shape,
     )
 
 
@@ -183,6 +188,7 @@ def compute_response_logps(
         temperature=temperature,
         with_statistics=with_entropy,
         token_logps=True,
+        one_document_a_row=True,
     )
     entropy = sequences.spread(output.entropy) if with_entropy else None
     return sequences.spread(output.logps), entropy
@@ -190,4 +196,5 @@ def compute_response_logps(
 
 def compute_response_values(critic: Any, sequences: Sequences) -> Tensor:
     """Value of the state before each token of the answers, ``float32 (B, T)``."""
-    return sequences.spread(critic(**sequences.inputs, last_positions=sequences.predictors).scores)
+    output = critic(**sequences.inputs, last_positions=sequences.predictors, one_document_a_row=True)
+    return sequences.spread(output.scores)

@@ -17,10 +17,11 @@ from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArgu
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.prompts import PromptData
+from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.advantages import KLController, find_flat_groups
-from recipes_lib.rl.engines.engine import build_collector, verify_engine
+from recipes_lib.rl.collect import OFF_POLICY_SHARE
+from recipes_lib.rl.engines.engine import EngineGuard, build_collector
 from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
@@ -154,33 +155,25 @@ class PolicyTrainer:
         self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
-        self._saved_step, self._first_iteration = 0, 0
+        self._saved_step = 0
         self._output_dir = Path(str(args.output_dir))
         self._saver = CheckpointSaver(args, self._log.progress.say, engine="FSDP" if models.is_sharded else "")
         self._guard = UpdateGuard(self._output_dir, self._find_prompt)
         self._watch = AnswerWatch(self._log.progress.say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
-        build = functools.partial(Learner, args=args, schedule=self.schedule)
-        num_idle = self.method.num_idle_iterations * self.schedule.steps_per_iteration
-        policy_rate = args.learning_rate
-        policy = build(
-            "policy", models.policy, models.policy_parameters(), learning_rate=policy_rate, num_idle=num_idle
-        )
-        self._learners, critic = {"policy": policy}, None
-        if models.critic is not None:
-            trunk = models.policy if models.is_shared else models.critic
-            critic_rate = config.critic.critic_learning_rate
-            critic = build("critic", trunk, models.critic_parameters(), learning_rate=critic_rate)
-            self._learners["critic"] = critic
+        self._learners = self._build_learners()
         self._collector = build_collector(
             config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
+        )
+        self._engine_guard = EngineGuard(
+            self._collector.generator, self.method.objective, self._dtype, self._log.progress.say
         )
         asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
         self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
         self._updater = Updater(
             models=models,
-            policy=policy,
-            critic=critic,
+            policy=self._learners["policy"],
+            critic=self._learners.get("critic"),
             schedule=self.schedule,
             objective=self.method.objective,
             cliprange_value=config.ppo.cliprange_value,
@@ -198,6 +191,18 @@ class PolicyTrainer:
             progress=self._log.progress,
         )
 
+    def _build_learners(self) -> dict[str, Learner]:
+        """The policy's and, where there is a critic, the critic's."""
+        models, method = self._models, self.method
+        build = functools.partial(Learner, args=self._args, schedule=self.schedule)
+        num_idle, rate = method.num_idle_iterations * self.schedule.steps_per_iteration, self._args.learning_rate
+        parameters = models.policy_parameters()
+        learners = {"policy": build("policy", models.policy, parameters, learning_rate=rate, num_idle=num_idle)}
+        if models.critic is not None:
+            trunk, rate = models.policy if models.is_shared else models.critic, self._config.critic.critic_learning_rate
+            learners["critic"] = build("critic", trunk, models.critic_parameters(), learning_rate=rate)
+        return learners
+
     def train(self, resume_from: Path | None) -> None:
         """Train to the end, from the beginning or from a checkpoint; every process must call.
 
@@ -205,7 +210,7 @@ class PolicyTrainer:
             ConfigError: A reward failed, or the disk cannot hold what will be kept.
             DivergedError: As ``UpdateGuard`` and ``RewardGuard``, or policy and reference are not the same before the
                 first update.
-            PreemptedError: The run was asked to stop; a checkpoint of the last finished iteration is complete.
+            PreemptedError: On a stop request; a checkpoint of the last finished iteration is complete.
         """
         with STOP.deferred(), WATCHDOG.watching(self._output_dir, is_main=self._rank == 0):
             try:
@@ -221,19 +226,19 @@ class PolicyTrainer:
             except PreemptedError as request:
                 raise self._save_stopped(request) from None
             finally:
+                self._collector.close()
                 self._saver.settle()
                 self._log.progress.stop()
         self._log.end()
 
     def _begin(self, resume_from: Path | None) -> None:
-        """Go on from a checkpoint, with the evaluation that was left there; or begin with one."""
+        """Resume from a checkpoint, with its interrupted evaluation; or begin with an evaluation."""
         args = self._args
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
         self._reward_guard.restore(self.state.rewards)
         self._watch.restore(self.state.watch)
-        self._first_iteration = self.state.iteration
         is_begun = self.state.iteration > 0
         is_evaluated = self.state.evaluated_step == self.state.step
         is_due = self._evaluates(self.state.iteration - 1) if is_begun else args.eval_on_start
@@ -274,8 +279,7 @@ class PolicyTrainer:
         rollout, sampling, num_answers, num_tokens = self._collect()
         if iteration == 0:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
-        if iteration == self._first_iteration:
-            self._log.progress.say(verify_engine(rollout, self._collector.generator, self._dtype))
+        self._engine_guard.judge(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
         kl_coef = state.kl_coef
         estimate = self.method.estimate(rollout, kl_coef)
         self._reward_guard.judge(estimate.rewards, step=state.step + 1)
@@ -290,7 +294,7 @@ class PolicyTrainer:
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
 
-        # While the policy is not updated, its KL divergence says nothing about the coefficient.
+        # While the policy is not updated, its KL divergence is no signal for the coefficient.
         next_kl_coef = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else kl_coef
         self.state = dataclasses.replace(
             state,
@@ -352,15 +356,13 @@ class PolicyTrainer:
 
     def _sample(self, first: int, count: int, *, is_loaded: bool) -> tuple[Rollout, dict[str, float]]:
         """The answers of all processes to the next prompts; which one sampled an answer changes nothing of it."""
-        chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
-        # Where processes cannot have equally many answers, some sample the last one too, which is the same everywhere.
-        rounds = math.ceil(count / self._world_size)
-        mine = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
-        asked, numbers = [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
+        asked, numbers = self._choose_prompts(first, count)
+        is_last = self.state.iteration + 1 == self.schedule.num_iterations
+        following = None if is_last or self._collector.ahead is None else self._choose_prompts(first + count, count)
         collected = None
         with suppress(LeftError):
-            collected = self._collector.collect(asked, numbers, is_loaded=is_loaded)
-        # Who was asked to stop is here at once, and the others when they have their answers.
+            collected = self._collector.collect(asked, numbers, is_loaded=is_loaded, following=following)
+        # Ranks with a stop request are here at once, the others when they have their answers.
         stop_if_agreed()
         assert collected is not None, "who leaves has been asked, and then all stop"
         mine_alone, seconds = collected
@@ -368,6 +370,14 @@ class PolicyTrainer:
         # Before any of them is left out.
         self._guard.judge_answers(rollout, step=self.state.step + 1)
         return rollout, seconds
+
+    def _choose_prompts(self, first: int, count: int) -> tuple[list[PromptRow], list[int]]:
+        """Prompts and numbers of this process's share of the ``count`` answers from number ``first``."""
+        chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
+        # Where processes cannot have equally many answers, some sample the last one too, which is the same everywhere.
+        rounds = math.ceil(count / self._world_size)
+        mine = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
+        return [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
 
     def _find_prompt(self, number: int) -> int:
         """The place of an answer's prompt among those that are trained on."""
@@ -382,13 +392,13 @@ class PolicyTrainer:
         return controller.kl_coef
 
     def _evaluate(self) -> None:
-        """Answer the samples, unless this process is asked to stop: then they are answered when the run resumes."""
+        """Answer the samples; on a stop request they are answered when the run resumes."""
         WATCHDOG.enter("an evaluation")
         with suppress(LeftError):
             self._answer_samples()
             self.state.evaluated_step = self.state.step
         if self._models.is_sharded:
-            # Whoever left meets here those who are at the end of sampling.
+            # Ranks that left early meet here those that finished sampling.
             stop_if_agreed()
 
     def _answer_samples(self) -> None:

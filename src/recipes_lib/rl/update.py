@@ -132,7 +132,6 @@ class Learner:
 
     Attributes:
         name: ``policy`` or ``critic``.
-        model: Whose they are.
         parameters: By name.
         optimizer: Of upstream, by ``optim``.
         scheduler: Its learning rate, step by step.
@@ -162,7 +161,6 @@ class Learner:
             num_idle: Steps of the run before its first one.
         """
         self.name = name
-        self.model = model
         self.parameters = parameters
         self.layout = choose_learner_layout(model)
         self._max_norm = args.max_grad_norm
@@ -211,7 +209,7 @@ class Learner:
         return norm
 
     def discard(self) -> None:
-        """Forget the gradients, and go on with the schedule."""
+        """Clear the gradients, and advance the schedule."""
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
 
@@ -238,7 +236,9 @@ class Sums:
                     joined = torch.stack(list(values.values()))
                     distributed.all_reduce(joined, op=operation)
                     values.update(zip(values, joined, strict=True))
-        return {name: float(value) for name, value in {**self.sums, **self.largest}.items()}
+        figures = {**self.sums, **self.largest}
+        # At once: for each of them alone the host would wait.
+        return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Trainers, hooks, metrics and the life of a run."""
+"""Training: trainers, checkpoints, layouts, guards, evaluation and monitoring of a run."""

@@ -1,4 +1,4 @@
-"""The life of a run: output directory, configuration record, resume, and how it ended."""
+"""A run: output directory, ``run.json``, resume, and final status."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ from recipes_lib.training.layouts.launch_environment import (
     verify_expected,
     verify_rendezvous,
 )
+from recipes_lib.training.layouts.memory_layout import choose_checkpointing
 from recipes_lib.training.monitoring.callbacks import verify_trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
 from recipes_lib.training.monitoring.progress import build_progress
@@ -69,14 +70,14 @@ RUN_FILE = "run.json"
 RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "started": str | None}
 """Fields of ``run.json`` by which a run is resumed; each checkpoint holds them too."""
 LOCK_FILE: Final = "_lock"
-"""Held by the main process of a run for as long as it lives; uploads leave out what begins with an underscore."""
+"""Lock file of the main process of a run; names with an underscore are not uploaded."""
 ENDS: Final = {
     PreemptedError: "preempted",
     DivergedError: "diverged",
     KeyboardInterrupt: "interrupted",
     UserError: "refused",
 }
-"""Status of a run that ended by an error of that kind."""
+"""Exception -> status of a run that it ended."""
 # Keys that change how a run is watched or where it puts things, never what it computes.
 _HARMLESS: Final = frozenset(
     {
@@ -101,7 +102,7 @@ _HARMLESS_FAMILIES: Final = ("early_stopping_", "hub_", "log_", "logging_", "sam
 
 
 _CLAIMS: Final[list[TextIO]] = []
-"""Open for as long as this process lives: closed, a file is unlocked."""
+"""Lock files stay open while this process lives: closing a file unlocks it."""
 _RESERVED_BYTES: Final = 2**17
 """Size of the lock file: room for ``run.json`` to say that the disk was full."""
 
@@ -111,8 +112,9 @@ class Run:
     """A started run.
 
     Attributes:
-        config: What to train with: as the user wrote it, but for an accumulation planned anew.
-        output_dir: Where everything of the run goes.
+        config: The configuration, with gradient accumulation adjusted to the world size and the activation
+            checkpointing that ``auto`` has chosen.
+        output_dir: Directory of all files of the run.
         launch: How this process was launched.
         resume_from: The complete checkpoint to resume from unless it is damaged; ``None`` at the beginning.
         finished: True when the run had already reached its end, and its model is whole.
@@ -146,7 +148,7 @@ class Run:
 
     @contextmanager
     def recording_its_end(self) -> Iterator[None]:
-        """Record how the block ended: one of ``ENDS``, ``failed`` or ``done``; ``stalled`` if it never does.
+        """Record the final status of the block: one of ``ENDS``, ``failed`` or ``done``; ``stalled`` for a hang.
 
         Raises:
             LostPeerError: A connection was lost because another process has ended.
@@ -164,7 +166,7 @@ class Run:
             raise cause from (error.__cause__ if cause is error else error)
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Return what ended the run where ``error`` is only a consequence of it, else ``error``."""
+        """Return the root cause of ``error`` if another rank ended the run, else ``error``."""
         if (lost := explain_lost_connection(error)) is not None:
             return LostPeerError(lost)
         if not isinstance(error, Exception) or isinstance(error, UserError | DivergedError):
@@ -192,7 +194,7 @@ class Run:
         }
 
     def _record_end(self, status: str, reason: str) -> None:
-        """Record why the run ended, on a full disk in the room kept for that; no failure hides what is told next."""
+        """Record why the run ended, in reserved space if the disk is full; failures here are not raised."""
         facts = {"status": status, "finished": _now(), "error": reason}
         try:
             self.record(**facts, **self._tell())
@@ -204,7 +206,7 @@ class Run:
 
 
 def start_run(config: RecipeConfig, launch: Launch) -> Run:
-    """Open the output directory, refuse one of another configuration, and find the checkpoint to resume from.
+    """Open the output directory, verify its configuration, and find the checkpoint to resume from.
 
     With another number of processes the run resumes with the batch that it had. ``Run.choose_checkpoint`` reads what is
     found, when the processes have met and can share that.
@@ -250,6 +252,11 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         finished = False
         if launch.is_main:
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
+    checkpointing = ""
+    if not finished:
+        config, checkpointing = choose_checkpointing(config, launch)
+        if checkpointing:
+            say(f"activation checkpointing: {checkpointing}")
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
     if not run.finished:
         run.record(
@@ -264,6 +271,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             versions=read_versions(),
             git_commit=read_git_commit(),
             hardware=describe_hardware(),
+            activation_checkpointing=checkpointing or None,
             num_processes=launch.world_size,
             pipeline_stages=launch.layout.pipeline_stages,
             rows_per_step=count_rows_per_step(config.training, launch.data_size),
@@ -272,7 +280,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
 
 
 def _open(output_dir: Path, launch: Launch) -> Path:
-    """Return the output directory when it is there, and held and cleared by the main process."""
+    """Return the output directory after the main process has created, locked and cleaned it."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -286,7 +294,7 @@ def _open(output_dir: Path, launch: Launch) -> Path:
 def _has_model(
     output_dir: Path, record: Mapping[str, Any], resume_from: Path | None, say: Callable[[str], None]
 ) -> bool:
-    """Return whether the model of a run that is done is whole; if not, tell from where it is written again.
+    """Return whether the model of a finished run is complete; if not, log from which checkpoint it is rewritten.
 
     Raises:
         ConfigError: No checkpoint is left to write it from, and to train it once more may cost what the user would not
@@ -305,7 +313,7 @@ def _has_model(
 
 
 def _claim(output_dir: Path) -> None:
-    """Keep every other process out of a directory until this one ends, however it does; without locks nobody is.
+    """Lock the directory until this process ends; without effect on file systems without locks.
 
     Raises:
         ConfigError: Another process is in it.
@@ -330,7 +338,7 @@ def _claim(output_dir: Path) -> None:
 
 
 def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
-    """Return 16 hex digits that change when a key that decides the outcome changes; of the batch, its size decides."""
+    """Hash the keys that affect the result, 16 hex digits; of the batch only the global batch size counts."""
     flat = {name: value for name, value in flatten_config(config).items() if name not in BATCH_KEYS}
     flat["rows_per_step"] = count_rows_per_step(config.training, world_size)
     deciding = {name: value for name, value in flat.items() if _decides(name)}
@@ -342,7 +350,7 @@ def _decides(key: str) -> bool:
 
 
 def describe_hardware() -> dict[str, Any]:
-    """Return the devices of this process in words and numbers."""
+    """Return the devices of this process for ``run.json``."""
     hardware: dict[str, Any] = {"platform": platform.platform(), "cpu_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         hardware["device"] = torch.cuda.get_device_name()
@@ -353,7 +361,7 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def describe_process(launch: Launch) -> str:
-    """Return which of the processes this is, on which host and device: each tells it before it loads anything."""
+    """Return rank, host and device of this process; every process logs it before loading."""
     device = torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", launch.local_rank)
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
     told = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
@@ -365,7 +373,7 @@ def describe_process(launch: Launch) -> str:
 
 
 def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launch: Launch) -> list[str]:
-    """Return the keys that change what a run computes and have another value now."""
+    """Return the keys that affect the result and have changed."""
     before = previous.get("config", {})
     plain_now = json.loads(json.dumps(now, default=str))
     names = {name for name in before.keys() | plain_now.keys() if _decides(name)}
@@ -425,10 +433,10 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
     except DataError as error:
         problems = error.problems
     if resume_from is not None:
-        sealed = (read_complete(resume_from) or {}).get("run") or {}
+        record = (read_complete(resume_from) or {}).get("run") or {}
         with suppress(DataError):
-            verify_fields(sealed, RECORDED, str(resume_from))
-            return dict(sealed)
+            verify_fields(record, RECORDED, str(resume_from))
+            return dict(record)
     if resume_from is not None or found or (path.exists() and not path.is_file()):
         raise ConfigError(*problems)
     return {}

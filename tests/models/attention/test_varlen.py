@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    modeling_flash_attention_utils,
+)
 
-from recipes_lib.models.attention.varlen import register_varlen
+from recipes_lib.models.attention.varlen import attend_documents, register_varlen
+from recipes_lib.models.heads.loss_head import add_loss_head
 
 SHAPE = {
     "vocab_size": 61,
@@ -107,3 +119,66 @@ def test_on_cuda_a_packed_row_is_that_of_sdpa(sliding: bool) -> None:
     with torch.autocast("cuda", dtype=torch.bfloat16):
         expected, ours = (model.cuda()(**batch, use_cache=False).logits.float() for model in make_pair(sliding))
     torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host would wait for on a GPU."""
+
+    num = 0
+
+    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += operator in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flash_attention_3"])
+def test_with_flash_attention_a_forward_pass_waits_for_nothing_and_sees_no_mask(implementation, monkeypatch) -> None:
+    """The kernel is a stand-in, which needs no GPU; who calls it, and with what, is transformers."""
+    model, _ = make_pair()
+    batch = packed_batch()
+    batch["labels"] = batch["input_ids"]
+    add_loss_head(model)
+    expected = model(**batch, loss_head=True).nll_sum
+    calls = []
+
+    def attend_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False
+    ) -> torch.Tensor:
+        calls.append((max_seqlen_q, max_seqlen_k, causal))
+        lengths = {"cu_seq_lens_q": cu_seqlens_q, "cu_seq_lens_k": cu_seqlens_k}
+        with torch.utils._python_dispatch._disable_current_modes():
+            return attend_documents(q, k, v, {**lengths, "scaling": softmax_scale})
+
+    monkeypatch.setattr(
+        modeling_flash_attention_utils,
+        "_lazy_imports",
+        lambda *_, **__: (attend_varlen, attend_varlen, None, None, None),
+    )
+    monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    model.config._attn_implementation_internal = implementation
+    with Waits() as waits:
+        found = model(**batch, loss_head=True, target_positions=torch.arange(12)).nll_sum
+    assert calls == [(7, 7, True)] * SHAPE["num_hidden_layers"]
+    assert waits.num == 0
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", "varlen"])
+@pytest.mark.parametrize(("kind", "waits_less"), [(LlamaConfig, True), (MistralConfig, False), (Qwen3Config, True)])
+def test_rows_of_one_document_are_read_as_ever_and_sdpa_waits_for_nothing(kernel, kind, waits_less) -> None:
+    """A window of three tokens is kept: such layers have masks of their own."""
+    register_varlen()
+    torch.manual_seed(0)
+    window = {"sliding_window": 3} if kind is MistralConfig else {}
+    model = AutoModelForCausalLM.from_config(kind(**SHAPE, head_dim=8, **window, attn_implementation=kernel)).train()
+    add_loss_head(model)
+    ids = torch.arange(24).view(2, 12) % SHAPE["vocab_size"]
+    batch = {"input_ids": ids, "position_ids": torch.arange(12).expand(2, -1)}
+    picked = {"predictors": torch.tensor([0, 3, 13, 20]), "targets": torch.tensor([5, 6, 7, 8]), "token_logps": True}
+    with Waits() as before:
+        expected = model(**batch, **picked).logps
+    with Waits() as now:
+        found = model(**batch, **picked, one_document_a_row=True).logps
+    torch.testing.assert_close(found, expected)
+    if kernel == "sdpa":
+        assert (now.num == 0 < before.num) is waits_less

@@ -17,7 +17,8 @@ from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.models.generation import GenerateBackend
 from recipes_lib.rl.engines import vllm_colocated
-from recipes_lib.rl.engines.engine import ContinuousBatchingBackend, build_generator, verify_engine
+from recipes_lib.rl.engines.engine import ContinuousBatchingBackend, EngineGuard, build_generator
+from recipes_lib.rl.policy_loss import PolicyObjective
 
 ARGS = SimpleNamespace(
     per_device_eval_batch_size=4, device=CPU, process_index=0, bf16=False, fp16=False, mixed_precision="no"
@@ -40,20 +41,49 @@ def test_the_engine_is_the_one_that_was_asked_for(monkeypatch):
     assert build(use_vllm=True) == 32
 
 
+def judge(*gaps, engine=EXACT, dtype=torch.float32, **keys):
+    """What is told in iterations in which the engine's log-probabilities are too high by ``gaps``."""
+    rollout, told = build_rollout([(3, 5), (2, 2)]), []
+    guard = EngineGuard(engine, PolicyObjective(**keys), dtype, told.append)
+    for step, gap in enumerate(gaps, 1):
+        guard.judge(dataclasses.replace(rollout, engine_logps=rollout.logps + gap), step=step)
+    return told
+
+
 def test_an_engine_is_held_against_the_training_graph():
-    rollout = build_rollout([(3, 5), (2, 2)])
-    same = dataclasses.replace(rollout, engine_logps=rollout.logps)
-    assert verify_engine(same, EXACT, torch.float32) == "exact and the policy differ by 0.0e+00 nats a token"
+    assert judge(0.0) == ["exact and the policy differ by 0.0e+00 nats a token"]
     # What stands behind an answer does not count.
-    beyond = dataclasses.replace(same, engine_logps=same.engine_logps + 9.0 * ~same.mask)
-    assert "0.0e+00" in verify_engine(beyond, EXACT, torch.float32)
-    near = dataclasses.replace(rollout, engine_logps=rollout.logps + 0.01)
-    assert "weighted by the ratio" in verify_engine(near, EXACT, torch.float32)
-    assert "weighted" not in verify_engine(near, EXACT, torch.bfloat16)
-    assert "do not follow from the seed" in verify_engine(same, OTHER, torch.float32)
+    assert "0.0e+00" in judge(9.0 * ~build_rollout([(3, 5), (2, 2)]).mask)[0]
+    assert "weighted" not in judge(0.01, dtype=torch.bfloat16)[0]
+    assert "do not follow from the seed" in judge(0.0, engine=OTHER)[0]
+
+
+def test_it_is_so_in_every_iteration_and_told_once():
+    assert judge(0.0, 0.0005, 0.01, 0.0, 0.02)[1:] == [
+        "warning: step 3: exact and the policy differ by 1.0e-02 nats a token, where rounding explains 0.001: "
+        "tokens are weighted by the ratio, up to 2"
+    ]
+    assert len(judge(0.01, 0.01)) == 1
     for wrong in (1.5, float("nan")):
-        with pytest.raises(DivergedError, match="does not have the policy's weights"):
-            verify_engine(dataclasses.replace(rollout, engine_logps=rollout.logps + wrong), EXACT, torch.bfloat16)
+        with pytest.raises(DivergedError, match=r"before step 3 .* does not have the policy's weights"):
+            judge(0.0, 0.0, wrong, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"clip_max": 3.5}, "tokens are weighted by the ratio, up to 3.5"),
+        ({"clip_max": None}, "tokens are weighted by the ratio"),
+        (
+            {"mode": "sequence_mask", "clip_max": 3.0},
+            "answers are weighted by the ratio, up to 3; those beyond teach nothing",
+        ),
+        ({"correction": False}, "nothing corrects for it (`vllm_importance_sampling_correction: false`)"),
+    ],
+)
+def test_what_is_told_of_the_correction_is_what_the_objective_says(keys, words):
+    told = judge(0.01, **{f"vllm_importance_sampling_{name}": value for name, value in keys.items()})
+    assert told[0].endswith(f": {words}")
 
 
 def test_a_run_with_another_engine_learns_from_answers_that_are_the_policys_own(policy_dir, prompts_file, tmp_path):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import pytest
 import torch
 from tests.models.test_generation import PROMPTS, STOPS, build_sampling, draw, measure_gap
+from tests.rl import keys_task
 from tests.rl.test_rollout import CPU, build_policy
+from tests.rl.vllm_fake import load_other
 from tests.rl.vllm_stub import serving
+from tests.rows import read_events
 from trl.generation import vllm_client
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.rl.engines.vllm_server import connect
+from recipes_lib.rl.update import Updater
 
 CONFIG = EngineConfig(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0)
 
@@ -86,3 +91,40 @@ def test_a_server_that_is_not_there_or_not_what_is_needed_is_refused(stub, monke
     with pytest.raises(ConfigError, match="can't be reached") as refused:
         connect(gone, build_sampling(), device=CPU, is_main=True)
     assert "vllm serve" in refused.value.problems[0].remedy
+
+
+def test_the_next_answers_are_sampled_while_some_are_learnt_from(policy_dir, prompts_file, tmp_path, monkeypatch):
+    """An update ends when the server has been asked for what comes next, and weights come when it has nothing to do."""
+    asked, num_asked, update = threading.Event(), [0], Updater.update_policy
+
+    def learn(self, rollout, iteration, **given):
+        # Before, of the first iteration, it was asked for its own answers.
+        assert iteration != 1 or asked.wait(60), "nothing was asked for beside the update"
+        return update(self, rollout, iteration, **given)
+
+    monkeypatch.setattr(Updater, "update_policy", learn)
+    with serving(load_other(str(policy_dir)), monkeypatch) as stub:
+        complete, receive = stub.complete, stub.receive
+
+        def answer(body):
+            num_asked[0] += 1
+            asked.set()
+            answers = complete(body)
+            num_asked[0] -= 1
+            return answers
+
+        def take(*given, **named):
+            assert not num_asked[0], "weights came while answers were sampled"
+            asked.clear()
+            receive(*given, **named)
+
+        monkeypatch.setattr(stub, "complete", answer)
+        monkeypatch.setattr("trl.generation.vllm_client.NCCLWeightTransferEngine.trainer_send_weights", take)
+        keys = {"max_steps": 12, "per_device_train_batch_size": 8, "num_sample_prompts": 2, "eval_steps": 4}
+        keys |= {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": stub.url, "max_staleness": 1}
+        keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, logging_steps=1, **keys))
+    events = read_events(tmp_path)
+    assert [event["rollout/off_policy_share"] for event in events] == [0, 1, 1]
+    gaps = [abs(event["rollout/is_weight_max"] - 1) for event in events]
+    assert gaps[0] < 1e-4 < 1e-3 < min(gaps[1:])
+    assert all(event["policy/num_updates"] == 4 for event in events)

@@ -9,7 +9,7 @@ import pytest
 from recipes_lib.training.checkpoints import manifest as checkpoints
 from recipes_lib.training.checkpoints.manifest import (
     COMPLETE,
-    REHEARSAL,
+    DRY_RUN,
     STAGING,
     clear_leftovers,
     find_damage,
@@ -197,7 +197,7 @@ def test_what_a_dead_process_left_is_removed_and_what_it_had_sealed_is_kept(tmp_
     make_checkpoint(tmp_path, 1)
     make_checkpoint(tmp_path / STAGING, 2)
     make_checkpoint(tmp_path / STAGING, 3, sealed=False)
-    make_checkpoint(tmp_path / REHEARSAL, 1)
+    make_checkpoint(tmp_path / DRY_RUN, 1)
     (tmp_path / "_deleted" / "checkpoint-0").mkdir(parents=True)
     (tmp_path / "run.json").write_text("{}")
     clear_leftovers(tmp_path)

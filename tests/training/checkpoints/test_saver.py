@@ -11,7 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.checkpoints.manifest import REHEARSAL, find_damage, list_checkpoints, read_complete
+from recipes_lib.training.checkpoints.manifest import DRY_RUN, find_damage, list_checkpoints, read_complete
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, HostCopy, Staged, write_state
 
 
@@ -111,7 +111,7 @@ def dry_run(saver, state, compare=lambda _: None):
 def test_a_dry_run_compares_tells_and_leaves_nothing(build, tmp_path, lines):
     compared = []
     dry_run(build(), {"weight": torch.ones(3)}, lambda folder: compared.append((folder, load(folder).tolist())))
-    assert compared == [(tmp_path / REHEARSAL / "checkpoint-1", [1, 1, 1])]
+    assert compared == [(tmp_path / DRY_RUN / "checkpoint-1", [1, 1, 1])]
     (line,) = lines
     assert line.startswith("checkpoints: ")
     assert "opened again in" in line

@@ -173,11 +173,7 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         ],
     ),
     (({"max_rollbacks": 1}, ZERO), [({"max_rollbacks": 1}, FSDP), ({"max_rollbacks": 0}, ZERO)]),
-    ((PPO, ZERO), [(PPO, DDP), (PPO, FSDP), (RLOO, FSDP), ({}, ZERO)]),
-    (
-        (PPO | {"use_peft": True}, FSDP),
-        [(PPO | {"use_peft": True}, DDP), ({"use_peft": True}, FSDP), (RLOO | {"use_peft": True}, FSDP)],
-    ),
+    ((PPO, ZERO), [(PPO, DDP), (PPO | {"use_peft": True}, FSDP), (RLOO, FSDP), ({}, ZERO)]),
     (
         (PPO | {"use_transformers_continuous_batching": True}, FSDP),
         [(PPO | {"use_transformers_continuous_batching": True}, DDP), (PPO | {"use_vllm": True}, FSDP)],

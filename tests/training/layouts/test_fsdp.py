@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.training.layouts.fsdp import (
     compute_total_norm,
@@ -18,7 +22,11 @@ from recipes_lib.training.layouts.fsdp import (
     prepare_frozen,
     reshard,
     settle_precision,
+    shard,
+    shard_chunk,
 )
+
+NUM_LAYERS = 3
 
 
 def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool = True) -> SimpleNamespace:
@@ -32,7 +40,86 @@ def test_only_products_are_narrow(dtype):
     accelerator = build_accelerator(MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype))
     settle_precision(accelerator)
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (dtype, torch.float32, torch.float32)
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (dtype, torch.float32, None)
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone, whose shards are whole tensors."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=48, **sizes)).train()
+
+
+def prepare(sharder: str, mesh: Any) -> LlamaForCausalLM:
+    wide = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        mixed_precision_policy=wide,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator: Any = SimpleNamespace(
+        is_fsdp2=True,
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="bf16",
+        is_main_process=True,
+        device=torch.device("cpu"),
+    )
+    model = make_model()
+    if sharder == "wide everywhere":
+        return fsdp2_prepare_model(accelerator, model)
+    if sharder == "chunk":
+        shard_chunk(model, [*model.model.layers, model.model.embed_tokens], mesh, torch.bfloat16)
+        return model
+    if sharder == "frozen":
+        settle_precision(accelerator)
+        return shard(accelerator, model)
+    settle_precision(accelerator, model)
+    return fsdp2_prepare_model(accelerator, model)
+
+
+class Casts(TorchDispatchMode):
+    """Counts tensors of hidden states that are copied in another precision."""
+
+    num = 0
+
+    def __torch_dispatch__(self, operator: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        is_cast = operator is torch.ops.aten._to_copy.default and result.shape == (2, 12, 32)
+        self.num += is_cast and args[0].dtype != result.dtype
+        return result
+
+
+def train_step(model: LlamaForCausalLM) -> tuple[torch.Tensor, int, dict[str, torch.Tensor]]:
+    """Return the logits, how many times hidden states are cast, and gradients."""
+    ids = torch.arange(24).view(2, 12)
+    with Casts() as casts:
+        output = model(input_ids=ids, use_cache=False)
+        output.logits.square().mean().backward()
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return output.logits.detach(), casts.num, gradients
+
+
+@pytest.mark.parametrize("sharder", ["trained", "frozen", "chunk"])
+def test_the_whole_model_returns_float32_and_no_layer_does(mesh: Any, sharder: str) -> None:
+    logits, casts, gradients = train_step(prepare("wide everywhere", mesh))
+    our_logits, our_casts, our_gradients = train_step(prepare(sharder, mesh))
+    assert our_logits.dtype == logits.dtype == torch.float32
+    torch.testing.assert_close(our_logits, logits, rtol=0, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(our_gradients[name], gradient, rtol=0, atol=0)
+    # Wider and back again, forwards and backwards, behind the embedding and each layer.
+    assert casts - our_casts >= 4 * (NUM_LAYERS + 1)
 
 
 def test_full_precision_stays_what_it_is():

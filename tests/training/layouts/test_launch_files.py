@@ -91,7 +91,7 @@ def test_what_is_no_launch_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("  : [", "no YAML in UTF-8"),
+        ("  : [", "not YAML in UTF-8"),
         ("num_processes: many", "num_processes: 'many' is not a number of processes"),
         ("num_processes: 0", "num_processes: 0 is not a number"),
         ("num_processes: true", "num_processes: True is not a number"),

@@ -1,12 +1,14 @@
-"""A launch file says how its processes hold a model."""
+"""A launch file says how its processes hold a model, and a device which activation checkpointing there is."""
 
 from __future__ import annotations
 
 import pytest
 
+from recipes_lib.config.loader import load_config
+from recipes_lib.planning.activations import MODES, list_keys
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
-from recipes_lib.training.layouts.memory_layout import build_layout
+from recipes_lib.training.layouts.memory_layout import build_layout, choose_checkpointing
 
 SHARDS = {
     "single_gpu": (1, 1, 1),
@@ -38,3 +40,40 @@ def test_a_schedule_says_how_many_micro_batches_are_in_flight(schedule, in_fligh
     launch = plan_launch(find_launch_file("ddp"), 8, name_pipeline(4, schedule))
     assert build_layout(launch, "ddp", 16).in_flight == in_flight
     assert build_layout(launch, "ddp", 16).num_processes == 2
+
+
+@pytest.fixture
+def configure(tiny_model_dir, tmp_path):
+    def build(**keys):
+        given = {"model_name_or_path": tiny_model_dir, "dataset_name": "owner/rows", "output_dir": tmp_path / "out"}
+        flags = {**given, "max_length": 64, "activation_checkpointing": "auto", **keys}
+        return load_config("sft", [f"--{name}={value}" for name, value in flags.items()])
+
+    return build
+
+
+CASES = [
+    ({}, None, "none", "there is no GPU"),
+    ({"use_cpu": "true"}, 80e9, "none", "there is no GPU"),
+    ({}, 80e9, "none", "may be planned"),
+    ({}, 1e9, "every layer", "may be planned"),
+    ({"max_length": "null"}, 80e9, "every layer", "without `max_length`"),
+    ({"model_name_or_path": "nowhere/at_all"}, 80e9, "every layer", "could not be planned"),
+]
+
+
+@pytest.mark.parametrize(("keys", "memory", "mode", "why"), CASES)
+def test_auto_is_what_the_device_has_room_for(configure, monkeypatch, keys, memory, mode, why) -> None:
+    monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: memory)
+    settled, told = choose_checkpointing(configure(**keys), plan_launch(None))
+    assert {name: settled.training.get(name) for name in list_keys(mode)} == list_keys(mode)
+    assert told.startswith(f"{mode} (")
+    assert why in told
+
+
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_what_the_recipe_decides_stays(configure, monkeypatch, value) -> None:
+    monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 1e6)
+    config = configure(activation_checkpointing=value)
+    assert choose_checkpointing(config, plan_launch(None)) == (config, "")
+    assert set(MODES) == {"none", "save_matmuls", "every 2nd layer", "every layer"}

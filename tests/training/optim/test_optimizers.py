@@ -1,7 +1,10 @@
 """What decays, what an optimizer needs and what it holds, against transformers' own Trainer."""
 
+import copy
 import importlib.util
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,6 +184,40 @@ def test_upstreams_optimizers_train_our_groups(tmp_path, optim, training, packag
         assert measure_state_bytes(optimizer) == pytest.approx(state_bytes, abs=0.1)
 
 
+SAVING = {
+    "adafactor": None,
+    "adamw_8bit": "bitsandbytes",
+    "paged_adamw_8bit": "bitsandbytes",
+    "lion_32bit": "bitsandbytes",
+    "lion_8bit": "bitsandbytes",
+    "adamw_torch_8bit": "torchao",
+}
+"""Optimizers that save memory and that a recipe may name, with their packages."""
+
+
+@pytest.mark.parametrize(
+    "optim", [pytest.param(name, marks=pytest.mark.slow) if name == "adamw_torch_8bit" else name for name in SAVING]
+)
+def test_what_saves_memory_learns_and_resumes_to_the_bit(tmp_path, optim):
+    if package := SAVING[optim]:
+        pytest.importorskip(package)
+    rate = 5e-3 if optim.startswith("lion") else 1e-2
+    model = build("llama-tied")
+    optimizer = build_optimizer(model, tmp_path, optim, learning_rate=rate)
+    first, _ = take_steps(model, optimizer, 6)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _, last = take_steps(model, optimizer, 6)
+    assert last < 0.85 * first
+
+    again = build("llama-tied")
+    resumed = build_optimizer(again, tmp_path, optim, learning_rate=rate)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    take_steps(again, resumed, 6)
+    for (name, expected), found in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
 def test_every_trained_parameter_is_told_of_once_and_a_frozen_one_never(tmp_path):
     model = build("mixtral")
     model.model.layers[0].requires_grad_(False)
@@ -291,6 +328,22 @@ def test_of_every_optimizer_upstream_has_the_missing_package_is_named(packages, 
     assert problem.remedy.startswith("pip install ")
     packages["all"] = True
     verify({"optim": name} | ACCEPTED)
+
+
+def test_the_page_names_every_optimizer_that_is_refused_whatever_is_installed(packages):
+    packages["all"] = True
+    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    rows = page.partition("**Refused**")[2].partition("**On weights")[0].splitlines()
+    told = {name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    refused = set()
+    for name in NAMES:
+        try:
+            verify({"optim": name} | {key: value for key, value in ACCEPTED.items() if key != "save_strategy"})
+        except ConfigError:
+            refused.add(name)
+    assert told - {"optim"} == refused
+    assert "| Sophia | no value of `optim`" in page
+    assert not any("sophia" in name for name in NAMES)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith(("lomo", "layerwise"))])

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig
 
 from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.commands.planning.plan_search import search_plan
@@ -32,8 +31,6 @@ from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
-from recipes_lib.models.architecture import find_model_config
-from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.planning.compute import (
     RL_RECIPES,
     TOKENS_PER_PARAMETER,
@@ -42,10 +39,10 @@ from recipes_lib.planning.compute import (
     compute_model_size,
     compute_training_flops,
     count_step,
-    find_shape,
+    find_planned_model,
 )
 from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
-from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory
+from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule, compute_steps
@@ -84,8 +81,12 @@ def main(argv: Sequence[str]) -> None:
     if problems := list(_find_problems(config, options)):
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
-    hardware = _choose_hardware(config, options, num_gpus)
     model_config = find_planned_model(config)
+    has_memory = not options.gpus and (recipe != "pretrain" or options.gpu or options.hardware)
+    plans = [plan_memory(config, model_config, layout) for layout in layouts] if has_memory else []
+    if options.gpu and plans:
+        config = _settle(config, plans, choose_device(options.gpu).memory)
+    hardware = _choose_hardware(config, options, num_gpus)
     if options.gpus:
         assert hardware is not None
         rows = search_plan(config, model_config, options, hardware, batch_processes or num_gpus)
@@ -100,11 +101,16 @@ def main(argv: Sequence[str]) -> None:
             rows.append(("drawn", str(options.schedule)))
     elif recipe not in RL_RECIPES:
         rows += describe_step(config, model_config, num_processes, hardware, options.num_rows)
-    has_memory = recipe != "pretrain" or options.gpu or options.hardware
     rows += [(CURVE, "")] if rows and has_memory else []
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
     if has_memory:
-        _tell_memory([plan_memory(config, model_config, layout) for layout in layouts], options, num_gpus)
+        _tell_memory(plans, options, num_gpus)
+
+
+def _settle(config: RecipeConfig, plans: Sequence[MemoryPlan], memory: float) -> RecipeConfig:
+    """A run with the checkpointing that ``auto`` chooses in the first layout that fits a device, else in the last."""
+    placed = [plan.place(memory) for plan in plans]
+    return settle_checkpointing(config, next((plan for plan in placed if plan.peak <= memory), placed[-1]))
 
 
 def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
@@ -355,24 +361,6 @@ def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator
     for flag in ("save_seconds", "restart_seconds", "failure_hours"):
         if not 0 < (value := getattr(options, flag)) < math.inf:
             yield Problem(f"--{flag}", f"is {value:g}", "write a finite number above 0")
-
-
-def find_planned_model(config: RecipeConfig) -> PreTrainedConfig:
-    """Return the architecture; the tokenizer is loaded only if the recipe leaves out ``vocab_size``.
-
-    Raises:
-        ConfigError: It is wrong, or neither it nor the tokenizer says how many rows the embedding has.
-    """
-    if (architecture := config.model.model_config) is None:
-        return find_shape(config.model)
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))  # type: ignore[no-untyped-call]
-    if "vocab_size" not in architecture:
-        try:
-            tokenizer = load_tokenizer(config.model, config.tokens)
-        except ConfigError as error:
-            remedy = "write `vocab_size` in `model_config`: planning needs nothing else from the tokenizer"
-            raise ConfigError(*(Problem(one.where, one.found, remedy) for one in error.problems)) from error
-    return find_model_config(config.model, tokenizer, config.tokens.max_length)[0]
 
 
 def _judge_tokens(size: ModelSize, num_tokens: int) -> str:

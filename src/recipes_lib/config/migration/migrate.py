@@ -109,7 +109,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
     if is_shell:
-        # The lines are those of the keys, one a flag, which the user's file has not.
+        # A command has no lines of keys: each flag counts as one.
         changes = [replace(change, line=0) for change in changes]
     new_text = rewriter.apply()
     left = [Problem("", method.doubt, "write the `--recipe` of the file's own method")] if method.doubt else []
@@ -163,7 +163,7 @@ class _Rewriter:
         for decision in DECISIONS:
             decider = self.values.get(decision.decider, renamed.get(decision.decider))
             is_given = decider is not None and decision.key in entries and decision.key != "warmup_steps"
-            # A number of steps that is none is refused when the result is read.
+            # An invalid number of steps is refused when the result is read.
             is_broken = decision.decider == "max_steps" and isinstance(decider, str)
             if is_given and not is_broken and decision.voids(decider):
                 self._give_way(entries[decision.key], decision.decider)

@@ -93,7 +93,7 @@ class Proof:
         """Whether the tokens say their text after those before them, up to what the tokenizer itself makes equal.
 
         Decoders drop a leading space at the start of a text. Normalisers change characters, and special tokens swallow
-        white space beside them, in every use of the tokenizer: what they make equal no model can tell apart.
+        white space beside them, in every use of the tokenizer: what they make equal, no model can distinguish.
         """
         before, said = (
             self._backend.decode(claim.ids[:end].tolist(), skip_special_tokens=False)

@@ -222,7 +222,7 @@ _EXCERPT: Final = 20
 
 
 def refuse_inner_ends(where: str, who: str, said: Iterable[str], turn: str, ends: Collection[str]) -> None:
-    """Refuse an answer that would teach the model to stop and go on.
+    """Refuse an answer with an end token inside, which would teach the model to continue after it.
 
     A text may bring the one end that its turn has, where no one else writes it.
 

@@ -1,6 +1,6 @@
 """Chat templates: a render that records which message and ``{% generation %}`` block wrote each character.
 
-A template is parsed in the very environment that ``apply_chat_template`` uses, and calls are woven into its loops and
+A template is parsed in the Jinja environment of ``apply_chat_template``, and calls are woven into its loops and
 generation blocks. The calls write nothing, so the text is the template's own by construction; they only note how many
 pieces of output had been written when a loop took up a message. What a macro or a ``{% set %}`` block builds is output
 as one piece, when it is written: it belongs to the turn that writes it, not to loops inside it.
@@ -153,7 +153,7 @@ class ChatTemplate:
         """The text that asks for the turn after ``messages``; empty when the template writes none.
 
         Some templates write it after the last turn, some at the end of that turn: there it is what the turn with the
-        prompt has, and without it has not. ``None`` when the two turns differ otherwise, so that this cannot be told.
+        prompt has and the other does not. ``None`` when the two turns differ in more, so that it is unknown.
 
         Raises:
             TemplateError: As ``render``.
@@ -194,7 +194,7 @@ class _Trace:
         if message != NOBODY:
             self._loops[-1] = (outer, True)
         elif not over_messages:
-            return  # A loop over tools or content parts: its enclosing message goes on writing.
+            return  # A loop over tools or content parts: its enclosing message continues.
         self._switch(message)
 
     def leave_loop(self) -> None:
@@ -303,7 +303,7 @@ def _constant_generation_prompt(tree: nodes.Template) -> str | None:
 
 
 def _canonical(message: Message) -> dict[str, Any]:
-    """A message as ``apply_chat_template`` hands it on: no keys without a value, reasoning under each of its names."""
+    """A message as ``apply_chat_template`` passes it: without empty keys, reasoning under all its names."""
     if len(message) == 2 and message.get("content") is not None:
         return dict(message)  # Most are so: a role and a content.
     present = {key: value for key, value in message.items() if value is not None}

@@ -219,7 +219,7 @@ def encode_mixture(
     Args:
         encode: Gives the tokens of some rows, and what else there is to know of each; called by several threads.
         mixture: The rows.
-        broken: Counts the others; whoever calls judges them.
+        broken: Counts the others, for the caller to judge.
         on_rows: Told the number of rows of each chunk that is done.
         file: Takes the tokens, of any number of mixtures; in memory are some numbers for each row.
 

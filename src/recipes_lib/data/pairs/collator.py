@@ -61,7 +61,7 @@ class PairCollator:
                 ``row_id`` and numbers of ``PAIR_FIGURES``. Other columns are ignored.
 
         Returns:
-            ``int64`` unless said otherwise:
+            ``int64`` by default:
 
             - ``input_ids`` and ``position_ids``, ``(R, L)``; positions are 0 in padding.
             - ``token_mask``, ``bool (R, L)``, True for tokens that are not padding.

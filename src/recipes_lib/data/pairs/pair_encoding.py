@@ -54,7 +54,7 @@ class PairEncoder:
 
         Raises:
             DataError: Rows that cannot be rendered, tokenised or masked exactly; whose answers are not one assistant
-                turn, or do not go on from the prompt; or without a prompt. All of them.
+                turn, or do not continue the prompt; or without a prompt. All of them.
 
         Source: ``RowEncoder``; equality with what transformers renders and tokenises in
         ``tests/data/pairs/test_pair_encoding.py``.

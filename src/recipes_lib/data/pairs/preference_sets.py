@@ -173,7 +173,7 @@ def _refuse_empty(sides: Mapping[str, EncodedMixture], dropped: Mapping[str, Dro
             side.mixture.name,
             f"no pair is left: of {dropped[name].num_rows:,} rows {dropped[name].num_identical:,} have the same answer "
             f"twice, and {dropped[name].num_overlong:,} are longer than max_length",
-            "raise max_length, or mend the data",
+            "raise max_length, or fix the data",
         )
         for name, side in sides.items()
         if not len(side.examples)

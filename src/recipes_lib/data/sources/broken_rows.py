@@ -92,7 +92,7 @@ class BrokenRows:
         problems = merge_alike(self._problems, self.num_rows) if self.are_too_many else []
         if problems and self.are_dropped:
             found = f"{self.describe()} are broken, and max_broken_fraction is {self._max_fraction:g}"
-            problems.insert(0, Problem(name, found, "mend them, or raise it"))
+            problems.insert(0, Problem(name, found, "fix them, or raise it"))
         return [*self.refused, *problems]
 
     def read(self, entries: Iterable[Item | Problem], name: str) -> Iterator[Item]:

@@ -103,7 +103,7 @@ def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     """Drop layouts whose columns only repeat, or belong to, those of another layout that matches."""
     lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
     if "preference" in matches and "sharegpt" in matches and not _ends_answered(raw["conversations"]):
-        lesser.add("sharegpt")  # The conversation that LLaMA-Factory's pairs of answers go on from.
+        lesser.add("sharegpt")  # The conversation before LLaMA-Factory's pairs of answers.
     if "alpaca" in matches and "text" in matches:
         written = [str(raw[column]) for column in ("instruction", "output")]
         if all(part in str(raw["text"]) for part in written):
@@ -216,7 +216,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
 
 
 def _read_asked(raw: Raw) -> list[Message] | None:
-    """The chat that both answers go on from, where it stands in other columns than theirs."""
+    """The chat that both answers continue, from other columns than theirs."""
     prompt = raw.get("prompt")
     if isinstance(prompt, (list, tuple)):
         return clean_messages(prompt, "prompt")
@@ -275,7 +275,7 @@ def _check_pair(**answers: list[Message]) -> None:
     for column, answer in answers.items():
         if not answer or answer[0]["role"] != "assistant":
             raise RowError(
-                f"after the prompt, `{column}` does not go on with an assistant turn",
+                f"after the prompt, `{column}` does not continue with an assistant turn",
                 "let chosen and rejected differ in the answer alone",
             )
         if split_marks(answer)[1]:

@@ -144,7 +144,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The rows of all parts, part after part and in their own order; whoever trains shuffles.
+    """The rows of all parts, part after part, in their order; the trainer shuffles.
 
     Of parts with weights as many rows are taken as can be without any twice: all of the one that is the scarcest for
     its weight, and of each other a draw. That is how ``datasets.interleave_datasets`` stops at ``first_exhausted``.

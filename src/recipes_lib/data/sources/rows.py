@@ -112,7 +112,7 @@ class Source(Protocol):
         """Read from the start.
 
         Raises:
-            DataError: At the end: what cannot be read further, so that nobody knows how many rows are lost.
+            DataError: At the end: a file that cannot be read further, with an unknown number of lost rows.
         """
 
     def fingerprint(self) -> str:

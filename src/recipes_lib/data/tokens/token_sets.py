@@ -391,7 +391,7 @@ def _write(
         description = sides.describe()
     problems = broken.judge(corpus.name)
     if problems and not corpus.source.streaming:
-        shutil.rmtree(staging, ignore_errors=True)  # mended rows have another key; a stream may only have broken off
+        shutil.rmtree(staging, ignore_errors=True)  # corrected rows have another key; a stream may only have broken off
     raise_problems(problems, corpus.name)
     _refuse_intruders(staging, description)
     for told in broken.tell(corpus.name):

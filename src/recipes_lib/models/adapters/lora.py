@@ -166,7 +166,7 @@ def load_adapter(
         raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
     verify_layers(adapted, key)
     _train_whole_modules_in_float32(adapted)
-    # PEFT only warns of what a file lacks, and says nothing of what it has too much of.
+    # PEFT only warns of what a file lacks, and ignores what it has too much of.
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         differing = read_adapter_state(adapted).keys() ^ file.keys()
     if differing:
@@ -377,7 +377,7 @@ def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output:
 
 @contextmanager
 def _without_old_name() -> Iterator[None]:
-    """Keep users from a warning that is none of their business; until PEFT asks by transformers' new name."""
+    """Suppress a warning that users cannot act on; until PEFT asks by transformers' new name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
@@ -455,7 +455,7 @@ def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
 def find_experts(model: PreTrainedModel, paths: Iterable[str]) -> set[str]:
     """Return those of the paths that PEFT would take for experts.
 
-    It goes by the last name, which a shared expert or a dense layer may have as well, so that an adapter of theirs
+    It goes by the last name, which a shared expert or a dense layer may have as well, so that their adapter
     could not be loaded again.
     """
     last_names = {path: path.rpartition(".")[2] for path in paths}

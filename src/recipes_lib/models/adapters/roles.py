@@ -25,7 +25,7 @@ REWARD: Final = "reward"
 class AdapterScorer(nn.Module):
     """A score for each position: an adapter of its own on the policy's trunk, and a linear head.
 
-    Its parameters are the head's; the adapter's are the trunk's. Whoever trains it calls it, and goes backward, inside
+    Its parameters are the head's; the adapter's are the trunk's. The trainer runs forward and backward passes inside
     ``role(model, "critic")``; it enters its role by itself.
 
     Attributes:
@@ -56,7 +56,8 @@ class AdapterScorer(nn.Module):
         """Score positions, as a model with a score head does (``add_score_head``)."""
         (model,) = self._model
         with role(model, self._name), kernel_precision(model):
-            output = model.get_base_model()(**inputs, states_at=last_positions)
+            # Through the outermost module, which FSDP2 gathers first.
+            output = model(**inputs, states_at=last_positions)
         with torch.autocast(output.states.device.type, enabled=False):
             scores = self.head(output.states.float()).squeeze(-1)
         return ScoreOutput(scores, output.aux_loss)

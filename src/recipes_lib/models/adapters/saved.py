@@ -172,7 +172,7 @@ def read_commit(config: PreTrainedConfig) -> str | None:
 def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight once, under the name that it has without an adapter; the adapter that is on is added to it.
 
-    One layer at a time has its adapter added, and afterwards the very bits that it had before: PEFT's ``unmerge``
+    One layer at a time has its adapter added, and afterwards exactly the bits that it had before: PEFT's ``unmerge``
     subtracts, which would leave a rounding in the weights that a reference shares.
 
     Args:

@@ -29,7 +29,7 @@ from recipes_lib.models.parallel.context_parallel import (
 )
 
 Layout = Literal["rows", "flat"]
-"""``rows``: documents share the rows of a ``(B, L)`` batch, told apart by positions that restart. ``flat``: all in one
+"""``rows``: documents share the rows of a ``(B, L)`` batch, separated by positions that restart. ``flat``: all in one
 row, with ``cu_seq_lens_q``, ``cu_seq_lens_k`` (``int32``), ``max_length_q`` and ``max_length_k`` beside it."""
 
 LAYOUTS: Final[dict[str, Layout]] = {
@@ -51,6 +51,8 @@ FLASH_IS_INSTALLED: Final = {
     "flash_attention_3": is_flash_attn_3_available,
     **dict.fromkeys((name for name in LAYOUTS if name.startswith(_HUB)), is_kernels_available),
 }
+FASTEST: Final = ("flash_attention_3", "flash_attention_2", "varlen")
+"""Attention of packed rows on CUDA, the fastest first. Binaries of the Hub are run only where a recipe names them."""
 ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
 
@@ -138,9 +140,9 @@ def choose_kernel(
     # Only on CUDA and for packed rows is there more to win than sdpa gives: FlashAttention 3 is Hopper's, and the
     # flash-attn package and torch's own variable-length attention are both FlashAttention 2.
     is_packed = packing or (flattens and not mixing)
-    fast = ["flash_attention_3", "flash_attention_2", "varlen"] if is_packed and device.type == "cuda" else []
+    fast = FASTEST if is_packed and device.type == "cuda" else ()
     default = [*fast, "sdpa", "eager"]
-    reasons = {name: _refusal(name, config, device, compute_dtype) for name in LAYOUTS}
+    reasons = find_refusals(config, device, compute_dtype)
     candidates = [requested] if requested else default
     chosen = next((name for name in candidates if name in reasons and reasons[name] is None), None)
     if chosen is None:
@@ -154,6 +156,29 @@ def choose_kernel(
     if chosen == "varlen":
         register_varlen()
     return AttentionChoice(chosen, LAYOUTS[chosen])
+
+
+def find_refusals(config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> dict[str, str | None]:
+    """Return why each kernel cannot be used, as a clause that follows its name; ``None`` where it can."""
+    return {name: _refusal(name, config, device, compute_dtype) for name in LAYOUTS}
+
+
+def explain_choice(
+    implementation: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype
+) -> str:
+    """Return an attention, and on CUDA why those that would be faster on packed rows are not used.
+
+    Args:
+        implementation: What the model runs.
+        config: The model's.
+        device: Where it runs.
+        compute_dtype: Of its products.
+    """
+    names = [] if device.type != "cuda" or implementation.startswith(_HUB) else list(FASTEST)
+    faster = names[: names.index(implementation)] if implementation in names else names
+    refusals = find_refusals(config.get_text_config(), device, compute_dtype)
+    reasons = [f"{name} {refusals[name]}" for name in faster if refusals[name]]
+    return f"{implementation} ({'; '.join(reasons)})" if reasons else implementation
 
 
 def _packing_problems(config: PreTrainedConfig) -> list[Problem]:

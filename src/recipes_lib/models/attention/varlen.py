@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def register_varlen() -> None:
@@ -26,6 +28,38 @@ def register_varlen() -> None:
     """
     AttentionInterface.register("varlen", _varlen_attention)
     AttentionMaskInterface.register("varlen", _varlen_mask)
+
+
+def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
+    """Return whether an attention that is given an empty mask is causal attention, of each document for itself.
+
+    With a mask of four axes transformers does not search the positions for documents, for which the host would wait in
+    each forward pass. Who knows no such mask is given none.
+
+    Args:
+        implementation: Of the attention.
+        is_flat: Whether the lengths of documents come beside a row; or each row is one document.
+
+    Source: transformers ``masking_utils._preprocess_mask_arguments``; ``tests/models/attention/test_varlen.py``.
+    """
+    if implementation == "varlen":
+        return is_flat
+    if "flash" not in implementation and (is_flat or implementation != "sdpa"):
+        return False
+    attend = ALL_ATTENTION_FUNCTIONS[implementation]
+    if not getattr(attend, "drops_empty_mask", False):
+
+        @functools.wraps(attend)
+        def attend_without(
+            module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+        ) -> Any:
+            return attend(
+                module, query, key, value, None if mask is not None and not mask.numel() else mask, **settings
+            )
+
+        attend_without.drops_empty_mask = True  # type: ignore[attr-defined]
+        AttentionInterface.register(implementation, attend_without)
+    return True
 
 
 def _varlen_mask(

@@ -25,6 +25,7 @@ from recipes_lib.losses.distillation import (
     compute_distillation,
 )
 from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
+from recipes_lib.models.attention.varlen import takes_empty_mask
 from recipes_lib.models.inference import evaluating, find_device, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
 
@@ -94,12 +95,14 @@ class HeadOutput(NamedTuple):
 def add_loss_head(model: PreTrainedModel) -> None:
     """Let ``model`` return a loss, log-probabilities, states or what a function makes of them, on demand.
 
-    With any of the forms below, ``token_mask``, ``bool (B, L)``, is ``True`` for real tokens: padding does not count in
-    the load-balancing loss of a mixture of experts. Nothing else needs it, since no document attends to padding.
+    With any of the forms below, ``one_document_a_row=True`` says that no row holds several documents, padded at its end
+    at most: nothing is looked for in the positions. ``token_mask``, ``bool (B, L)``, is ``True`` for real tokens:
+    padding does not count in the load-balancing loss of a mixture of experts. Nothing else needs it, since no document
+    attends to padding.
 
     ``model(input_ids=..., position_ids=..., labels=..., loss_head=True)`` sums the loss over a batch: ``labels`` are
     ``int64 (B, L)``, unshifted, negative where there is no target. With ``targets`` beside them, ``int64 (B, L)``, each
-    hidden state is scored on the one at its own place, as where rows are cut over processes (``shard_batch``). With
+    hidden state is scored on the one at its own place, as under context parallelism (``shard_batch``). With
     ``target_positions``, ``int64 (N,)``, where those that count stand among the flattened ``targets``, or without these
     among ``labels[:, 1:]``, the host does not wait until the device has found them.
 
@@ -199,7 +202,12 @@ def verify_loss_head(model: Any) -> None:
 
 
 def score_beside_teacher(
-    student: Any, teacher: Any, inputs: Mapping[str, Any], labels: Tensor, objective: Objective
+    student: Any,
+    teacher: Any,
+    inputs: Mapping[str, Any],
+    labels: Tensor,
+    objective: Objective,
+    positions: Tensor | None = None,
 ) -> HeadOutput:
     """Run both models on a batch and sum the objective over its targets.
 
@@ -212,37 +220,60 @@ def score_beside_teacher(
         inputs: ``input_ids`` and what else both models take.
         labels: ``int64 (B, L)``, unshifted, negative where there is no target.
         objective: The loss.
+        positions: Of the targets among the flattened ``labels[:, 1:]``, ``int64 (N,)``; ``None``: the host waits until
+            the device has found them.
 
     Returns:
         ``result`` is a ``DistillationSums``.
 
     Source: ``tests/distillation/test_distillation.py``.
     """
-    is_target = labels[:, 1:] >= 0
+    positions = find_targets(labels) if positions is None else positions
     outputs: list[HeadOutput] = []
 
     def lend(hidden: Tensor, weight: Tensor, **options: Any) -> None:
-        head = TeacherHead(hidden[:, :-1][is_target], weight, **options)
+        head = TeacherHead(pick_predictors(hidden, positions), weight, **options)
         # Not returned through the teacher, whose hooks would wait for a backward pass of its own.
-        outputs.append(score_beside_record(student, head, inputs, labels, objective))
+        outputs.append(score_beside_record(student, head, inputs, labels, objective, positions))
 
     teacher(**inputs, head=lend)
     return outputs[0]
 
 
 def score_beside_record(
-    student: Any, teacher: TeacherHead | TopLogps, inputs: Mapping[str, Any], labels: Tensor, objective: Objective
+    student: Any,
+    teacher: TeacherHead | TopLogps,
+    inputs: Mapping[str, Any],
+    labels: Tensor,
+    objective: Objective,
+    positions: Tensor | None = None,
 ) -> HeadOutput:
     """As ``score_beside_teacher``, where it is known what the teacher says of the targets, row by row."""
-    is_target = labels[:, 1:] >= 0
-    supervision = DistillationTargets(labels[:, 1:][is_target], teacher, objective)
+    chosen = find_targets(labels) if positions is None else positions
+    supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], teacher, objective)
 
     def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
-        sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, supervision, **options)
+        sums: DistillationSums = compute_distillation(pick_predictors(hidden, chosen), weight, supervision, **options)
         return sums
 
     output: HeadOutput = student(**inputs, head=score)
     return output
+
+
+def find_targets(labels: Tensor) -> Tensor:
+    """Return where targets stand among the flattened ``labels[:, 1:]``, ``int64 (N,)``; the host waits for a GPU."""
+    return (labels[:, 1:] >= 0).flatten().nonzero().squeeze(1)
+
+
+def pick_predictors(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Return the states before targets, ``(N, D)``.
+
+    Args:
+        hidden: Of whole rows, ``(B, L, D)``.
+        positions: From ``find_targets``.
+    """
+    # Those of whole rows: one place a row more than there are successors.
+    return hidden.flatten(0, 1)[positions + positions // (hidden.shape[1] - 1)]
 
 
 def _find_projections(model: Any) -> list[Any]:
@@ -298,7 +329,7 @@ def _compute_sums(
     if attention_mask is not None:
         raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
     if targets is not None:
-        # Rows are cut over processes. A mask of four axes is taken as it is, and here the attention knows without.
+        # Context parallelism. A mask of four axes is taken as it is, and here the attention knows without.
         inputs["attention_mask"] = _build_empty_mask(labels.device)
         hidden, aux_loss = _run_backbone(model, inputs)
         sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
@@ -382,12 +413,22 @@ def _has_router_loss(model: Any) -> bool:
     return bool(getattr(model.config.get_text_config(), "output_router_logits", False))
 
 
+def _is_causal(model: Any) -> bool:
+    """Whether every layer of a model attends to all that is before, by the attention that transformers dispatches."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    is_whole = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
+    return is_whole and model._supports_attention_backend and not getattr(model, "_is_stateful", False)
+
+
 def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Last hidden states, ``(B, L, D)``, and the load-balancing loss of a model that asks for it."""
     inputs["use_cache"] = False
     config = model.config.get_text_config()
-    if config._attn_implementation == "varlen" and "cu_seq_lens_q" in inputs and inputs.get("attention_mask") is None:
-        inputs["attention_mask"] = _build_empty_mask(inputs["cu_seq_lens_q"].device)
+    is_flat, is_alone = "cu_seq_lens_q" in inputs, inputs.pop("one_document_a_row", False) and _is_causal(model)
+    is_free = (is_flat or is_alone) and inputs.get("attention_mask") is None
+    if is_free and takes_empty_mask(config._attn_implementation, is_flat=is_flat):
+        inputs["attention_mask"] = _build_empty_mask(inputs["input_ids"].device)
     token_mask = inputs.pop("token_mask", None)
     if _has_router_loss(model):
         inputs["output_router_logits"] = True

@@ -158,7 +158,7 @@ def _compute_scores(
 ) -> ScoreOutput:
     if attention_mask is not None:
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
-    # A PEFT wrapper hands on every argument of its own, and the backbone does not know them all.
+    # A PEFT wrapper passes all its arguments, and the backbone does not know them all.
     inputs = {name: value for name, value in inputs.items() if value is not None}
     hidden, aux_loss = _run_backbone(model, inputs)
     # The head's own call: what shards its weight gathers it there, and PEFT puts its trained copy in its place.
@@ -172,7 +172,7 @@ def _project(head: nn.Linear, hidden: Tensor, in_float32: bool = False) -> Any:
         return type(head).forward(head, hidden)
     bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        # No view, which whoever writes into it under FSDP2 would cut off from its hooks.
+        # Not a view: an in-place write to it under FSDP2 would drop its hooks.
         return (nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1).clone(),)
 
 

@@ -230,7 +230,7 @@ def find_saved(name: str, revision: str | None) -> Saved:
 
 
 def read_positions(config: PreTrainedConfig) -> float:
-    """Tokens of the longest row that a model has positions for; infinite where its configuration says nothing."""
+    """Tokens of the longest row that a model has positions for; infinite if its configuration has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 

@@ -21,10 +21,10 @@ from recipes_lib.models.generation import (
     build_plain_generation,
     join_answers,
 )
-from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.collect import Ahead, Collector
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import TOLERANCE
-from recipes_lib.rl.policy_loss import MAX_IMPORTANCE_WEIGHT
+from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -100,7 +100,7 @@ class ContinuousBatchingBackend:
             try:
                 answers = self._wait_for(manager, len(names))
             except BaseException:
-                # Whoever leaves does not wait for the answers that are under way.
+                # A preempted rank does not wait for unfinished answers.
                 for name in names:
                     manager.cancel_request(name)
                 raise
@@ -169,35 +169,69 @@ def build_generator(
     return GenerateBackend(sampling, batch_size=args.per_device_eval_batch_size, precision=precision)
 
 
-def verify_engine(rollout: Rollout, generator: Generator, dtype: torch.dtype) -> str:
-    """Hold an engine's log-probabilities against the training graph's, and return what was found, in a line.
+class EngineGuard:
+    """Holds an engine's log-probabilities against the training graph's, in every iteration, on all processes alike.
 
     Within ``TOLERANCE`` they are the same up to rounding. Beyond, the weights of ``compute_importance_weights`` correct
-    for the difference, up to their cap.
+    for the difference, up to their cap, which is told once a run; beyond ``MAX_GAP`` the run ends.
 
-    Args:
-        rollout: All answers of the first iteration of a process.
-        generator: What sampled them.
-        dtype: Of products.
-
-    Raises:
-        DivergedError: They differ by more than ``MAX_GAP``: the engine answers for another model.
+    Source: ``tests/rl/engines/test_engine.py``.
     """
-    gap = float((rollout.logps - rollout.engine_logps)[rollout.mask].abs().mean())
-    if not gap <= MAX_GAP:
-        raise DivergedError(
-            f"log-probabilities of {generator.name} and of the policy differ by {gap:.2g} nats a token: it does not "
-            "have the policy's weights, or samples at another temperature"
-        )
-    line = f"{generator.name} and the policy differ by {gap:.1e} nats a token"
-    if gap > TOLERANCE[dtype]:
-        line += (
-            f", where rounding explains {TOLERANCE[dtype]:g}: tokens are weighted by the ratio, up to "
-            f"{MAX_IMPORTANCE_WEIGHT:g}"
-        )
-    if not generator.follows_seed:
-        line += "; its answers do not follow from the seed alone, so a resumed run takes another path"
-    return line
+
+    def __init__(
+        self, generator: Generator, objective: PolicyObjective, dtype: torch.dtype, say: Callable[[str], None]
+    ) -> None:
+        """Know no iteration.
+
+        Args:
+            generator: What samples.
+            objective: Of the policy: how tokens are weighted.
+            dtype: Of products.
+            say: Tells the user a line.
+        """
+        self._generator, self._objective, self._dtype, self._say = generator, objective, dtype, say
+        self._is_begun = self._is_told = False
+
+    def judge(self, rollout: Rollout, *, step: int, is_stale: bool = False) -> None:
+        """Look at all answers of an iteration; of the first one of a process it is told what was found.
+
+        Args:
+            rollout: Before the updates.
+            step: The next optimizer step, from 1.
+            is_stale: Whether earlier weights have sampled on purpose: then only ``MAX_GAP`` is looked at.
+
+        Raises:
+            DivergedError: They differ by more than ``MAX_GAP``: the engine answers for another model.
+        """
+        name = self._generator.name
+        gap = float((rollout.logps - rollout.engine_logps)[rollout.mask].abs().mean())
+        if not gap <= MAX_GAP:
+            raise DivergedError(
+                f"before step {step} log-probabilities of {name} and of the policy differ by {gap:.2g} nats a token, "
+                f"where {MAX_GAP:g} is the most: it does not have the policy's weights, or samples at another "
+                "temperature"
+            )
+        line = f"{name} and the policy differ by {gap:.1e} nats a token"
+        is_large = gap > TOLERANCE[self._dtype]
+        if is_large:
+            line += f", where rounding explains {TOLERANCE[self._dtype]:g}: {self._describe_correction()}"
+        if not self._is_begun:
+            end = "; its answers do not follow from the seed alone, so a resumed run takes another path"
+            self._say(line if self._generator.follows_seed else line + end)
+        elif is_large and not self._is_told and not is_stale:
+            self._say(f"warning: step {step}: {line}")
+        self._is_begun, self._is_told = True, self._is_told or (is_large and not is_stale)
+
+    def _describe_correction(self) -> str:
+        objective = self._objective
+        if not objective.vllm_importance_sampling_correction:
+            return "nothing corrects for it (`vllm_importance_sampling_correction: false`)"
+        level, _, treatment = objective.vllm_importance_sampling_mode.partition("_")
+        weighted = "answers are" if level == "sequence" else "tokens are"
+        if (highest := objective.vllm_importance_sampling_clip_max) is None:
+            return f"{weighted} weighted by the ratio"
+        beyond = "; those beyond teach nothing" if treatment == "mask" else ""
+        return f"{weighted} weighted by the ratio, up to {highest:g}{beyond}"
 
 
 def build_collector(
@@ -251,6 +285,7 @@ def build_collector(
         device=args.device,
         precision=precision,
         progress=progress,
+        ahead=Ahead() if config.engine.max_staleness else None,
     )
 
 

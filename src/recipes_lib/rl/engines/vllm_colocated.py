@@ -102,7 +102,7 @@ class ColocatedVLLM:
             try:
                 self._sampling.beat()
             except BaseException:
-                # Whoever leaves does not wait for the answers that are under way.
+                # A preempted rank does not wait for unfinished answers.
                 engine.abort_request(names)
                 raise
         return [answers[name] for name in names]

@@ -17,7 +17,7 @@ from recipes_lib.rl.engines.link import check_vllm, iterate_policy, told
 from recipes_lib.training.layouts.fsdp import is_sharded
 
 REQUESTS: Final = 64
-"""HTTP requests that wait at once; the prompts are shared out among them. As TRL's own client."""
+"""Concurrent HTTP requests, over which the prompts are divided, as in TRL's client."""
 _URL: Final = "vllm_server_base_url"
 _COMMAND: Final = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "

@@ -62,7 +62,7 @@ class CheckpointingTrainer(Trainer):
         return read_launch()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, and leave no checkpoint half-written, however it ends."""
+        """Train; finish or remove an incomplete checkpoint on any exit."""
         checkpoint = None if resume_from_checkpoint is None else str(resume_from_checkpoint)
         try:
             return super().train(checkpoint, *args, **kwargs)
@@ -70,14 +70,14 @@ class CheckpointingTrainer(Trainer):
             self._saver.settle()
 
     def stops_at_end(self) -> bool:
-        """Stop where all steps are made: upstream would make one more of a run that is resumed at its very end."""
+        """Stop a run that is resumed at its end: upstream would make one more step."""
         if self.state.global_step < self.state.max_steps:
             return False
         self.control.should_training_stop = True
         return True
 
     def finish_saving(self) -> None:
-        """Wait until the checkpoint that is being written has its name; raise what went wrong with it."""
+        """Wait for the checkpoint that is being written; raise its errors."""
         self._saver.finish()
 
     def kept_steps(self) -> set[int]:
@@ -89,7 +89,7 @@ class CheckpointingTrainer(Trainer):
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Stop a run whose last checkpoint could not be written; dry-run the first one when its states exist."""
+        """Raise if the last checkpoint failed; dry run once the optimizer states exist."""
         self._saver.raise_failure()
         if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._has_dry_run:
             self._has_dry_run = True
@@ -98,11 +98,11 @@ class CheckpointingTrainer(Trainer):
 
     # transformers 5.23 writes while training waits, and deletes old checkpoints before the new one is verified.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Put a checkpoint together and have it saved."""
+        """Stage a checkpoint and save it."""
         self._saver.save(self._stage(model, STAGING), keep=self.kept_steps())
 
     def _dry_run(self, model: nn.Module) -> None:
-        """Do all that saving takes once.
+        """Save once as a dry run.
 
         Raises:
             ConfigError: As ``CheckpointSaver.dry_run``.
@@ -125,7 +125,7 @@ class CheckpointingTrainer(Trainer):
         )
 
     def _stage(self, model: nn.Module, folder: str) -> Staged:
-        """Have upstream write a checkpoint under another name, but for what is left in ``_tasks``."""
+        """Stage a checkpoint by upstream's code under another name; large files are left to ``_tasks``."""
         output_dir, step = Path(str(self.args.output_dir)), self.state.global_step
         staged = self._saver.open(step, folder)
         # Upstream would delete while this one is not known to be whole.
@@ -182,7 +182,7 @@ class CheckpointingTrainer(Trainer):
 
     # transformers 5.23 writes the optimizer at once; ours is left to the thread, or goes into shards for any layout.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Leave the optimizer's states to the thread, where each process holds all of them."""
+        """Leave the optimizer states to the writer thread if they are replicated."""
         folder = Path(output_dir)
         tasks = self.layout.save_optimizer(folder, self.name_parameters(), self.optimizer, self._saver)
         if tasks is None:
@@ -206,7 +206,7 @@ class CheckpointingTrainer(Trainer):
 
     # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Read what the update remembers, from whichever form it has."""
+        """Load optimizer, schedule and loss scaler states, sharded or whole."""
         if checkpoint is None:
             return
         folder, parameters = Path(checkpoint), self.name_parameters()
@@ -237,7 +237,7 @@ class CheckpointingTrainer(Trainer):
 
     # transformers 5.23 resumes with fresh random states on processes that the checkpoint knows nothing of.
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set the random states that were stored for this process; without any, those of the seed, step and rank."""
+        """Restore the random states of this process; without stored ones derive them from seed, step and rank."""
         rank = self.args.process_index
         name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{rank}.pth"
         if checkpoint is not None and not (Path(checkpoint) / name).is_file():

@@ -1,7 +1,7 @@
 """The checkpoint manifest ``COMPLETE.json``: completeness, integrity and retention.
 
-A checkpoint grows in a folder under ``STAGING``. When all of it is on the disk, ``COMPLETE.json`` is written, and only
-then does it get its name. Whatever the moment at which a process dies, ``checkpoint-N`` is whole or not there.
+A checkpoint is written to a folder under ``STAGING``. After fsync ``COMPLETE.json`` is written, then the folder is
+renamed. Whenever a process dies, ``checkpoint-N`` is complete or absent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from recipes_lib.files import Fields, fsync, hash_file, is_inside, read_record, 
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
-REHEARSAL: Final = "_rehearsal"
+DRY_RUN: Final = "_rehearsal"
 _TRASH: Final = "_deleted"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
@@ -71,7 +71,7 @@ def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[st
 
 
 def write_complete(checkpoint: Path, files: Mapping[str, Any] | None = None, **facts: Any) -> None:
-    """Seal a checkpoint: write ``COMPLETE.json`` with the sizes and hashes of its files, last.
+    """Complete a checkpoint: write ``COMPLETE.json`` with the sizes and hashes of its files, last.
 
     Args:
         checkpoint: Folder with every file of the checkpoint in place.
@@ -104,7 +104,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def find_wrong_size(checkpoint: Path) -> str | None:
-    """Return which file of a checkpoint is missing or has not the size it had; ``None``: none; reads no file."""
+    """Return the first file of a checkpoint that is missing or has another size, without reading; else ``None``."""
     record = read_complete(checkpoint)
     if record is None:
         return f"it has no readable {COMPLETE}"
@@ -121,7 +121,7 @@ def find_wrong_size(checkpoint: Path) -> str | None:
 
 
 def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """Return what is wrong with a checkpoint, naming the file, after reading it; ``None`` when it is whole.
+    """Verify all hashes of a checkpoint; return the fault with the file name, ``None`` if there is none.
 
     Args:
         checkpoint: Its folder.
@@ -141,14 +141,14 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
         return wrong
     record = read_complete(checkpoint)
     assert record is not None, "it was complete a moment ago"
-    # By size, so that the large ones are shared out like the small ones.
+    # By size, so that large files are spread evenly over the ranks.
     by_size = sorted(record["files"].items(), key=lambda file: file[1]["size"], reverse=True)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         return next(filter(None, pool.map(find_change, by_size[rank::world_size])), None)
 
 
 def publish(staged: Path) -> Path:
-    """Give a complete checkpoint its name, in the place of an older one of the same step, and return its path."""
+    """Rename a complete checkpoint to its final name, replacing an older one of the same step."""
     output_dir = staged.parent.parent
     checkpoint = output_dir / staged.name
     _move_to_trash(checkpoint)
@@ -161,11 +161,11 @@ def publish(staged: Path) -> Path:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove what a process that died left half-written or half-deleted; what is complete already gets its name."""
+    """Remove incomplete checkpoints of a process that died; complete ones get their names."""
     for staged in list((output_dir / STAGING).glob("checkpoint-*")):
         if is_complete(staged):
             publish(staged)
-    for name in (STAGING, REHEARSAL, _TRASH):
+    for name in (STAGING, DRY_RUN, _TRASH):
         shutil.rmtree(output_dir / name, ignore_errors=True)
 
 
@@ -200,7 +200,7 @@ def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int],
         output_dir: Where the checkpoints are.
         keep_last: Complete checkpoints to keep; ``None`` keeps all.
         keep_steps: Steps whose checkpoints stay besides.
-        keep_every: The checkpoints of every so many steps stay besides.
+        keep_every: Also keep the checkpoints at multiples of this many steps.
     """
     if keep_last is None:
         return
@@ -212,14 +212,14 @@ def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int],
 
 
 def supersede(output_dir: Path, after_step: int) -> None:
-    """Put the checkpoints after a step aside, under a name that is never resumed: the run continues without them."""
+    """Rename the checkpoints after a step, so that they are never resumed."""
     for step, path in list_checkpoints(output_dir):
         if step > after_step:
             put_aside(path, "superseded")
 
 
 def put_aside(path: Path, why: str) -> Path:
-    """Give a checkpoint a name that counts for nothing, and return it; nobody but the user deletes it."""
+    """Rename a checkpoint so that it is ignored, and return its path; only the user deletes it."""
     aside = path.with_name(f"{why}-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -227,12 +227,12 @@ def put_aside(path: Path, why: str) -> Path:
 
 
 def clear_trash(output_dir: Path) -> None:
-    """Delete what was moved out of the way."""
+    """Delete the folders that were moved to the trash."""
     shutil.rmtree(output_dir / _TRASH, ignore_errors=True)
 
 
 def _move_to_trash(path: Path) -> None:
-    """Take a folder out of the way at once: what is left when a deletion is interrupted must not pass for whole."""
+    """Rename a folder before deleting it: a partly deleted checkpoint must not look complete."""
     trash = path.parent / _TRASH
     if path.exists():
         trash.mkdir(exist_ok=True)

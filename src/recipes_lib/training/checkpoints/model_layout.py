@@ -82,7 +82,7 @@ class ModelLayout:
             folder: Of the checkpoint.
             model: As it is trained, without wrapper.
             tokenizer: Saved beside it.
-            saver: Copies what is written while training goes on to change it.
+            saver: Copies what training changes while it is written.
 
         Returns:
             What is left to write; ``None``: upstream must save it.

@@ -20,7 +20,7 @@ from recipes_lib.training.collectives import broadcast_object, gather_objects
 from recipes_lib.training.layouts.launch_environment import Launch
 
 BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps")
-"""Keys whose product with the number of processes is the batch; only the product makes a run what it is."""
+"""Keys whose product with the world size is the global batch size; only the product affects the result."""
 
 GENERATION_KEY: Final = "steps_per_generation"
 """Micro-batches for which answers are sampled together, where that is another number than those of a step."""
@@ -39,7 +39,7 @@ def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
 
 
 def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
-    """Refuse to resume from a checkpoint that upstream could not load here.
+    """Raise if this launch cannot load a checkpoint.
 
     Args:
         record: Of the checkpoint.
@@ -65,7 +65,7 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
 
 
 def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[RecipeConfig, str | None]:
-    """Plan the accumulation anew so that an optimizer step takes as many rows as before, and so the same rows.
+    """Adjust gradient accumulation to keep the global batch size, and so the same rows in every step.
 
     What is sampled at a time stays as many answers, too.
 
@@ -120,7 +120,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
 def agree_on_checkpoint(
     resume_from: Path | None, launch: Launch, accumulation: int, say: Callable[[str], None]
 ) -> Path | None:
-    """Return the newest checkpoint every byte of which is as it was written; every process must call.
+    """Return the newest checkpoint whose hashes are valid; every process must call.
 
     All get the same, and each reads its share of the files. What is not whole is put aside by the main process: it
     counts for nothing any more, and is deleted by nobody but the user.
@@ -157,7 +157,7 @@ def agree_on_checkpoint(
 def _find_disagreement(
     launch: Launch, accumulation: int, checkpoint: Path | None, its_accumulation: int
 ) -> Problem | None:
-    """What keeps this process from following the main one."""
+    """Return why this process disagrees with the main one."""
     name = f"process {launch.rank}"
     if its_accumulation != accumulation:
         found = f"has planned {accumulation} micro-batches a step and the main process {its_accumulation}"
@@ -169,7 +169,7 @@ def _find_disagreement(
 
 
 def seed_process(seed: int, step: int, rank: int) -> None:
-    """Set every random state of a process that has none stored: a function of the seed, the step and the rank."""
+    """Seed a process without stored random states from seed, step and rank."""
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     set_seed(int.from_bytes(digest[:4], "big"))
 
@@ -227,7 +227,7 @@ EXTENDABLE: Final = frozenset(
         "warmup_tokens",
     }
 )
-"""Keys of the length and the schedule: what they change lies in the future where the learning rates so far agree."""
+"""Keys of length and schedule: changes are allowed if all past learning rates agree."""
 
 
 def find_common_checkpoint(
@@ -238,7 +238,7 @@ def find_common_checkpoint(
     world_size: int,
     world_size_before: int,
 ) -> Path | None:
-    """Return the newest complete checkpoint that the run as it was and as it is now would both have made.
+    """Return the newest complete checkpoint that the old and the extended run share.
 
     They would when every step up to it had the same rows and the same learning rate. A ``warmup_stable_decay`` run
     always has one at the start of its decay, so that it can be made longer without warming up again.

@@ -36,7 +36,7 @@ from recipes_lib.models.saved_weights import (
 )
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.training.checkpoints.manifest import (
-    REHEARSAL,
+    DRY_RUN,
     STAGING,
     find_wrong_size,
     flush_files,
@@ -52,11 +52,11 @@ from recipes_lib.training.monitoring.progress import format_count
 from recipes_lib.training.run import RECORDED, read_run_record
 
 _MEMORY_SHARE: Final = 0.8
-"""Of the free host memory that a copy may take."""
+"""Largest share of the free host memory that a copy may take."""
 
 
 class CheckpointWriter:
-    """One thread that does one job at a time; what it raises is raised where training can end by it."""
+    """Writer thread for one job at a time; its exceptions are raised in the training thread."""
 
     def __init__(self) -> None:
         """Start nothing yet."""
@@ -71,18 +71,18 @@ class CheckpointWriter:
         self._thread.start()
 
     def raise_failure(self) -> None:
-        """Raise what the last job raised, once; does not wait for it."""
+        """Raise the exception of the last job, once, without waiting."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def wait(self) -> None:
-        """Wait for the job, and raise what it raised."""
+        """Wait for the job, and raise its exception."""
         self.settle()
         self.raise_failure()
 
     def settle(self) -> BaseException | None:
-        """Wait for the job, and return what it raised; for when something else is being raised."""
+        """Wait for the job, and return its exception; for use while another one is raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -96,14 +96,14 @@ class CheckpointWriter:
 
 
 class HostCopy:
-    """A copy of what training changes, in host memory that is taken once and used again by every checkpoint.
+    """Host copy of the changing tensors, in memory that is allocated once and reused by every checkpoint.
 
     Source: torch's stager of asynchronous checkpoints (``torch.distributed.checkpoint.staging``), which keeps shared
     storages shared, so that the files are those of a synchronous save; ``tests/training/checkpoints/test_writer.py``.
     """
 
     def __init__(self) -> None:
-        """Take no memory yet."""
+        """Allocate no memory yet."""
         self._has_device = torch.cuda.is_available()
         # The inner class of DefaultStager, which in torch 2.11 and 2.12 closes it after the first copy: the memory is
         # not reused, and the second copy ends with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476).
@@ -112,7 +112,7 @@ class HostCopy:
         self._is_taken = False
 
     def explain_refusal(self, *states: Any, num_copies: int = 1) -> str | None:
-        """Return why these states cannot be copied, ``None`` when they can: for want of memory, or of a plain tensor.
+        """Return why these states cannot be copied, such as missing memory; ``None`` if they can.
 
         Args:
             *states: Nested mappings and sequences with tensors in them; of those in shards this process's are copied.
@@ -134,7 +134,7 @@ class HostCopy:
 
         Args:
             state: Nested mappings and sequences with tensors in them.
-            unchanging: Names in ``state`` that are handed on as they are: nothing changes them.
+            unchanging: Names in ``state`` that are not copied: nothing changes them.
         """
         self._is_taken = True
         shared = set(unchanging)
@@ -184,7 +184,7 @@ def read_expected(model: Any, *, is_replicated: bool) -> dict[str, torch.Size]:
 
 
 def verify_saved(checkpoint: Path, expected: Mapping[str, torch.Size], *, is_replicated: bool) -> None:
-    """Open the weights of a checkpoint again.
+    """Reload the weights of a checkpoint, and verify names, shapes and finite values.
 
     Args:
         checkpoint: Its folder.
@@ -278,12 +278,12 @@ Task = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A checkpoint that is put together.
+    """A staged checkpoint.
 
     Attributes:
         folder: Its own, under a name that is never resumed.
         step: Optimizer steps made before it.
-        tasks: They write the files that are not there yet, from copies where training goes on meanwhile.
+        tasks: They write the files that are not there yet, from copies if training continues meanwhile.
         verify: Opens the files again that this process wrote.
         is_shared: Whether all processes write it; otherwise the main one alone has it.
     """
@@ -304,7 +304,7 @@ class CheckpointSaver:
     def __init__(
         self, args: TrainingArguments, say: Callable[[str], None], *, engine: str = "", data_size: int = 0
     ) -> None:
-        """Save nothing yet.
+        """Create a saver without a checkpoint.
 
         Args:
             args: What is kept, and where; may have a ``save_keep_steps``.
@@ -327,7 +327,7 @@ class CheckpointSaver:
         return bool(self._args.should_save)
 
     def open(self, step: int, folder: str = STAGING) -> Path:
-        """Return where a checkpoint is put together, when the one before has its name; every process must call.
+        """Return the staging folder of a checkpoint, after the previous one is finished; every process must call.
 
         Raises:
             FileNotFoundError: The output directory is gone; one made anew would hold a part of the run alone.
@@ -348,7 +348,7 @@ class CheckpointSaver:
         return self._group
 
     def decide_to_copy(self, read_states: Callable[[], Sequence[Any]], *, is_shared: bool = False) -> None:
-        """Decide with the first checkpoint whether there is memory for a copy, and tell if there is not.
+        """Decide with the first checkpoint whether there is memory for a copy, and log if there is not.
 
         Args:
             read_states: Gives all that training changes; called once.
@@ -367,7 +367,7 @@ class CheckpointSaver:
             self._say(f"training waits while a checkpoint is written: {refusal}")
 
     def take(self, state: Mapping[str, Any], *, unchanging: Iterable[str] = ()) -> Mapping[str, Any]:
-        """Return what a task may write from: a copy, or the state itself where training waits.
+        """Return the state that a task writes: a copy, or the state itself if training waits.
 
         Args:
             state: Nested mappings and sequences with tensors in them.
@@ -376,7 +376,7 @@ class CheckpointSaver:
         return self._copy.take(state, unchanging=unchanging) if self._copies else state
 
     def save(self, staged: Staged, keep: Collection[int] = ()) -> None:
-        """Have a checkpoint written, opened again, hashed and renamed; then older ones may go. Every process must call.
+        """Write, verify, hash and rename a checkpoint, then delete older ones. Every process must call.
 
         Args:
             staged: From all processes.
@@ -402,7 +402,7 @@ class CheckpointSaver:
         model_bytes: int,
         num_besides: int = 0,
     ) -> None:
-        """Do all that saving takes once, and leave nothing behind; every process must.
+        """Save once, and remove it, as a dry run; every process must call.
 
         Args:
             stage: Puts a checkpoint together in the folder that it is given; its last task compares it with what is
@@ -417,7 +417,7 @@ class CheckpointSaver:
             BrokenSaveError: What was saved is not what is trained; or as ``save``.
         """
         began = time.perf_counter()
-        # The very beginning may still be on its way to the disk, to be gone back to.
+        # ``checkpoint-0``, for rollbacks, may still be being written.
         self.finish()
         plan: Callable[[int], DiskPlan] = partial(
             plan_disk,
@@ -429,7 +429,7 @@ class CheckpointSaver:
         )
         if self._args.should_save:
             verify_disk(plan(count()), str(self._output_dir))
-        staged = stage(REHEARSAL)
+        staged = stage(DRY_RUN)
         self._write(staged, then=lambda: None)
         self.finish()
         if not self._args.should_save:
@@ -444,12 +444,12 @@ class CheckpointSaver:
         self._writer.wait()
 
     def raise_failure(self) -> None:
-        """Raise what went wrong with the last checkpoint, without waiting for it; the main process ends the others."""
+        """Raise the error of the last checkpoint, without waiting for it; the main process ends the others."""
         if self.is_main:
             self._writer.raise_failure()
 
     def settle(self) -> None:
-        """Leave none half-written when a run ends by another error, which matters more than one of writing."""
+        """Finish writing when a run ends by another error, which takes precedence."""
         if (failure := self._writer.settle()) is not None:
             self._say(f"the last checkpoint could not be written: {failure}")
 
@@ -461,7 +461,7 @@ class CheckpointSaver:
 
         def job() -> None:
             if staged.is_shared:
-                self._seal_together(staged, facts)
+                self._complete_together(staged, facts)
             else:
                 for task in staged.tasks:
                     task()
@@ -475,8 +475,8 @@ class CheckpointSaver:
         else:
             job()
 
-    def _seal_together(self, staged: Staged, facts: Mapping[str, Any]) -> None:
-        """Have each process read what it wrote, at once; the main one seals what all of them found.
+    def _complete_together(self, staged: Staged, facts: Mapping[str, Any]) -> None:
+        """Each process verifies what it wrote, in parallel; the main one writes the manifest from all results.
 
         No process waits for more than the largest share, nor for ever where another one fails.
         """
@@ -487,7 +487,7 @@ class CheckpointSaver:
             staged.verify()
             return flush_files(staged.folder, self._args.process_index, self._args.world_size)
 
-        def seal() -> None:
+        def complete() -> None:
             if self.is_main:
                 write_complete(staged.folder, files, **facts)
                 if (wrong := find_wrong_size(staged.folder)) is not None:
@@ -495,10 +495,10 @@ class CheckpointSaver:
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
         files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
-        self._do_together(seal)
+        self._do_together(complete)
 
     def _do_together(self, do: Task) -> list[Any]:
-        """Return what each process got; where one failed, all end.
+        """Run a job on every process, and return all results; raise on all if one failed.
 
         Raises:
             BrokenSaveError: Another process failed.
@@ -517,7 +517,7 @@ class CheckpointSaver:
         return [theirs for theirs, _ in told]
 
     def _describe_run(self, step: int) -> dict[str, Any]:
-        """What the manifest says besides."""
+        """Return additional fields of the manifest."""
         record = read_run_record(self._output_dir)
         return {
             "step": step,

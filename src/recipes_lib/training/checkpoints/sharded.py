@@ -50,7 +50,7 @@ def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_trained_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
-    """Return the whole shape of every tensor that a checkpoint of all processes holds."""
+    """Return the full shape of every tensor of a checkpoint over all processes."""
     return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
 
 
@@ -166,7 +166,7 @@ def load_optimizer_shards(
     *,
     is_part: bool = False,
 ) -> None:
-    """Read an optimizer's states, over as many processes as may be; every process must call.
+    """Load optimizer states at any world size; every process must call.
 
     Args:
         folder: Of the checkpoint.
@@ -261,7 +261,7 @@ def compare_own_shards(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Hold what this process has written against what it was made from, to the bit.
+    """Compare the shards that this process has written with the live ones, bit by bit.
 
     Args:
         folder: Of the checkpoint.

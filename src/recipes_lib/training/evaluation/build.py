@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class ObservedData(Protocol):
-    """What is known of a run's data by who watches it."""
+    """Protocol of a run's data for its observer."""
 
     @property
     def held_out(self) -> Mapping[str, Rows]:
@@ -50,7 +50,7 @@ class ObservedData(Protocol):
 
     @property
     def warnings(self) -> Sequence[str]:
-        """What a user should know of the data, one sentence each."""
+        """Warnings about the data, one sentence each."""
         ...
 
     def iterate_examples(self) -> Iterator[Example]:
@@ -68,7 +68,7 @@ def build_observer(
     score_pairs: Callable[[nn.Module, Any], PairScores] | None = None,
     context: ContextParallelGroup | None = None,
 ) -> Observer:
-    """Build what watches a run: on every process, though only the main one writes and shows.
+    """Build the observer of a run, on every process; only the main one writes and displays.
 
     Args:
         config: What the hooks and the guards do.
@@ -142,7 +142,7 @@ def _cut_after(
 
 
 def _count_flops(model: Any, length: int) -> TokenFlops:
-    # Of a model of its own, which has no weights for ZeRO-3 to share out.
+    # A separate model, without weights that ZeRO-3 could shard.
     with zero3_init_disabled():
         return compute_flops_per_token(model.config, length, is_frozen=hasattr(model, "peft_config"))
 

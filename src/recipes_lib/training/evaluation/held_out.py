@@ -27,7 +27,7 @@ class Rows(Protocol):
 
 
 def count_rounds(num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None) -> int:
-    """Return how many batches each process takes."""
+    """Return the number of batches per process."""
     return math.ceil(num_rows / (batch_size * get_world_size(group)))
 
 
@@ -43,7 +43,7 @@ def share_rows(
     it in every forward pass.
 
     Raises:
-        PreemptedError: A process was asked to stop while training.
+        PreemptedError: A process received a stop request while training.
 
     Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_evaluation.py``.
     """
@@ -115,15 +115,15 @@ class _HeldOutEvaluation:
                 raise DataError(Problem(name, "holds no row", "name another held-out set"))
 
     def name_work(self, name: str) -> str:
-        """Return what is shown while a set is scored."""
+        """Return the progress label of a set."""
         return "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
 
     def find_own(self) -> list[str]:
-        """Return the sets that the figures without a name are of: the run's own, or all where it has none."""
+        """Return the sets of the unnamed metrics: the run's own, or all if it has none."""
         return [name for name in self.held_out if name not in self.named] or list(self.held_out)
 
     def find_told(self) -> list[str]:
-        """Return the sets that have figures of their own: those of ``eval_datasets``, and the own ones if several."""
+        """Return the sets with named metrics: those of ``eval_datasets``, and the run's own if several."""
         own = self.find_own()
         return [name for name in self.held_out if name in self.named or len(own) > 1]
 

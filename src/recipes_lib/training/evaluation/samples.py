@@ -228,7 +228,7 @@ class GenerateSamples:
 
 
 class _StopTogether(StoppingCriteria):
-    """Ends no answer, but looks every few tokens whether the run is asked to stop.
+    """Never ends an answer, but polls for stop requests every few tokens.
 
     Each process looks as often as the longest answer would take, so that none waits for one that was done earlier.
     """
@@ -244,7 +244,7 @@ class _StopTogether(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def finish(self) -> None:
-        """Look as often as is left."""
+        """Poll for the remaining number of times."""
         for _ in range(self._num_left):
             stop_if_agreed()
 

@@ -74,7 +74,7 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str]]
             result = metric.compute(predictions=list(predictions), references=list(references))
         except Exception as error:
             found = f"{name} failed on {len(scored)} samples: {type(error).__name__}: {error}"
-            raise ConfigError(Problem(_KEY, found, "it is given lists of strings; mend it")) from error
+            raise ConfigError(Problem(_KEY, found, "it is given lists of strings; fix it")) from error
         if not isinstance(result, dict) or not all(isinstance(value, Real) for value in result.values()):
             raise ConfigError(Problem(_KEY, f"{name} returned {result!r}", "return a dict of names to numbers"))
         figures |= {key: float(value) for key, value in result.items()}

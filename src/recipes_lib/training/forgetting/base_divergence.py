@@ -20,7 +20,13 @@ from recipes_lib.losses.distillation import (
     compute_distillation,
 )
 from recipes_lib.models.adapters.lora import adapters_off
-from recipes_lib.models.heads.loss_head import HeadOutput, add_loss_head, score_beside_teacher
+from recipes_lib.models.heads.loss_head import (
+    HeadOutput,
+    add_loss_head,
+    find_targets,
+    pick_predictors,
+    score_beside_teacher,
+)
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.fsdp import prepare_frozen
 
@@ -50,28 +56,32 @@ class BaseDivergence:
         if self._base is not None:
             self._base = prepare_frozen(accelerator, self._base)
 
-    def score(self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> HeadOutput:
+    def score(
+        self, model: nn.Module, inputs: Mapping[str, Any], labels: Tensor, positions: Tensor | None = None
+    ) -> HeadOutput:
         """Run both models on a batch.
 
         Args:
             model: With a loss head, as it is trained.
             inputs: ``input_ids`` and what else it takes.
             labels: ``int64 (B, L)``, unshifted, negative where there is no target.
+            positions: As for ``score_beside_teacher``.
 
         Returns:
             ``result`` is a ``DistillationSums``, the base as teacher; ``weigh`` makes the loss of it.
         """
         if self._base is not None:
-            return score_beside_teacher(model, self._base, inputs, labels, self._objective)
-        is_target = labels[:, 1:] >= 0
+            return score_beside_teacher(model, self._base, inputs, labels, self._objective, positions)
+        chosen = find_targets(labels) if positions is None else positions
         with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):
-            states = model(**inputs, head=lambda hidden, *_, **__: hidden[:, :-1][is_target]).result
+            states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, chosen)).result
 
         def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
             # No adapter is on the output projection: it is the base's.
             base = TeacherHead(states, weight.detach(), **options)
-            supervision = DistillationTargets(labels[:, 1:][is_target], base, self._objective)
-            sums: DistillationSums = compute_distillation(hidden[:, :-1][is_target], weight, supervision, **options)
+            supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], base, self._objective)
+            states_now = pick_predictors(hidden, chosen)
+            sums: DistillationSums = compute_distillation(states_now, weight, supervision, **options)
             return sums
 
         output: HeadOutput = model(**inputs, head=score)

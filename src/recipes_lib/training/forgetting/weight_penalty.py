@@ -134,7 +134,7 @@ class WeightPenalty(TrainerCallback):
 
 
 def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
-    """Load what the run's weights are held to, or ``None`` where ``ewc_lambda`` is 0; every process must call.
+    """Load anchor weights and Fisher information; ``None`` if ``ewc_lambda`` is 0; every process must call.
 
     Raises:
         ConfigError: The reference cannot be loaded or has no Fisher information, or that is of another model.

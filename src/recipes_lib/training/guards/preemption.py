@@ -17,11 +17,11 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
 
 GENERATION_STEPS: Final = 8
-"""Tokens between two looks while samples are generated."""
+"""Tokens between two polls for stop requests while samples are generated."""
 
 
 def stop_if_agreed(group: distributed.ProcessGroup | None = None) -> None:
-    """Raise in every process of ``group`` if any of them was asked to stop; all of them must call it, in the same loop.
+    """Raise in every process of ``group`` if any has a stop request; all of them must call it, in the same loop.
 
     Raises:
         PreemptedError: One was asked.
@@ -32,7 +32,7 @@ def stop_if_agreed(group: distributed.ProcessGroup | None = None) -> None:
 
 
 def build_preemption() -> PreemptedError:
-    """Return what is raised by all processes once they have agreed; all of them must call it."""
+    """Return the exception that all processes raise after agreeing; all of them must call it."""
     reasons = gather_objects(STOP.reason)
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
     STOP.ask(reason)
@@ -40,11 +40,11 @@ def build_preemption() -> PreemptedError:
 
 
 class LeftError(Exception):
-    """Leaves what this process computes by itself; where all meet again, they agree."""
+    """Leaves a computation of this process alone; the processes agree at the next collective point."""
 
 
 def leave_if_asked() -> None:
-    """Tell of progress, and leave if this process was asked to stop: where no other process takes part.
+    """Report progress, and raise on a stop request; for work without other processes.
 
     Who catches the error calls ``stop_if_agreed`` next, as the others do when they are done.
 
@@ -70,7 +70,7 @@ def end_stopped(request: PreemptedError, *, step: int, saved_step: int) -> Preem
 
 
 class LastStep(TrainerCallback):
-    """Remembers what the last finished step left behind, so that it can be saved although the next one is under way.
+    """Keeps the random states and counts of the last finished step, so that it can be saved during the next one.
 
     Also tells the watchdog how the steps go, and makes an evaluation that was left when the run stopped.
 
@@ -78,7 +78,7 @@ class LastStep(TrainerCallback):
     """
 
     def __init__(self, trainer: TrainerView) -> None:
-        """Nothing is finished yet."""
+        """Start without a finished step."""
         self._trainer = trainer
         self._random: RandomStates | None = None
         self._saved_step = 0
@@ -86,7 +86,7 @@ class LastStep(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the step of the checkpoint, if there is one, for the last one; it was evaluated when it was made."""
+        """Start from the step of the checkpoint, if there is one; it is already evaluated."""
         self._saved_step = state.global_step
         if state.global_step > 0:
             args.eval_on_start = False
@@ -95,7 +95,7 @@ class LastStep(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make the evaluation that was left, with all that upstream makes of its figures."""
+        """Run the interrupted evaluation, with upstream's handling of its metrics."""
         if read_evaluation(state)["is_owed"]:
             self._trainer.run_pending_evaluation()
 
@@ -112,12 +112,12 @@ class LastStep(TrainerCallback):
         WATCHDOG.beat()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the random states: the next rows are drawn before it is known whether they are wanted."""
+        """Keep the random states: the next rows are drawn before a stop request may be seen."""
         self._random = RandomStates.read()
         WATCHDOG.finish_step()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Know that the last step is saved."""
+        """Record that the last step is saved."""
         self._saved_step = state.global_step
 
     def save(self, request: PreemptedError) -> PreemptedError:

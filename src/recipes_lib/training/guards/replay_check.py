@@ -24,21 +24,21 @@ ROLLBACKS_FILE: Final = "rollbacks.json"
 _REMEDY: Final = "put the file back, or choose another output_dir: without it the run would meet its spikes again"
 
 MARGIN: Final = 2
-"""Steps that a checkpoint must lie before the spike: the batch before it is left out too."""
+"""Smallest number of steps from a checkpoint to the spike: the batch before it is skipped too."""
 STEPS_BEFORE: Final = 1
-"""Steps left out before the one that was seen to be a spike: the update that its loss was computed after."""
+"""Skipped steps before the spike: the update after which its loss was computed."""
 STEPS_AFTER: Final = 2
-"""Steps left out behind it: bad rows come in runs, since neighbours come from one source."""
+"""Skipped steps after it: bad rows come in runs, since neighbours come from one source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """One return to a checkpoint.
+    """One rollback to a checkpoint.
 
     Attributes:
-        step: Whose loss or gradient was the spike; its update was never made.
-        cause: What was seen, in words.
-        back_to: Step of the checkpoint that the run went on from.
+        step: Step of the spike in loss or gradient norm; its update was not made.
+        cause: Description of the spike.
+        back_to: Step of the checkpoint that the run resumed from.
         skipped: Rows left out, ``(first, stop)``, in the numbers of the run as it was then.
         steps: Steps that they were the rows of, first and last, from 1.
     """
@@ -52,7 +52,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Rollbacks:
-    """All returns of a run, in the order in which they were made; kept in ``rollbacks.json``.
+    """All rollbacks of a run, in order; stored in ``rollbacks.json``.
 
     Source: ``tests/training/guards/test_rollback.py``.
     """
@@ -78,7 +78,7 @@ class Rollbacks:
 
 
 def read_rollbacks(output_dir: Path) -> Rollbacks:
-    """Read the returns of a run; none where there is no file.
+    """Read the rollbacks of a run; none without a file.
 
     Raises:
         DataError: The file is not as it was written.
@@ -94,7 +94,7 @@ def read_rollbacks(output_dir: Path) -> Rollbacks:
 
 
 def _restore(record: Any) -> Rollback:
-    """Make a rollback of a JSON object; raises what Python does where it is none."""
+    """Build a rollback from a JSON object; raises Python's errors on invalid ones."""
     ranges = {name: (int(record[name][0]), int(record[name][1])) for name in ("skipped", "steps")}
     return Rollback(**{**record, **ranges, "step": int(record["step"]), "back_to": int(record["back_to"])})
 
@@ -132,7 +132,7 @@ def compute_checksums(tensors: Mapping[str, Tensor]) -> Figures:
 
 
 def find_differences(checksums: Sequence[Figures]) -> dict[int, list[str]]:
-    """Return for each process that is not like the most of them the names of its tensors that differ.
+    """Return the names of differing tensors for each process that deviates from the majority.
 
     Args:
         checksums: Of the same tensors, of each process by its number. Of two processes that differ none is like the
@@ -149,9 +149,9 @@ def find_differences(checksums: Sequence[Figures]) -> dict[int, list[str]]:
 
 
 class ReplayCheck:
-    """Makes the machine prove itself, every so many steps.
+    """Verifies the hardware every ``verify_steps`` steps, by computing a step twice.
 
-    Before such a step the parameters and buffers that every process has are held against each other. After its forward
+    Before such a step the parameters and buffers that every process has are compared with each other. After its forward
     and backward passes these are made again from the same batches and random states, and must give the same loss and
     the same gradients, bit by bit. That is only so where the computation is deterministic: on a CPU, or with
     ``full_determinism``; elsewhere only weights are compared.
@@ -230,7 +230,7 @@ class ReplayCheck:
         _refuse({rank: names for rank, names in enumerate(blamed) if names}, premise)
 
     def _replay(self, trained: Mapping[str, nn.Parameter], inputs: StepInputs, *, is_reduced: bool = True) -> Figures:
-        """Compute the step once more; on its own share alone where nothing is to be reduced."""
+        """Compute the step once more; only the share of this rank if nothing is reduced."""
         trainer = self._trainer
         model: Any = trainer.model_wrapped
         assert self._states is not None

@@ -27,11 +27,11 @@ from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 SAMPLE_SIZE: Final = 1024
-"""Numbers of a frozen tensor that are kept to see whether it moves: an optimizer moves all of them or none."""
+"""Sampled elements of each frozen tensor to detect changes: an optimizer changes all of them or none."""
 
 
 class AdapterChecks(TrainerCallback):
-    """Stops a run in which something else learns than the adapter, or only a part of it.
+    """Stops a run in which not exactly the adapter is trained.
 
     Before the first step a fresh adapter changes no logit. At the first steps every trained tensor has a finite
     gradient that is not zero; an A matrix is judged as soon as its B is no longer zero. After the first step and at the
@@ -43,7 +43,7 @@ class AdapterChecks(TrainerCallback):
     def __init__(
         self, model: nn.Module, config: AdapterConfig, *, say: Callable[[str], None], may_be_idle: bool = False
     ) -> None:
-        """Remember how the adapter begins.
+        """Record the initial adapter.
 
         Args:
             model: Under its adapter, before a checkpoint is read and before it is wrapped.
@@ -64,7 +64,7 @@ class AdapterChecks(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at the fresh adapter, and remember what must not move."""
+        """Check the new adapter, and record the frozen tensors."""
         model = kwargs["model"]
         if self._is_fresh and state.global_step == 0 and not is_taken_out_of_weights(model):
             verify_no_effect(model, get_rounding_dtype(model, args))
@@ -72,12 +72,12 @@ class AdapterChecks(TrainerCallback):
         self._frozen = sample_frozen(model)
         if getattr(args, "deepspeed_plugin", None) is not None:
             self._unjudged.clear()
-            self._say("adapter: DeepSpeed keeps the gradients to itself, so nobody looks whether all of it has one")
+            self._say("adapter: DeepSpeed keeps the gradients to itself, so that they are not checked")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Judge the gradients until each was found sound."""
+        """Check the gradients until each was valid once."""
         if not self._unjudged:
             return
         verdicts = judge_gradients(kwargs["model"])
@@ -108,13 +108,13 @@ class AdapterChecks(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """See that the base has stood still, and that the adapter has not."""
+        """Verify that the base is unchanged, and that the adapter has changed."""
         verify_frozen(self._frozen, kwargs["model"])
         trained = _find_trained(kwargs["model"])
         if unmoved := [name for name in sorted(self._must_move) if _summarise(trained[name]) == self._initial[name]]:
             raise DivergedError(
                 f"{len(unmoved)} of {len(trained)} trained tensors are unchanged by training: "
-                f"{list_first(unmoved)}. They have gradients, so the optimizer has let them out"
+                f"{list_first(unmoved)}. They have gradients, so the optimizer does not contain them"
             )
 
 
@@ -123,7 +123,7 @@ ZERO: Final = "its gradient is zero"
 
 
 def judge_gradients(model: nn.Module) -> dict[str, str | None]:
-    """Return what is wrong with the gradient of each trained parameter; ``None`` when nothing is.
+    """Return the fault in the gradient of each trained parameter; ``None`` if there is none.
 
     An A matrix whose B is zero is left out: its gradient is zero by the chain rule.
     """
@@ -168,7 +168,7 @@ def sample_frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Compare the frozen parameters with what they were.
+    """Compare the frozen parameters with their initial values.
 
     Args:
         samples: From ``sample_frozen``.
@@ -196,7 +196,7 @@ def _summarise(parameter: nn.Parameter) -> tuple[float, float]:
 
 
 def _sample(parameter: nn.Parameter) -> Tensor:
-    # ZeRO-3 puts something empty in the place of what it shares out.
+    # ZeRO-3 replaces sharded weights by empty placeholders.
     values = getattr(parameter, "ds_tensor", parameter).detach()
     values = get_local(values).reshape(-1)
     # As bytes: 4-bit codes that are stored as floating-point numbers may look like NaN.
@@ -207,7 +207,7 @@ TOLERANCE: Final = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e
 """By how much the loss of two rows may differ when they are computed apart: other kernels run; measured, with ten times
 as much allowed. Relative, and absolute below 1."""
 NUM_CANDIDATES: Final = 32
-"""First rows of the data, of which two as unlike as possible are taken."""
+"""First rows of the data, of which the two with the most different lengths are taken."""
 MAX_STEPS: Final = 10
 """Steps in which every trained tensor must have had a gradient: one that starts behind a zero gets it in the second
 step, and behind a warm-up from 0 in the third."""
@@ -215,7 +215,7 @@ _ROUTED: Final = re.compile(r"\.(experts|router|gate|shared_expert_gate)\b")
 
 
 class StartChecks(TrainerCallback):
-    """Shows once a process that accumulating equals a large batch, and that all that is trained has a gradient.
+    """Verifies gradient accumulation and the gradients of all trained tensors, once per process.
 
     Source: ``tests/training/guards/test_start_checks.py``.
     """
@@ -233,7 +233,7 @@ class StartChecks(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compute two rows together and apart, now that all who wait for the beginning of training are ready."""
+        """Verify gradient accumulation; at this event, so that all other callbacks are initialised."""
         if self._is_begun or state.global_step >= state.max_steps:
             return
         self._is_begun = True
@@ -251,7 +251,7 @@ class StartChecks(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Look at the gradients until each was seen, or was not in the first steps."""
+        """Check that every trained tensor gets a gradient within the first steps."""
         if not self._unjudged:
             return
         if self._num_steps == 0:
@@ -268,7 +268,7 @@ class StartChecks(TrainerCallback):
 
 
 def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Hold what an optimizer updates against what is trained: a tensor of another identity would stay as it is.
+    """Verify that the optimizer contains exactly the trained tensors, by identity.
 
     Args:
         model: With its gradients.
@@ -295,7 +295,7 @@ def verify_accumulation(trainer: TrainerView) -> str:
         What was found, in a line.
 
     Raises:
-        DivergedError: The loss is not finite; or they differ by more than rounding, so that how a batch is cut would
+        DivergedError: The loss is not finite; or they differ by more than rounding, so that gradient accumulation would
             decide what is learnt.
     """
     if trainer.compares_rows:
@@ -342,7 +342,7 @@ def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) ->
 
 
 def _choose_rows(trainer: TrainerView) -> list[Any]:
-    """Of the first rows those with the fewest and the most terms."""
+    """Return the rows with the fewest and the most terms among the first ones."""
     data: Any = trainer.train_dataset
     # By length: a stream of the datasets package can be indexed too, by columns.
     if hasattr(data, "__len__"):
@@ -355,7 +355,7 @@ def _choose_rows(trainer: TrainerView) -> list[Any]:
 
 
 def judge_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int) -> str:
-    """Return a warning of tensors that had no gradient in the first steps, where that may be in order.
+    """Return a warning about tensors without a gradient in the first steps, if that may be valid.
 
     It may for experts that no token was sent to, and the router that sends to but one; and for vectors, whose gradient
     may cancel: a bias that is added to all that is compared.
@@ -383,7 +383,7 @@ def judge_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, n
 
 
 def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[Mapping[str, Any]]) -> str:
-    """Hold the loss of random weights against what it must be near, whatever the text.
+    """Compare the loss of random weights with its expected value.
 
     Logits of random weights are independent of the targets. With final hidden states of mean square 1 and weights of
     standard deviation ``initializer_range`` they have the variance ``s^2 = initializer_range^2 * hidden_size``, and the

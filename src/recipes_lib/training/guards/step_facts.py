@@ -1,4 +1,4 @@
-"""What guards see: the trainer by a small Protocol, the facts of a step before its update, the dump of a bad one."""
+"""Interface of the guards: Protocol of the trainer, losses and gradients of a step, dump of a bad step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 
 DUMP_DIR: Final = "diverged"
 ROW_IDS: Final = "row_ids"
-"""Under which a collator hands the numbers of a batch's rows through; the model never sees them."""
+"""Key of the row numbers in a batch; they are removed before the model is called."""
 MAX_SKIPPED: Final = 24
 """Updates in a row that fp16's loss scaler may skip: from its first scale, 2^16, that leaves 2^-8, at which what still
 overflows is no overflow of the scaling."""
@@ -39,7 +39,7 @@ class StepInputs:
         row_ids: Numbers of the rows of each, ``int64``, as the data number them; ``None`` where they have none.
         num_terms: Terms of the objective in the whole step, over all processes.
         losses: This process's share of each micro-batch so far computed; they sum to the step's, times the processes.
-        kind: Of the objective, where a run has steps of several kinds: each is held against its own.
+        kind: Of the objective, where a run has steps of several kinds: each is compared with its own.
         num_tokens: Tokens of the whole step, over all processes, padding not counted; ``None`` where nobody counts.
     """
 
@@ -57,7 +57,7 @@ def separate_row_ids(batches: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def find_faults(parameters: Mapping[str, Tensor], losses: Sequence[float]) -> dict[str, Any]:
-    """Return what of a step is not finite on this process, by name, and the norms of the gradients.
+    """Return the non-finite losses and gradients of a step on this process, and the gradient norms.
 
     Args:
         parameters: With the gradients of the step, before they are clipped; by name.
@@ -113,7 +113,7 @@ def stop_before_update(
     learner: str = "",
     is_updated: bool = False,
 ) -> None:
-    """Put down what the step was made of, on every process, and stop; all of them must call.
+    """Dump the step on every process, and raise; all of them must call.
 
     Args:
         parameters: With the gradients of the step, by name.
@@ -169,11 +169,11 @@ def _spell(value: Any) -> Any:
 
 
 class ObserverView(Protocol):
-    """What watches a run: its progress line and its callbacks."""
+    """Protocol of the observer: progress display and callbacks."""
 
     @property
     def progress(self) -> TrainingProgress:
-        """What the terminal shows."""
+        """The progress display."""
 
     @property
     def callbacks(self) -> Sequence[TrainerCallback]:
@@ -181,7 +181,7 @@ class ObserverView(Protocol):
 
 
 class TrainerView(Protocol):
-    """The part of ``RecipeTrainer`` that collaborators may use; the rest of it they do not know.
+    """Protocol of ``RecipeTrainer``: the part that guards and checks may use.
 
     Attributes beginning with an underscore are transformers' own (5.23), which has no public ones for them.
     """
@@ -207,7 +207,7 @@ class TrainerView(Protocol):
 
     @property
     def observer(self) -> ObserverView:
-        """What watches the run."""
+        """The observer."""
 
     def uncounted_pass(self) -> AbstractContextManager[None]:
         """Compute without counting."""
@@ -219,7 +219,7 @@ class TrainerView(Protocol):
         """A batch's share of the objective."""
 
     def verify_first_loss(self, loss: float) -> None:
-        """Hold the loss of step 1 against what it must be."""
+        """Compare the loss of step 1 with its known value."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """First row of a step, from 0, and the one behind its last."""
@@ -228,7 +228,7 @@ class TrainerView(Protocol):
         """Return when no checkpoint is being written."""
 
     def run_pending_evaluation(self) -> None:
-        """Make the evaluation that was left when the run stopped."""
+        """Run the evaluation that a stop request interrupted."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         """Forward and backward of a micro-batch."""

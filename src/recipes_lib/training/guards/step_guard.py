@@ -33,7 +33,7 @@ from recipes_lib.training.layouts.fsdp import get_whole
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 
 WINDOW: Final = 50
-"""Steps that a new one is held against."""
+"""Window: steps that a new one is compared with."""
 MIN_STEPS: Final = 20
 """Steps before the first judgement: a median deviation of fewer is too uncertain for the factor below."""
 FACTOR: Final = 6.0
@@ -48,11 +48,11 @@ UPPER_TO_STD: Final = 1 / statistics.NormalDist().inv_cdf(0.9)
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """A figure out of the ordinary.
+    """A spike in a metric.
 
     Attributes:
         figure: ``loss`` or ``grad_norm``.
-        value: What it was.
+        value: Its value.
         median: Over the steps before.
         threshold: Above which it is a spike.
     """
@@ -68,7 +68,7 @@ class Spike:
 
 
 class SpikeMonitor:
-    """Holds the loss and the gradient norm of each step against the steps before.
+    """Detects spikes: compares loss and gradient norm of each step with the previous steps.
 
     A figure is a spike when it exceeds ``median + 6 * 1.4826 * MAD`` of the last 50 steps, where the deviation counts
     for at least 2 % of the median. Unlike mean and variance, median and MAD are not moved by the spike itself, nor by
@@ -84,12 +84,12 @@ class SpikeMonitor:
         self._windows: dict[str, deque[float]] = {}
 
     def judge(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
-        """Return what is a spike in a step, the loss first; then count the step among those that others are held to.
+        """Return the spikes of a step, the loss first; then add the step to the window.
 
         Args:
             loss: Mean of the step, finite, of any sign.
             grad_norm: Before clipping, finite.
-            kind: Of the step; it is held against those of its kind.
+            kind: Kind of the step; it is compared with steps of its kind.
         """
         log_norm = math.log(max(grad_norm, 1e-30))
         losses, log_norms = (self._open(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
@@ -104,7 +104,7 @@ class SpikeMonitor:
         return {name: list(window) for name, window in self._windows.items()}
 
     def restore(self, exported: Mapping[str, Any]) -> None:
-        """Go on from what ``export`` returned; from no step where it is empty."""
+        """Restore the state of ``export``; start new if it is empty."""
         self._windows = {name: deque(window, maxlen=WINDOW) for name, window in exported.items()}
 
     def _open(self, name: str) -> deque[float]:
@@ -138,7 +138,7 @@ def _judge(figure: str, before: Sequence[float], value: float, floor: float) -> 
 
 
 STATE_KEY: Final = "recipes_lib_spikes"
-"""Under which the figures that the next step is held against travel in a checkpoint's ``trainer_state.json``."""
+"""Key of the spike window in a checkpoint's ``trainer_state.json``."""
 
 
 class _SpikedError(Exception):
@@ -189,7 +189,7 @@ class StepGuard(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Go on from the figures of the checkpoint; keep the very beginning to go back to."""
+        """Restore the window from the checkpoint; keep ``checkpoint-0`` for rollbacks."""
         stored: Any = state.stateful_callbacks
         self._monitor.restore(stored.get(STATE_KEY, {}))
         self._num_skipped, self._is_in_spike = 0, False

@@ -477,14 +477,6 @@ BLOCKED: Final = (
     ),
     Blocked(
         *_FSDP,
-        "policy, critic and reference would be one trunk, which FSDP2 gathers and reduces for one of them alone",
-        "use accelerate_configs/ddp.yaml with the adapters, or train all weights",
-        ("use_peft",),
-        "PPO with `use_peft: true`",
-        ("ppo",),
-    ),
-    Blocked(
-        *_FSDP,
         "its threads run the policy's own modules, which under FSDP2 are whole for one forward pass alone",
         "write `use_vllm: true`; or delete the line: `generate` samples from the gathered policy",
         ("use_transformers_continuous_batching",),

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import fsdp2_prepare_model
+from accelerate.utils import convert_to_fp32, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
-def settle_precision(accelerator: Accelerator) -> None:
+def settle_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
     """Have FSDP2 reduce gradients and return losses in ``float32``; call it before any model is prepared.
 
     accelerate asks for the narrow type everywhere: losses and log-probabilities would have three digits, and gradients
     would be summed over the processes with as many. The products alone are narrow, as under autocast.
+
+    Args:
+        accelerator: Of the run; without FSDP2, or in full precision, nothing changes.
+        model: That accelerate will prepare; ``shard`` sees to those that it is given.
 
     Source: ``tests/training/layouts/test_fsdp.py``.
     """
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = _build_policy(plugin.mixed_precision_policy.param_dtype)
+        if model is not None:
+            _widen_outputs(model)
 
 
 def shard(accelerator: Accelerator, model: Any) -> Any:
@@ -38,11 +46,22 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
     """
     plugin = accelerator.state.fsdp_plugin
     named = plugin.transformer_cls_names_to_wrap
+    if plugin.mixed_precision_policy is not None:
+        _widen_outputs(model)
     try:
         return fsdp2_prepare_model(accelerator, model)
     finally:
         # accelerate would look for the layers of this model in the next one, which may be of another architecture.
         plugin.transformer_cls_names_to_wrap = named
+
+
+def shard_head(head: nn.Module, trunk: nn.Module) -> None:
+    """Shard a head that stands beside a sharded trunk over the same processes, its products in ``float32``; in place.
+
+    Source: ``tests/distributed/test_ppo.py``.
+    """
+    like = _list_groups(trunk)[0]
+    fully_shard(head, mesh=like.mesh_info.mesh, mp_policy=_build_policy(None), offload_policy=like.offload_policy)
 
 
 def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
@@ -61,7 +80,8 @@ def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh,
     """
     policy = _build_policy(None if compute_dtype == torch.float32 else compute_dtype)
     for module in (*layers, chunk):
-        sharded = fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        of_module = replace(policy, output_dtype=torch.float32) if module is chunk else policy
+        sharded = fully_shard(module, mesh=mesh, mp_policy=of_module, reshard_after_forward=False)
         sharded.set_gradient_divide_factor(1.0)
         # gloo knows no other.
         sharded.set_force_sum_reduction_for_comms(True)
@@ -96,8 +116,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     Source: ``tests/training/layouts/test_fsdp.py``, ``tests/distributed/test_ppo.py``.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # What a unit does after a forward pass can be set, and not asked for.
-    groups = [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
+    groups = _list_groups(model)
     before = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -108,6 +127,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for group, mesh_info in zip(groups, before, strict=True):
             group.post_forward_mesh_info = mesh_info
         reshard(model)
+
+
+def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
+    """What holds the parameters of each unit, with its options, which can be set, and not asked for."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
@@ -152,7 +177,13 @@ def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def _build_policy(param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    """Of every unit: none widens its outputs, for the next layer would narrow them again, forwards and backwards."""
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+
+
+def _widen_outputs(model: nn.Module) -> None:
+    """Have a model return ``float32``, as accelerate has it of one that is not sharded; its layers stay as they are."""
+    model.register_forward_hook(lambda _module, _inputs, output: convert_to_fp32(output))
 
 
 def reshard(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.shipped import LAUNCH_FILES
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
-"""What ``recipes launch`` leaves for the processes to be held against: their number and the engine."""
+"""Launch verification: what ``recipes launch`` expects, world size and engine."""
 _LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
 """Set where accelerate's own sharding was switched off, since transformers shards the model while it loads it."""
 _ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
@@ -238,12 +238,12 @@ def read_environment() -> Mapping[str, str]:
 
 
 def keep_from_accelerate(launch: Launch) -> None:
-    """Keep accelerate from what it would do otherwise than this library; it starts the processes all the same.
+    """Disable the parallelism of accelerate that this library implements; accelerate only starts the processes.
 
-    accelerate 1.15 cuts none of a model that was loaded whole, and does not know transformers' classes for one that is
-    cut while it is loaded. A stage it would share out to all processes, not to those that hold it. Of rows that are
-    shared it would drop the masks, under FSDP for torch's ring and under DeepSpeed for sdpa, so that packed documents
-    see each other, and DeepSpeed, once told of them, doubles gradients at ZeRO-1 and 2.
+    accelerate 1.15 does not apply tensor parallelism to a loaded model, and does not support transformers' classes for
+    one that is sharded while it is loaded. It would shard a pipeline stage over all ranks, not over those that hold it.
+    Under context parallelism it would drop the attention masks, for torch's ring under FSDP and for sdpa under
+    DeepSpeed, so that packed documents see each other; and DeepSpeed doubles gradients at ZeRO-1 and 2.
     """
     if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.pipeline_stages > 1):
         os.environ[_LEFT_TO_LOADING] = "true"
@@ -295,7 +295,7 @@ def verify_rendezvous(launch: Launch) -> None:
     """Stop one of several processes that could not meet the others, before it loads anything.
 
     Raises:
-        ConfigError: Its rank is none of theirs, or it is not told where they meet.
+        ConfigError: Its rank is out of range, or the address of the rendezvous is missing.
     """
     if launch.world_size == 1:
         return
@@ -410,7 +410,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem(str(path), f"it is no YAML in UTF-8: {error}", "mend it")) from error
+        raise ConfigError(Problem(str(path), f"it is not YAML in UTF-8: {error}", "fix it")) from error
     if not isinstance(document, dict) or "distributed_type" not in document:
         found = "has no `distributed_type`, so it is not a launch file of accelerate"
         raise ConfigError(Problem(str(path), found, f"start from one of {LAUNCH_FILES}/"))
@@ -435,7 +435,7 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
         num_processes: Over all machines; ``None`` as the file says.
 
     Source: accelerate ``prepare_multi_gpu_env``, ``prepare_deepspeed_cmd_env``;
-    ``tests/training/layouts/test_launch_files.py`` holds both against each other.
+    ``tests/training/layouts/test_launch_files.py`` compares both.
     """
     variables: dict[str, Any] = {
         "WORLD_SIZE": document.get("num_processes", 1) if num_processes is None else num_processes,

@@ -1,9 +1,45 @@
-"""How the processes of a launch hold a model, for a plan of their memory."""
+"""How the processes of a launch hold a model, and the activation checkpointing that fits their devices."""
 
 from __future__ import annotations
 
+import dataclasses
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.hardware import read_device_memory
+from recipes_lib.planning.activations import AUTO, list_keys
+from recipes_lib.planning.compute import RL_RECIPES, find_planned_model
+from recipes_lib.planning.memory import plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout
 from recipes_lib.training.layouts.launch_environment import Launch
+
+
+def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeConfig, str]:
+    """Return a run with the activation checkpointing that ``auto`` means here, and which that is and why, in words.
+
+    On a GPU the fastest kind by which the plan of its memory fits; elsewhere none, since host memory is larger than
+    what CPUs train. Where nothing can be planned every layer is recomputed.
+
+    Args:
+        config: The run; with anything but ``auto`` it stays, and there are no words.
+        launch: How its processes hold the model. All ranks have GPUs of one size: each chooses for itself.
+    """
+    if config.read("activation_checkpointing") != AUTO:
+        return config, ""
+    size = None if config.training.get("use_cpu") else read_device_memory()
+    if size is None:
+        mode, why = "none", "there is no GPU"
+    elif config.tokens.max_length is None and config.recipe not in RL_RECIPES:
+        mode, why = "every layer", "without `max_length` memory is not planned"
+    else:
+        layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
+        try:
+            plan = plan_memory(config, find_planned_model(config), layout, device_bytes=size)
+        except Exception as error:  # Of a stranger's architecture it may be of any kind; the run itself may go well.
+            mode, why = "every layer", f"memory could not be planned: {error}"
+        else:
+            return settle_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"
+    settled = dataclasses.replace(config, training={**config.training, **list_keys(mode)})
+    return settled, f"{mode} ({why})"
 
 
 def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:

@@ -1,4 +1,4 @@
-"""What watches a run: metrics and throughput, objective terms, weight norms, experiment trackers."""
+"""Callbacks: metrics and throughput, loss terms, weight norms, early stopping, experiment trackers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, 
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 STATE_KEY = "recipes_lib_metrics"
-"""Under which the counts travel in a checkpoint's ``trainer_state.json``."""
+"""Key of the counts in a checkpoint's ``trainer_state.json``."""
 EVALUATION_KEY = "recipes_lib_evaluation"
-"""Under which it tells which step was evaluated last, and whether the run stopped where an evaluation was due."""
+"""Key of the last evaluated step, and whether an evaluation is pending, in the same file."""
 
 MAX_COPIED: Final = 32 * 2**20
 """Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
 
 
 class EvaluationHook(Protocol):
-    """Something measured between steps; it must leave model, mode and random states as it found them."""
+    """Protocol of an evaluation between steps; it must not change model, mode and random states."""
 
     def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
         """Return named figures of the model after ``step`` optimizer steps."""
@@ -40,7 +40,7 @@ class EvaluationHook(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Observer:
-    """What a trainer is watched by.
+    """Observer of a trainer: counter, evaluation hooks, callbacks, progress, guards.
 
     Attributes:
         counter: Tokens trained on; the trainer adds to it.
@@ -91,7 +91,7 @@ class MetricsCallback(TrainerCallback):
         self.progress.start(state.max_steps, state.global_step)
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Let the clock run."""
+        """Start the clock."""
         self.meter.resume()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -117,15 +117,15 @@ class MetricsCallback(TrainerCallback):
         self._resume_unless_interrupted(control)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let the clock run again unless a checkpoint is due."""
+        """Restart the clock unless a checkpoint is due."""
         self._resume_unless_interrupted(control)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let the clock run again."""
+        """Restart the clock."""
         self._resume_unless_interrupted(control)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Give the terminal back."""
+        """Close the progress display."""
         self.progress.stop()
 
     def _interrupt(self, state: TrainerState, control: TrainerControl) -> None:
@@ -146,7 +146,7 @@ def _is_interrupted(control: TrainerControl) -> bool:
 
 
 class EarlyStopping(TrainerCallback):
-    """Ends training after some evaluations in a row without a gain, and says so in ``metrics.jsonl``.
+    """Early stopping after several evaluations without improvement; writes a ``stop`` event to ``metrics.jsonl``.
 
     The count is read from what was logged, so that it continues where a run is resumed; upstream's begins again.
 
@@ -156,17 +156,17 @@ class EarlyStopping(TrainerCallback):
     def __init__(
         self, patience: int | None, threshold: float, writer: MetricsWriter, progress: TrainingProgress
     ) -> None:
-        """Watch; without a ``patience`` never stop."""
+        """Never stop without a ``patience``."""
         self._patience, self._threshold = patience, threshold
         self._writer, self._progress = writer, progress
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Let a run that is resumed where it stopped be at its end, unless its patience is another now."""
+        """End a run that is resumed after early stopping, unless its patience has changed."""
         if self._find_best(args, state) is not None:
             state.max_steps = state.global_step
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop when the patience is at its end."""
+        """Stop when the patience is exhausted."""
         if (found := self._find_best(args, state)) is not None:
             control.should_training_stop = True
             self._writer.write({"kind": "stop", "step": state.global_step, **found})
@@ -174,7 +174,7 @@ class EarlyStopping(TrainerCallback):
             self._progress.say(f"early stopping after step {state.global_step}: {told}")
 
     def _find_best(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
-        """Return the best evaluation if the run has to stop."""
+        """Return the best evaluation if early stopping ends the run."""
         metric = args.metric_for_best_model or "loss"
         name = metric if metric.startswith("eval_") else f"eval_{metric}"
         rises = bool(args.metric_for_best_model and args.greater_is_better)
@@ -186,7 +186,7 @@ class EarlyStopping(TrainerCallback):
 def find_exhausted(
     values: Sequence[tuple[int, float]], patience: int | None, threshold: float, *, rises: bool
 ) -> tuple[int, float] | None:
-    """Return step and value of the best evaluation if the last ``patience`` ones brought no gain; else ``None``.
+    """Return step and value of the best evaluation if the last ``patience`` ones brought no improvement; else ``None``.
 
     Args:
         values: Step and value of every evaluation, in order.
@@ -206,13 +206,13 @@ def find_exhausted(
 
 
 class TermMetrics(TrainerCallback):
-    """Adds the means over all terms of the objective since the last log to the figures of a logged step.
+    """Adds the means of loss terms since the last log to the metrics of a logged step.
 
     Source: ``tests/training/monitoring/test_callbacks.py``, ``tests/distributed/test_pairs.py``.
     """
 
     def __init__(self) -> None:
-        """Start with no term."""
+        """Start without terms."""
         self._num_terms: int | Tensor = 0
         self._sums: dict[str, Tensor] = {}
 
@@ -223,7 +223,7 @@ class TermMetrics(TrainerCallback):
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Forget what a rollback has undone."""
+        """Drop the metrics of steps that were rolled back."""
         self._num_terms, self._sums = 0, {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -238,7 +238,7 @@ class TermMetrics(TrainerCallback):
 
 
 class WeightMonitor(TrainerCallback):
-    """Adds ``parameter_norm`` and ``update_ratio`` to the figures of a logged step.
+    """Adds ``parameter_norm`` and ``update_ratio`` to the metrics of a logged step.
 
     ``update_ratio`` is the norm of the last step's update over the norm of what it updated, of a sample of matrices
     spread over the layers where the model is too large to be copied. About 1e-3 is usual; far above, the rate is too
@@ -252,7 +252,7 @@ class WeightMonitor(TrainerCallback):
         measure_norm: Callable[[Sequence[Tensor]], Tensor] = compute_total_norm,
         list_counted: Callable[[Iterable[nn.Parameter]], list[nn.Parameter]] = list,
     ) -> None:
-        """Watch nothing yet.
+        """Select nothing yet.
 
         Args:
             measure_norm: Gives the norm of some tensors of the model, over all processes that hold such.
@@ -265,7 +265,7 @@ class WeightMonitor(TrainerCallback):
         self._figures: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Find the trained parameters; FSDP2 has put others in the place of those that the model was built with."""
+        """Find the trained parameters; FSDP2 has replaced those of the constructed model."""
         trained = [parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad]
         self._parameters = self._list_counted(trained)
         self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
@@ -275,7 +275,7 @@ class WeightMonitor(TrainerCallback):
         self._before = [self._parameters[at].detach().clone() for at in self._sample] if _is_logged(args, state) else []
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Compare them with what the step made of them."""
+        """Compare them with their values after the step."""
         if not self._before:
             return
         now = [self._parameters[at].detach() for at in self._sample]

@@ -23,7 +23,7 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class StepCounter:
-    """Tokens trained on since the beginning of the run: added by each process for itself, read for all together.
+    """Token counts since the start of the run: accumulated per process, summed over all processes.
 
     Attributes:
         num_tokens: Tokens of all processes, padding not counted, as of the last ``synchronise``.
@@ -85,7 +85,7 @@ class ThroughputMeter:
         counts_correct: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Build a meter with its clock stopped.
+        """Create a meter with a stopped clock.
 
         Args:
             counter: Counts the tokens.
@@ -110,13 +110,13 @@ class ThroughputMeter:
         self._window = (seconds, counter.num_tokens, counter.num_targets, counter.num_correct)
 
     def stop(self) -> None:
-        """Stop the clock: what follows is no training."""
+        """Stop the clock: what follows is not training."""
         if self._resumed_at is not None:
             self.seconds += self._clock() - self._resumed_at
             self._resumed_at = None
 
     def resume(self) -> None:
-        """Let the clock run."""
+        """Start the clock."""
         if self._resumed_at is None:
             self._resumed_at = self._clock()
 

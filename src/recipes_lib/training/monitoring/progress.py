@@ -28,7 +28,7 @@ _SHARES = (
 
 
 class TrainingProgress:
-    """The progress display of a run; this one, of every process but the main one, shows nothing.
+    """The progress display of a run; this base class, for all processes except the main one, shows nothing.
 
     Every method may be called at any time, ``stop`` more than once.
     """
@@ -50,7 +50,7 @@ class TrainingProgress:
         yield from items
 
     def stop(self) -> None:
-        """Give the terminal back."""
+        """Close the display."""
 
 
 def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingProgress:

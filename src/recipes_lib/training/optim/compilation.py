@@ -92,7 +92,7 @@ def _has_whole_layers(launch: Launch) -> bool:
 def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
     """Compile each layer of a model in place, and return their number; weights keep their names.
 
-    A layer is compiled once for all that are like it, in a small part of the time that a whole model takes, and what
+    A layer is compiled once for all equal layers, in a small part of the time that a whole model takes, and what
     lies outside (embedding, masks, loss head) breaks no graph.
 
     Args:

@@ -209,7 +209,7 @@ def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: b
     """Build Muon over the hidden matrices of a model and AdamW over the rest of what is trained.
 
     Muon takes parameters of exactly two dimensions that are neither embeddings, nor biases, nor norms. Expert stacks
-    and convolutions have three: orthogonalising them takes a batched or reshaped iteration, which torch's Muon has not,
+    and convolutions have three: orthogonalising them takes a batched or reshaped iteration, which torch's Muon lacks,
     so AdamW has them. A matrix that holds several, such as GPT-2's queries, keys and values, is taken as one.
 
     Args:

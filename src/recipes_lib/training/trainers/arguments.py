@@ -100,7 +100,7 @@ _ALWAYS: dict[str, Any] = {
     "push_to_hub": False,
     # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
     "logging_nan_inf_filter": False,
-    # One normaliser over all processes and micro-batches, so that how the batch is cut changes nothing.
+    # One normaliser over all processes and micro-batches, so that gradient accumulation changes nothing.
     "average_tokens_across_devices": True,
 }
 
@@ -110,8 +110,8 @@ def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, A
 
     Args:
         config: The recipe.
-        launched: ``mixed_precision`` of the launch file; ``fp8`` and ``fp16`` stay what they are where the recipe says
-            nothing.
+        launched: ``mixed_precision`` of the launch file; ``fp8`` and ``fp16`` apply unless the recipe sets a
+            precision.
     """
     training = config.training
     bf16, fp16 = training.get("bf16"), training.get("fp16")

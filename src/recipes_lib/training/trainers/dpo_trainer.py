@@ -69,7 +69,7 @@ class PreferenceObjective:
         ld_alpha: Factor on what one answer of a pair is longer than the other.
         use_weighting: Weigh each pair by how likely the policy itself would give its answers.
         mean_held_out_tokens: Tokens of a held-out chosen answer, on average; for ``sft``.
-        reference: A frozen model with a loss head; never trained, and no part of what is saved.
+        reference: A frozen model with a loss head; neither trained nor saved.
     """
 
     names: Sequence[str]

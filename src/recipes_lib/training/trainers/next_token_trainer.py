@@ -27,6 +27,9 @@ from recipes_lib.training.monitoring.callbacks import TermMetrics, WeightMonitor
 from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer
 
+POSITIONS: Final = "target_positions"
+"""Where targets stand among the flattened ``labels[:, 1:]`` of a batch: the loader knows, and nothing waits for it."""
+
 
 class NextTokenTrainer(RecipeTrainer):
     """``RecipeTrainer`` with the next-token objective, computed in the model's own output projection."""
@@ -58,8 +61,8 @@ class NextTokenTrainer(RecipeTrainer):
     def mask_batch(self, batch: Batch) -> Batch:
         """Return the batch without targets."""
         none = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
-        if "target_positions" in batch:
-            none["target_positions"] = batch["target_positions"][:0]
+        if POSITIONS in batch:
+            none[POSITIONS] = batch[POSITIONS][:0]
         return {**batch, **none, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
     def compute_loss(
@@ -83,10 +86,7 @@ class NextTokenTrainer(RecipeTrainer):
 
 def _collate(collate: Callable[[Any], Batch], rows: Any) -> Batch:
     batch = collate(rows)
-    return {
-        **batch,
-        "target_positions": index_targets(batch["labels"][:, 1:]),
-    }
+    return {**batch, POSITIONS: index_targets(batch["labels"][:, 1:])}
 
 
 KL_TO_BASE: Final = "kl_to_base"
@@ -94,7 +94,7 @@ KL_TO_BASE: Final = "kl_to_base"
 
 
 class SFTTrainer(NextTokenTrainer):
-    """``NextTokenTrainer`` of prepared rows; the model may be under an adapter, and held to its start.
+    """``NextTokenTrainer`` of prepared rows; with an optional adapter and KL penalty to the initial model.
 
     Source: ``trl.SFTTrainer``, whose losses and gradient norms it has on the same chats
     (``tests/parity/test_trl_preparation.py``).
@@ -128,8 +128,7 @@ class SFTTrainer(NextTokenTrainer):
         if self.base is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
-        inputs.pop("target_positions", None)
-        outputs = self.base.score(model, inputs, labels)
+        outputs = self.base.score(model, inputs, labels, inputs.pop(POSITIONS, None))
         sums: DistillationSums = outputs.result
         num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
         loss = self.base.weigh(sums) * (self.accelerator.num_processes / num_targets)

@@ -29,6 +29,7 @@ from recipes_lib.data.sources.replay_dataset import EpochOrder, Order
 from recipes_lib.data.tokens.dataset import RowSkips
 from recipes_lib.errors import ConfigError, DivergedError, PreemptedError, Problem
 from recipes_lib.models.activation_checkpointing import read_selective
+from recipes_lib.models.attention.kernels import explain_choice
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
 from recipes_lib.planning.schedule import compute_steps
@@ -52,7 +53,7 @@ from recipes_lib.training.optim.optimizers import (
     get_decay_names,
     split_loraplus_groups,
 )
-from recipes_lib.training.trainers.arguments import verify_fp8_layers
+from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
 Batch = dict[str, Any]
 
@@ -75,7 +76,7 @@ class RecipeTrainer(CheckpointingTrainer):
     has_own_objective = True
     """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
     compares_rows = False
-    """Whether the rows of a micro-batch are compared with each other, so that how a batch is cut does change it."""
+    """Whether the loss compares rows of a micro-batch, so that it depends on gradient accumulation."""
     model: PreTrainedModel
     last_evaluated_step = -1
     is_evaluating = False
@@ -119,7 +120,7 @@ class RecipeTrainer(CheckpointingTrainer):
             tensor_size=count_tensor_parallel_ranks(self.model),
             is_in_shards=has_shards(self.model),
         )
-        settle_precision(self.accelerator)
+        settle_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
         # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
         self.callback_handler.callbacks[1:1] = observer.callbacks
@@ -127,6 +128,8 @@ class RecipeTrainer(CheckpointingTrainer):
         self._last_step = LastStep(self)
         for callback in (*checks, self._last_step):
             self.add_callback(callback)
+        attention = getattr(model.config.get_text_config(), "_attn_implementation", "")
+        say(f"attention: {explain_choice(attention, model.config, args.device, get_compute_dtype(args))}")
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
         if self.has_own_objective:
@@ -138,7 +141,7 @@ class RecipeTrainer(CheckpointingTrainer):
             penalty.prepare(self.accelerator, self.model)
             # Before the one that writes, which puts down what the figures are by then.
             self.callback_handler.callbacks.insert(1, penalty)
-        # The last, so that what it saves at the very beginning is what the first step starts from.
+        # Last, so that ``checkpoint-0`` is exactly what the first step starts from.
         self.add_callback(self.guard)
 
     @abstractmethod
@@ -167,12 +170,12 @@ class RecipeTrainer(CheckpointingTrainer):
         """Train, and evaluate once more at the end unless the last step was just evaluated.
 
         Raises:
-            PreemptedError: The run was asked to stop; a checkpoint of the last finished step is complete.
+            PreemptedError: On a stop request; a checkpoint of the last finished step is complete.
         """
         options: Any = self.args.activation_checkpointing_kwargs
         selective = read_selective(options)
         if self.args.activation_checkpointing and selective:
-            # Upstream hands on what a YAML file can hold, which no function is.
+            # Upstream passes YAML values only, never a function.
             self.model.activation_checkpointing_enable(**selective)
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
@@ -200,7 +203,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """Take the micro-batches of one optimizer step and count their terms over all processes.
 
         Raises:
-            PreemptedError: A process was asked to stop; the step is not begun.
+            PreemptedError: A process has a stop request; the step is not begun.
             DivergedError: The whole step holds none: there is nothing to learn from it.
         """
         if self.stops_at_end():
@@ -284,7 +287,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return {"observer": replace(self.observer, counter=StepCounter())}
 
     def verify_first_loss(self, loss: float) -> None:
-        """Hold the loss of the very first step, before any update, against what is known of it."""
+        """Compare the loss of the first step, before any update, with its known value."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
         """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
