@@ -1,9 +1,9 @@
-"""RLOO and GRPO on this library's loop against TRL's own trainers: what they learn, seconds and memory.
+"""PPO, RLOO and GRPO on this library's loop, RLOO and GRPO against TRL's own trainers: scores, seconds and memory.
 
 python benchmarks/rl.py [--rounds 8] [--steps 160] [--output build/rl.json]
 
 A tiny policy answers with one of two keys, and the first is rewarded (``tests/rl/keys_task.py``): 64 answers at a time,
-in groups of four, two passes of two steps; a round is a seed.
+in groups of four but for PPO, two passes of two steps; a round is a seed. The first iteration is not timed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,37 @@ from tests.rl import keys_task
 from tests.rows import read_events
 
 RECIPE_NAMES = ("rloo", "grpo")
+BATCHING = {
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": "{num_blocks: 64, page_size: 16, max_batch_tokens: 256}",
+}
+ENGINES: dict[str, dict[str, Any]] = {"ours": {}, "ours, continuous batching": BATCHING}
+Trained = dict[str, list[float]]
+"""Of each generation ``score``, its mean, and ``end``, seconds; our loop adds ``tokens_per_s`` of sampling."""
 
 
-def train_ours(recipe: str, policy: Path, folder: Path, steps: int, seed: int) -> list[float]:
-    """Train as the recipe does; return the mean score of each generation."""
-    keys = {"max_steps": steps, "seed": seed, "logging_steps": 1, "eval_strategy": "no"}
-    keys_task.train(keys_task.build_group_flags(policy, folder / "run", folder / "prompts.jsonl", **keys), recipe)
-    return [event["objective/score"] for event in read_events(folder / "run")]
+def train_ours(recipe: str, policy: Path, folder: Path, steps: int, seed: int, **more: Any) -> Trained:
+    """Train as the recipe does."""
+    keys = {"max_steps": steps, "seed": seed, "logging_steps": 1, "eval_strategy": "no", **more}
+    build = keys_task.build_flags if recipe == "ppo" else keys_task.build_group_flags
+    keys_task.train(build(policy, folder / "run", folder / "prompts.jsonl", **keys), recipe)
+    events = read_events(folder / "run")
+    figures = {"score": "objective/score", "end": "seconds", "tokens_per_s": "rollout/tokens_per_s"}
+    return {name: [event[figure] for event in events] for name, figure in figures.items()}
 
 
-def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int) -> list[float]:
+def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int) -> Trained:
     """As ``train_ours``, by TRL's trainer."""
     import trl
     from datasets import load_dataset
 
     scores: list[float] = []
+    ends: list[float] = []
 
     def reward(*, prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         found = keys_task.score_first_key(prompts=prompts, completion_ids=completion_ids)
         scores.append(statistics.mean(found))
+        ends.append(time.perf_counter())
         return [score - (ids[-1] != keys_task.EOS) for score, ids in zip(found, completion_ids, strict=True)]
 
     config, trainer = {"rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)}[recipe]
@@ -58,7 +70,7 @@ def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int) ->
         model=str(policy), reward_funcs=[reward], args=args, train_dataset=rows,
         processing_class=keys_task.build_tokenizer(),
     ).train()  # fmt: skip
-    return scores
+    return {"score": scores, "end": ends}
 
 
 def measure(variant: str, recipe: str, steps: int, seed: int) -> dict[str, float]:
@@ -68,12 +80,17 @@ def measure(variant: str, recipe: str, steps: int, seed: int) -> dict[str, float
         folder = Path(name)
         policy = keys_task.write_policy(folder / "policy", seed)
         keys_task.write_prompts(folder / "prompts.jsonl", 2000, seed=77 + seed)
-        began = time.perf_counter()
-        scores = (train_ours if variant == "ours" else train_trl)(recipe, policy, folder, steps, seed)
-        seconds = time.perf_counter() - began
-    last = scores[-(len(scores) // 4) :]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return {"score": statistics.mean(last), "seconds": seconds, "memory": memory}
+        if variant == "TRL":
+            found = train_trl(recipe, policy, folder, steps, seed)
+        else:
+            found = train_ours(recipe, policy, folder, steps, seed, **ENGINES[variant])
+    scores, ends = found["score"], found["end"]
+    return {
+        "score": statistics.mean(scores[-(len(scores) // 4) :]),
+        "seconds": (ends[-1] - ends[0]) / (len(ends) - 1),
+        "tokens_per_s": statistics.median(found.get("tokens_per_s", [0.0])),
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+    }
 
 
 def main() -> None:
@@ -87,21 +104,24 @@ def main() -> None:
         print(json.dumps(measure(variant, recipe, options.steps, int(seed))))
         return
     common = [sys.executable, __file__, "--steps", str(options.steps), "--measure"]
-    names = {(variant, recipe): f"{recipe}, {variant}" for recipe in RECIPE_NAMES for variant in ("ours", "TRL")}
+    names = {(variant, recipe): f"{recipe}, {variant}" for recipe in RECIPE_NAMES for variant in (*ENGINES, "TRL")}
+    names = {("ours", "ppo"): "ppo, ours", **names}
     commands = {name: [*common, variant, recipe, "{round}"] for (variant, recipe), name in names.items()}
     results = run_interleaved(commands, options.rounds)
-    table = [
-        ["method", "score at the end", "ours less TRL's, mean ± standard error", "seconds", "TRL / ours", "peak GB"]
-    ]
-    for (variant, recipe), name in names.items():
-        ours, theirs = (results[names[one, recipe]] for one in ("ours", "TRL"))
-        gaps = [one["score"] - other["score"] for one, other in zip(ours, theirs, strict=True)]
-        error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
-        told = (f"{statistics.mean(gaps):+.3f} ± {error:.3f}", "1") if variant == "ours" else ("", "")
-        ratio = compare(results, "seconds", names["ours", recipe], name) if variant == "TRL" else told[1]
-        row = [name, spread(results[name], "score"), told[0], spread(results[name], "seconds", 1), ratio]
-        table.append([*row, spread(results[name], "memory")])
-    write_results(options.output, "RLOO and GRPO", table, results)
+    head = ["method", "score at the end", "less TRL's, mean ± standard error", "seconds an iteration", "this / ours"]
+    table = [[*head, "peak GB", "this / ours", "tokens/s of sampling"]]
+    for (_, recipe), name in names.items():
+        ours, own = f"{recipe}, ours", results[name]
+        told = ""
+        if (theirs := results.get(f"{recipe}, TRL", own)) is not own:
+            gaps = [one["score"] - other["score"] for one, other in zip(own, theirs, strict=True)]
+            error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else float("nan")
+            told = f"{statistics.mean(gaps):+.3f} ± {error:.3f}"
+        times = [spread(own, "seconds"), compare(results, "seconds", ours, name)]
+        memory = [spread(own, "memory"), compare(results, "memory", ours, name)]
+        speed = spread(own, "tokens_per_s", 0) if own[0]["tokens_per_s"] else ""
+        table.append([name, spread(own, "score"), told, *times, *memory, speed])
+    write_results(options.output, "PPO, RLOO and GRPO", table, results)
 
 
 if __name__ == "__main__":

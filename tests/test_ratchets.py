@@ -117,7 +117,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 """Law -> (what must not stand anywhere, in files under these prefixes, except in these)."""
 
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".json", ".jinja", ".txt", ".cfg", ""}
-NUM_PRIVATE_OVERRIDES = 17
+NUM_PRIVATE_OVERRIDES = 15
 """Private methods of upstream's trainers that ours override, each class counted. This number may only shrink."""
 _UPSTREAM_VERSION = re.compile(r"#.*\b(transformers|trl|accelerate|peft) \d")
 

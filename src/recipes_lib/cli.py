@@ -57,9 +57,9 @@ COMMANDS = {
     "tokenizer": Command(
         "recipes_lib.commands.tokenizer:main", "train a tokenizer on any data, and measure its compression"
     ),
-    "plan": Command("recipes_lib.commands.planning.plan:main", "estimate parameters, memory, time and cost of a run"),
+    "plan": Command("recipes_lib.commands.planning.flags:plan", "estimate parameters, memory, time and cost of a run"),
     "scale": Command(
-        "recipes_lib.commands.planning.scale:main", "fit scaling laws to runs, and plan or predict larger ones"
+        "recipes_lib.commands.planning.flags:scale", "fit scaling laws to runs, and plan or predict larger ones"
     ),
     "sample-pairs": Command(
         "recipes_lib.commands.sampling:main_pairs", "make preference pairs of a policy's own answers, by its rewards"

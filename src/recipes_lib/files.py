@@ -117,6 +117,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield partial
+        # Before the rename, which a file system may otherwise persist before the data.
         fsync(partial)
         partial.replace(path)
     finally:
@@ -188,6 +189,7 @@ def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False
     Returns:
         Whether it is locked now; ``False``: another holds it, ``None``: the file system has no locks.
     """
+    # flock belongs to the open file, which children share; lockf to the process.
     lock = fcntl.lockf if of_process else fcntl.flock
     try:
         lock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
@@ -220,6 +222,7 @@ def _is_not(record: Mapping[str, Any], name: str, kind: type | UnionType) -> boo
 def _read_regular(path: Path) -> bytes:
     """Read a regular file of bounded size; opening a named pipe does not block."""
     try:
+        # O_NONBLOCK: opening a named pipe without a writer would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # A name with a zero byte.
         raise OSError(str(error)) from error

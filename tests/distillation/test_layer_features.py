@@ -208,6 +208,14 @@ def test_a_resumed_run_ends_with_the_very_weights_and_projections(tiny_model_dir
     assert second.steps == recorder.steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
     assert_equal_weights(resumed.layers._projections.state_dict(), straight.layers._projections.state_dict())
+    # As at the end of a run whose best checkpoint is not the last one.
+    best = tmp_path / "run" / "checkpoint-2"
+    straight.state.best_model_checkpoint = str(best)
+    with straight.layers.attached():
+        straight._load_best_model()
+    assert_equal_weights(weights_of(straight), AutoModelForCausalLM.from_pretrained(best).state_dict())
+    projections = torch.load(best / PROJECTIONS_FILE, weights_only=True)
+    assert_equal_weights(straight.layers._projections.state_dict(), projections)
 
 
 def test_recomputed_layers_have_the_same_trajectory(tiny_model_dir, student_dir, tmp_path) -> None:

@@ -150,6 +150,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     jobs |= {recipe: build_groups(folder, 2, recipe) for recipe in GROUPS}
     alone["grpo adapter"] = build_groups(folder, 1, "grpo", use_peft=True, learning_rate=3e-3)
     jobs["grpo adapter"] = build_groups(folder, 2, "grpo", use_peft=True, learning_rate=3e-3)
+    for n, runs in ((1, alone), (2, jobs)):
+        runs["grpo 4-bit"] = build_groups(folder, n, "grpo", use_peft=True, load_in_4bit=True, learning_rate=3e-3)
     # The reward model is a third adapter of the trunk. A critic of its large weights would make much of a rounding.
     write_reward_adapter(policy, folder / "reward adapter")
     of_adapters = {"use_peft": True, "save_critic": False, "learning_rate": 3e-3, "critic_learning_rate": 3e-3}
@@ -191,12 +193,13 @@ def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("recipe", [*GROUPS, "grpo adapter", "ppo adapters"])
+@pytest.mark.parametrize("recipe", [*GROUPS, "grpo adapter", "grpo 4-bit", "ppo adapters"])
 def test_a_sharded_policy_learns_from_groups_or_as_an_adapter_what_a_whole_one_does(
     sharded: tuple[Path, dict[str, Any]], recipe: str
 ) -> None:
     folder, _ = sharded
     one, two = folder / "one" / recipe, folder / "two" / recipe
+    assert (two / "checkpoint-4" / "policy" / "model_shards").is_dir()
     assert_same_figures(one, two, tolerance=1e-5)
     for name, tensor in read_weights(one).items():
         torch.testing.assert_close(read_weights(two)[name], tensor, rtol=0, atol=1e-5, msg=name)

@@ -26,8 +26,8 @@ from recipes_lib.losses.distillation import (
     TeacherHead,
     TopLogps,
     compute_distillation,
+    compute_top_divergence,
     compute_top_logps,
-    learn_top,
 )
 
 
@@ -116,7 +116,7 @@ def test_the_closed_form_of_the_tail_bucket() -> None:
     assert whole.loss_sum.item() == pytest.approx(0.094885, abs=1e-6)
     values, ids = teacher.topk(2)
     top = TopLogps(ids[None], values[None], torch.tensor([0.2], dtype=torch.float64).log(), torch.zeros(1), 5)
-    bound, _ = learn_top(student[None].clone(), top, 0.0)
+    bound, _ = compute_top_divergence(student[None].clone(), top, 0.0)
     assert bound.item() == pytest.approx(0.081093, abs=1e-6)
 
 
@@ -138,7 +138,7 @@ def test_a_tail_without_mass_stays_finite(beta: float) -> None:
     top = compute_top_logps(logits, torch.eye(6), torch.zeros(2, dtype=torch.int64), k=1, temperature=1.0)
     assert top.log_tails.tolist() == [MIN_LOG_TAIL] * 2
     for student in (logits.flip(1), logits, torch.zeros(2, 6)):
-        values, gradient = learn_top(student.clone(), top, beta)
+        values, gradient = compute_top_divergence(student.clone(), top, beta)
         assert values.isfinite().all()
         assert gradient.isfinite().all()
 

@@ -253,6 +253,13 @@ def test_how_a_run_is_watched_may_change(tmp_path):
     assert start_run(make_config(tmp_path, logging_steps=7, save_total_limit=1, report_to="none"), ONE).resume_from
 
 
+@pytest.mark.parametrize("now", [True, "auto"])
+def test_a_run_out_of_memory_resumes_with_more_recomputation(tmp_path, now):
+    start_run(make_config(tmp_path, activation_checkpointing=False), ONE)
+    leave_checkpoint(tmp_path, 5)
+    assert start_run(make_config(tmp_path, activation_checkpointing=now), ONE).resume_from
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -17,9 +17,12 @@ from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import read_record, replace_record
+from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
 if TYPE_CHECKING:
-    from recipes_lib.data.prompts import PromptRow
+    from transformers import TrainingArguments
+
+    from recipes_lib.data.prompts import PromptData, PromptRow
     from recipes_lib.rl.collect import Collector
 
 
@@ -232,26 +235,17 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from recipes_lib.data.prompts import load_prompt_data
     from recipes_lib.data.store import compute_key
-    from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.generation import set_stop_tokens
-    from recipes_lib.models.loading import load_model_config, load_tokenizer
     from recipes_lib.rl.engines.engine import build_collector, hold_policy
     from recipes_lib.rl.rewards import load_rewards
-    from recipes_lib.training.layouts.launch_environment import read_launch
     from recipes_lib.training.monitoring.progress import build_progress
-    from recipes_lib.training.trainers.arguments import build_training_arguments
     from recipes_lib.training.trainers.trained_model import load_policy
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    launch = read_launch()
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
-    args = build_training_arguments(config, launch, has_eval=False)
+    launch, tokenizer, prompts, args, attention = _prepare(config)
     rewards = load_rewards(config.rewards, device=str(args.device))
-    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
-    policy = load_policy(config, attention.implementation, args, launch)
+    policy = load_policy(config, attention, args, launch)
     stop_ids = set_stop_tokens(policy, tokenizer, prompts.terminators)
     models = hold_policy(policy.to(args.device), stop_ids)
     progress = build_progress(is_main=True)
@@ -262,6 +256,21 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     file = RowFile(output, key, PairCounts(), what="pairs of another policy, other prompts, rewards or settings")
     file.write(sample_pairs(collector, prompts.train, num_answers, file.counts))
     return file.counts.describe()
+
+
+def _prepare(config: RecipeConfig) -> tuple[Launch, Any, PromptData, TrainingArguments, str]:
+    """What answers are sampled with: the launch, tokenizer, prompts, arguments and the implementation of attention."""
+    from recipes_lib.data.prompts import load_prompt_data
+    from recipes_lib.models.attention.kernels import choose_attention
+    from recipes_lib.models.loading import load_model_config, load_tokenizer
+    from recipes_lib.training.trainers.arguments import build_training_arguments
+
+    launch = read_launch()
+    tokenizer = load_tokenizer(config.model, config.tokens)
+    prompts = load_prompt_data(config, tokenizer)
+    args = build_training_arguments(config, launch, has_eval=False)
+    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
+    return launch, tokenizer, prompts, args, attention.implementation
 
 
 def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, Any]:
@@ -360,24 +369,17 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
         ConfigError: The teacher cannot be loaded; there is a mixture; as ``RowFile``.
         DataError: As ``load_prompt_data``.
     """
-    from recipes_lib.data.prompts import load_prompt_data
     from recipes_lib.data.store import compute_key
     from recipes_lib.distillation.teacher_store import identify_teacher
-    from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.generation import set_stop_tokens
-    from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
-    from recipes_lib.training.layouts.launch_environment import read_launch
-    from recipes_lib.training.trainers.arguments import build_training_arguments
+    from recipes_lib.models.loading import load_causal_lm
 
     if config.data.dataset_mixture:
         where = config.provenance.get("dataset_mixture", "dataset_mixture")
         raise ConfigError(Problem(where, "prompts come from one dataset", "join the files, and write `dataset_name`"))
     config = take_teacher(config)
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
-    args = build_training_arguments(config, read_launch(), has_eval=False)
-    attention = choose_attention(config.model, load_model_config(config.model)[0], args, packing=False)
-    teacher: Any = load_causal_lm(config.model, attention.implementation)
+    _, tokenizer, prompts, args, attention = _prepare(config)
+    teacher: Any = load_causal_lm(config.model, attention)
     teacher.to(args.device)
     stop_ids = set_stop_tokens(teacher, tokenizer, prompts.terminators)
     facts = {

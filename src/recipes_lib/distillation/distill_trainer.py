@@ -143,11 +143,8 @@ class DistillationTrainer(SFTTrainer):
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
                 whose = "labels" if answered is None else "its answers"
                 self.observer.progress.say(verify_first_sums(sums, dtype, whose, is_own_teacher=self._is_own_teacher))
-        num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
-        # Gradients are averaged over processes, while num_targets counts all of them.
-        loss = (sums.loss_sum + self.layers.weigh(parts)) * (self.accelerator.num_processes / num_targets)
-        if output.aux_loss is not None:
-            loss = loss + self.weigh_aux_loss(output.aux_loss, num_tokens)
+        loss_sum = sums.loss_sum + self.layers.weigh(parts)
+        loss = self.compute_share(loss_sum, sums.num_targets, num_items_in_batch, output.aux_loss, num_tokens)
         if answered is None:
             self.figures.add(_name_figures(sums, parts), sums.num_targets)
         else:
@@ -178,17 +175,11 @@ class DistillationTrainer(SFTTrainer):
             staged = super()._stage(model, folder)
         return self.layers.add_to(staged, self._saver)
 
-    # transformers 5.23 loads into the model as it is, where projections hang that its checkpoint does not hold.
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Read the student and the projections."""
+    def load_weights(self, checkpoint: Path, by_upstream: Callable[[], object]) -> None:
+        """Read the student, whose files do not hold the projections that hang on it, and then those."""
         with self.layers.detached():
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.layers.load(Path(resume_from_checkpoint))
-
-    # transformers 5.23: as above.
-    def _load_best_model(self) -> None:
-        with self.layers.detached():
-            super()._load_best_model()
+            super().load_weights(checkpoint, by_upstream)
+        self.layers.load(checkpoint)
 
     def build_stand_ins(self) -> dict[str, Any]:
         """As ``RecipeTrainer``; an uncounted pass is not the first step, and computes the batches that it is given."""

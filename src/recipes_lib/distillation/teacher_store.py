@@ -105,7 +105,7 @@ class RecordFormat:
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Which store a run needs.
+    """Identity of the store that a run needs.
 
     Attributes:
         root: Folder of prepared sets.
@@ -151,7 +151,7 @@ class TeacherRows:
 
 @dataclass(frozen=True, slots=True)
 class TeacherCollator:
-    """Rows to a batch, with what the teacher says of its targets where the rows have it.
+    """Collator that adds the teacher's top-k log-probabilities to a batch.
 
     Attributes:
         collate: Rows to the batch without it.
@@ -185,7 +185,7 @@ def read_targets(labels: torch.Tensor) -> npt.NDArray[np.int64]:
 
 
 def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mapping[str, Any]) -> StoreIdentity:
-    """Say which store a run needs, without loading the teacher.
+    """Return the identity of the store of a run, without loading the teacher.
 
     Args:
         config: The run.
@@ -213,7 +213,7 @@ def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mappin
 
 
 def identify_teacher(config: RecipeConfig) -> dict[str, str]:
-    """Return what says which weights a teacher has: the Hub's commit, or the bytes of a folder.
+    """Return the identity of the teacher's weights: the Hub commit, or a hash of the folder.
 
     Raises:
         ConfigError: Neither is known.
@@ -235,7 +235,7 @@ def identify_teacher(config: RecipeConfig) -> dict[str, str]:
 def write_store(
     identity: StoreIdentity, rows: Rows, compute: ComputeTop, *, batch_size: int, tell: Callable[[int], None]
 ) -> PreparedSet:
-    """Find the store, or ask the teacher about every row; an interrupted run resumes after the last whole shard.
+    """Find the store, or compute it for every row; an interrupted run resumes after the last complete shard.
 
     Args:
         identity: From ``identify_store``.
@@ -269,7 +269,7 @@ def write_store(
 
 
 def read_store(identity: StoreIdentity, rows: Rows) -> TeacherRows:
-    """Return the rows with what the store says of them.
+    """Return the rows with their stored log-probabilities.
 
     Raises:
         ConfigError: There is no such store, or it is damaged.
@@ -291,7 +291,7 @@ def read_store(identity: StoreIdentity, rows: Rows) -> TeacherRows:
 def compare_with_teacher(
     identity: StoreIdentity, taught: TeacherRows, compute: ComputeTop, *, num_rows: int, allowed: float
 ) -> float:
-    """Ask the teacher about some rows again and return by how much the store is off, in nats on average.
+    """Recompute some rows with the teacher; return the mean error of the store in nats.
 
     Args:
         identity: From ``identify_store``; its key draws the rows.

@@ -1,4 +1,4 @@
-"""What lm-eval asks: a model by transformers or vLLM, or an endpoint; its room, its cache of answers, its failures."""
+"""Inference engines of lm-eval: transformers, vLLM or an endpoint, with an answer cache and error handling."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completi
 
 
 def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
-    """Build what lm-eval asks.
+    """Build the engine of an evaluation.
 
     Args:
         config: Of the evaluation.
@@ -159,7 +159,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
 
 
 class _Watch(LogitsProcessor):
-    """Remembers on the device whether a logit was no number: nothing waits for it before the answers are there."""
+    """Accumulates on the device whether a logit was NaN, without synchronisation."""
 
     def __init__(self) -> None:
         self.is_broken: torch.Tensor | None = None
@@ -249,7 +249,7 @@ def _refuse_answer(endpoint: str | None, error: Exception) -> NoReturn:
 
 
 def find_room(model: Any) -> int | None:
-    """Return how many tokens of prompt and choice a model sees, the last one's prediction included; ``None``: unknown.
+    """Return the context length in tokens, prompt and choice together; ``None`` if unknown.
 
     Source: lm-eval 0.4.13, ``_loglikelihood_tokens`` of ``HFLM``, ``VLLM`` and ``TemplateAPI``, each another.
     """
@@ -260,7 +260,7 @@ def find_room(model: Any) -> int | None:
 
 
 def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
-    """Return whether a model does not see the beginning of a question.
+    """Return whether a question is truncated at its start.
 
     Args:
         model: With ``tok_encode`` and ``max_length``; of a chat endpoint nothing is known.

@@ -1,4 +1,4 @@
-"""One evaluation: lm-eval asks a model the questions of tasks; scores, standard errors and every answer are kept."""
+"""Evaluation by lm-eval: scores, standard errors and every answer of a model on tasks."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SETTINGS: Final = (
     *("limit", "apply_chat_template", "fewshot_as_multiturn", "system_instruction", "gen_kwargs", "seed"),
     *("engine", "dtype", "attn_implementation", "tokenizer_name_or_path"),
 )
-"""Keys that decide answers, besides the model and the tasks."""
+"""Keys that affect answers, besides model and tasks."""
 
 
 def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
-    """Ask a model the questions of its tasks, and write ``eval.json`` and ``samples.jsonl``.
+    """Evaluate a model on its tasks, and write ``eval.json`` and ``samples.jsonl``.
 
     Answers are kept as they come: the same command resumes a run that was killed.
 
@@ -168,7 +168,7 @@ def _hash(value: Any) -> str:
 
 
 def _verify_choices(config: EvalConfig, tasks: Mapping[str, Any]) -> None:
-    """Refuse what an endpoint of chats has no answer to: it tells no log-probabilities of a text."""
+    """Raise for tasks that need log-probabilities, which chat endpoints do not return."""
     if not config.is_chat_endpoint:
         return
     scored = [name for name, task in tasks.items() if task.get_config("output_type") != "generate_until"]
@@ -178,7 +178,7 @@ def _verify_choices(config: EvalConfig, tasks: Mapping[str, Any]) -> None:
 
 
 def _verify_shares(config: EvalConfig, tasks: Mapping[str, Any], world_size: int) -> None:
-    """Refuse more processes than a task has questions: lm-eval looks at the first one of each process."""
+    """Raise if there are more processes than questions: lm-eval reads the first one of each process."""
     for name, task in tasks.items():
         if (number := min(len(task.eval_docs), config.limit or len(task.eval_docs))) < world_size:
             found = f"{number} questions are shared by {world_size} processes"

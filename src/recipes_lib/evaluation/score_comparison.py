@@ -1,4 +1,4 @@
-"""Models compared on the same questions: differences in pairs, their confidence intervals, and a verdict."""
+"""Paired comparison of models on the same questions: differences, confidence intervals, verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Verdict = Literal["better", "worse", "same", "not comparable"]
 NUM_RESAMPLES: Final = 2000
 _SEED: Final = 0
 _FEWEST: Final = 6
-"""Questions of which 2 / 2^n is below 5 %."""
+"""Smallest number of questions with 2 / 2^n below 5 %."""
 
 
 class Difference(NamedTuple):

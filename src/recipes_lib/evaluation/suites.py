@@ -1,4 +1,4 @@
-"""Which tasks are asked: suites by name with the few-shot examples of their publications, and every task of lm-eval."""
+"""Benchmark suites with the few-shot settings of their publications, and all tasks of lm-eval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``recipes check`` of each recipe, from pretraining to GRPO."""
+"""Recipe-specific checks of ``recipes check``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SFTInspection(Inspection):
         return self.config.tokens.packing
 
     def look_at_data(self, say: Say) -> None:
-        """The layout of the rows, what is trained on of them, and the audit."""
+        """The layout of the rows, their loss mask, and the audit."""
         from recipes_lib.data.packed.encoding import build_encoder
         from recipes_lib.data.packed.training_data import load_training_data
         from recipes_lib.data.sources.canonical import detect_source_format
@@ -105,10 +105,10 @@ class PretrainInspection(Inspection):
 
 
 class DistillationInspection(SFTInspection):
-    """What fine-tuning is looked at for, and whether student and teacher read the same tokens."""
+    """Checks of fine-tuning, and whether student and teacher have the same tokenizer."""
 
     def look_at_agreement(self, say: Say) -> None:
-        """Vocabulary, special tokens and length of the student; and the teacher beside it."""
+        """Vocabulary, special tokens and length of student and teacher."""
         from recipes_lib.distillation.teacher_store import map_teacher_vocabulary
         from recipes_lib.models.loading import choose_teacher, load_model_config
 
@@ -133,7 +133,7 @@ class DistillationInspection(SFTInspection):
             say(f"what the teacher says, {size / 1e9:.2f} GB, {state}")
 
     def _look_at_layers(self, teacher: Any, say: Say) -> None:
-        """Say which layers will be compared, if any."""
+        """Print which layers are compared, if any."""
         from recipes_lib.distillation.layer_features import choose_layers
         from recipes_lib.models.structure import map_layers
 
@@ -147,7 +147,7 @@ class DistillationInspection(SFTInspection):
 
 
 class PairInspection(Inspection):
-    """Pairs, what is left out of them, and whether their prompts are computed once."""
+    """Pairs, dropped pairs, and whether prompts are computed once."""
 
     @property
     def keeps_documents_apart(self) -> bool:
@@ -178,7 +178,7 @@ class PairInspection(Inspection):
             say(f"the score is read at the end; {self.tokenizer.pad_token!r} pads")
 
     def look_at_kernels(self, say: Say) -> None:
-        """As for every recipe, and whether a prompt is computed once for both answers."""
+        """Common checks, and whether a prompt is computed once for both answers."""
         from recipes_lib.models.attention.shared_prompt import supports_shared_prompt
 
         super().look_at_kernels(say)
@@ -204,7 +204,7 @@ class PairInspection(Inspection):
 
 
 class PPOInspection(Inspection):
-    """Prompts as the policy will be asked, every reward imported, and the critic's start."""
+    """Prompts, import of every reward, and initialisation of the critic."""
 
     keeps_documents_apart = False
     num_learners = 2  # Policy and critic.
@@ -270,7 +270,7 @@ class PPOInspection(Inspection):
             say(warning)
 
     def look_at_kernels(self, say: Say) -> None:
-        """As in every recipe; and whether the models fit into this machine's accelerator, if it has one."""
+        """Common checks, and whether the models fit into this machine's accelerator, if it has one."""
         from recipes_lib.hardware import read_device_memory
         from recipes_lib.planning.memory import list_layouts, plan_memory
         from recipes_lib.training.layouts.memory_layout import build_layout
@@ -313,7 +313,7 @@ class PPOInspection(Inspection):
 
 
 class GroupInspection(PPOInspection):
-    """Prompts as the policy will be asked, every reward imported, and answers in groups."""
+    """Prompts, import of every reward, and groups of answers."""
 
     num_learners = 1  # There is no critic.
 
@@ -343,4 +343,4 @@ INSPECTIONS: Final[Mapping[str, type[Inspection]]] = {
     "distill": DistillationInspection,
     **dict.fromkeys(("rloo", "grpo"), GroupInspection),
 }
-"""Recipe -> what looks at its runs."""
+"""Recipe -> its checks."""

@@ -36,14 +36,14 @@ class Inspection(ABC):
     """Facts about a run, collected section by section; a section whose inputs are missing prints nothing."""
 
     corpus_kind: str | None = None
-    """What `recipes clean` is told of the data, ``text`` or ``chat``; ``None``: it has nothing to say of them."""
+    """Kind of the data for `recipes clean`, ``text`` or ``chat``; ``None``: not supported."""
     flattens = False
     """Whether batches of one document a row are laid out as packed ones, where the kernel takes those."""
     num_learners = 1
     """Models, or adapters, in a checkpoint, each with its optimizer states."""
 
     def __init__(self, config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> None:
-        """Look at ``config`` as the processes of ``launch`` would run it, started by ``launch_file``."""
+        """Check ``config`` for a run with ``launch``, started by ``launch_file``."""
         self.config = config
         self.launch_file = launch_file
         self.launch = launch
@@ -78,7 +78,7 @@ class Inspection(ABC):
 
     @contextmanager
     def section(self, name: str) -> Iterator[Say]:
-        """Print a section: its facts, and as its problems what it raised."""
+        """Print a section: its facts, and the problems that it raises."""
         facts: list[str] = []
         found: Sequence[Problem] = ()
         try:
@@ -96,12 +96,12 @@ class Inspection(ABC):
             self.console.print(Text("    " + str(problem).replace("\n", "\n    "), style="red"), soft_wrap=True)
 
     def look_at_keys(self, say: Say) -> None:
-        """How many keys were given."""
+        """Number of keys given."""
         given = sum(place not in ("default",) and "derived" not in place for place in self.config.provenance.values())
         say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
 
     def look_at_launch(self, say: Say) -> None:
-        """Whether recipe and launch file go together."""
+        """Whether recipe and launch file are compatible."""
         from recipes_lib.training.layouts.compatibility import verify_combination
 
         launch, stages = self.launch, self.launch.layout.pipeline_stages
@@ -139,7 +139,7 @@ class Inspection(ABC):
 
     @abstractmethod
     def look_at_data(self, say: Say) -> None:
-        """What is trained on and what is held out."""
+        """Training and held-out data."""
 
     def look_at_corpus(self, say: Say) -> None:
         """Duplicates, personal data, languages and boilerplate of a sample, in recipes that train on texts."""
@@ -183,7 +183,7 @@ class Inspection(ABC):
         say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
     def say_audit(self, say: Say, what: str) -> None:
-        """Say how long examples are, and what the audit of the data found."""
+        """Print example lengths, and the findings of the data audit."""
         audit = self._data.audit
         say(
             f"{what}: 5 % up to {audit.length_p5:,}, half up to {audit.length_p50:,}, "
@@ -193,7 +193,7 @@ class Inspection(ABC):
             say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
 
     def say_schedule(self, say: Say, num_rows: int | None) -> int:
-        """Say how many steps upstream's trainer makes over ``num_rows`` rows (a stream: ``None``), and at which rates.
+        """Print the steps of upstream's trainer over ``num_rows`` rows (a stream: ``None``), and learning rates.
 
         Returns:
             Rows of a step over all processes.
@@ -207,7 +207,7 @@ class Inspection(ABC):
         return plan.rows_per_step
 
     def say_rates(self, say: Say, num_warmup_steps: int) -> None:
-        """Say which rates upstream's schedule has over ``num_steps``."""
+        """Print the learning rates of upstream's schedule over ``num_steps``."""
         from recipes_lib.planning.schedule import compute_learning_rates
 
         steps = [round(share * (self.num_steps - 1)) for share in SHARES_OF_A_RUN]
@@ -217,7 +217,7 @@ class Inspection(ABC):
         say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
 
     def say_agreement(self, say: Say, longest: int | None, terminators: Sequence[int]) -> None:
-        """Say that model and tokenizer agree, and what answers end with.
+        """Print that model and tokenizer agree, and the end token of answers.
 
         Raises:
             ConfigError: They do not.
@@ -269,7 +269,7 @@ class Inspection(ABC):
         verify_disk(plan, self.config.training["output_dir"])
 
     def count_trained(self) -> tuple[int, int]:
-        """Return how many parameters a learner has, the adapter's alone where there is one, and the bytes of each."""
+        """Return the number of trained parameters (of an adapter only its own), and bytes per parameter."""
         import torch
 
         from recipes_lib.models.adapters.lora import add_adapter
@@ -297,7 +297,7 @@ class Inspection(ABC):
 
 
 def _build_on_meta(model_config: Any) -> Any:
-    """Build a model as it is loaded, without giving its weights memory."""
+    """Build a model on the meta device, as it would be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -313,7 +313,7 @@ _HUB_KEYS: Final = ("config", "revision", "split", "columns")
 
 
 def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> None:
-    """Say what cleaning would find in each source of a run; nothing of sources that cannot be read.
+    """Print what cleaning would find in each source of a run; unreadable sources are skipped.
 
     Args:
         config: The run.

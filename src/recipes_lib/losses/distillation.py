@@ -20,7 +20,7 @@ MIN_LOG_TAIL = -80.0
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a student learns: ``alpha * CE + (1 - alpha) * temperature^2 * D_beta``.
+    """Distillation objective: ``alpha * CE + (1 - alpha) * temperature^2 * D_beta``.
 
     Attributes:
         alpha: Share of the cross-entropy with the labels, in ``[0, 1]``.
@@ -54,11 +54,11 @@ class TeacherHead:
 
 @dataclass(frozen=True, slots=True)
 class DistillationTargets:
-    """What is to be learnt at ``N`` places.
+    """Labels and teacher outputs at ``N`` target positions.
 
     Attributes:
         targets: The token that the text has there, ``int64 (N,)``, below ``C``.
-        teacher: What the teacher says there; it gets no gradient.
+        teacher: The teacher's outputs there; it gets no gradient.
         objective: The loss.
     """
 
@@ -170,8 +170,8 @@ class _ChunkedDistillation(torch.autograd.Function):
         return (*scaled, None, None, None)
 
 
-class _Learnt(NamedTuple):
-    """What a chunk of places has to learn of the teacher.
+class _ChunkDivergence(NamedTuple):
+    """Divergence from the teacher of a chunk of positions, with its gradient.
 
     Attributes:
         divergences: ``(n,)``.
@@ -188,12 +188,14 @@ class _Learnt(NamedTuple):
 
 def _iterate_supervision(
     supervision: DistillationTargets, projection: Projection
-) -> Iterator[Callable[[Tensor, Tensor], _Learnt]]:
+) -> Iterator[Callable[[Tensor, Tensor], _ChunkDivergence]]:
     """Yield for each chunk the function that takes the student's logits and the targets; autocast is on or off here."""
     teacher, objective, size = supervision.teacher, supervision.objective, projection.chunk_size
     if isinstance(teacher, TopLogps):
         starts = range(0, len(supervision.targets), size)
-        return (partial(_learn_top, teacher.take(slice(start, start + size)), objective) for start in starts)
+        return (
+            partial(_compute_top_divergence, teacher.take(slice(start, start + size)), objective) for start in starts
+        )
     # Which dtype its products have is autocast's to say, and so is settled before that is off.
     transform = LogitTransform(logit_scale=teacher.logit_scale, softcap=teacher.softcap, chunk_size=size)
     taught = build_projection(teacher.hidden, teacher.weight, **transform)
@@ -201,20 +203,22 @@ def _iterate_supervision(
     return (partial(_learn_whole, chunk.logits.to(projection.wide), objective) for chunk in chunks)
 
 
-def _learn_whole(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _Learnt:
+def _learn_whole(teacher_logits: Tensor, objective: Objective, logits: Tensor, targets: Tensor) -> _ChunkDivergence:
     choice = teacher_logits.argmax(dim=-1, keepdim=True)
     nll_sum = (teacher_logits.logsumexp(dim=-1, keepdim=True) - teacher_logits.gather(1, targets)).sum()
     teacher_logps = teacher_logits.div_(objective.temperature).log_softmax(dim=-1)
     student_logps = (logits[:, : teacher_logps.shape[1]] / objective.temperature).log_softmax(dim=-1)
     divergences, slopes = compute_divergence(teacher_logps, student_logps, objective.beta)
     gradient = slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
-    return _Learnt(divergences, gradient, choice, nll_sum)
+    return _ChunkDivergence(divergences, gradient, choice, nll_sum)
 
 
-def _learn_top(teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor) -> _Learnt:
+def _compute_top_divergence(
+    teacher: TopLogps, objective: Objective, logits: Tensor, targets: Tensor
+) -> _ChunkDivergence:
     scaled = logits[:, : teacher.num_tokens] / objective.temperature
-    divergences, gradient = learn_top(scaled, teacher, objective.beta)
-    return _Learnt(divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum())
+    divergences, gradient = compute_top_divergence(scaled, teacher, objective.beta)
+    return _ChunkDivergence(divergences, gradient, teacher.ids[:, :1], -teacher.target_logps.sum())
 
 
 class Divergence(NamedTuple):
@@ -261,7 +265,7 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
 
 
 class TopLogps(NamedTuple):
-    """What a teacher says at ``N`` places, but for its unlikelier tokens; log-probabilities at a temperature, in nats.
+    """Top-k log-probabilities of a teacher at ``N`` positions, at a temperature, in nats.
 
     Attributes:
         ids: Of the ``k`` likeliest tokens, likeliest first; ``int64 (N, k)``.
@@ -321,7 +325,7 @@ def compute_top_logps(
     return TopLogps(ids, logps, log_tails, target_logps, len(weight))
 
 
-def learn_top(student_logits: Tensor, teacher: TopLogps, beta: float) -> tuple[Tensor, Tensor]:
+def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: float) -> tuple[Tensor, Tensor]:
     """Divergence between student and teacher over ``k + 1`` outcomes: the teacher's likeliest tokens, and any other.
 
     It is at most the divergence over all tokens, grows with ``k``, and is the whole at ``k = C``. Neither side is

@@ -131,6 +131,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Where the logits of ``targets``, ``(n, 1)``, stand, and 1; 0 and 0 where another process has them."""
+    # Multiplied by 0, not masked out: a mask would have another shape on each rank and wait for the device.
     places = targets - share.first
     is_here = (places >= 0) & (places < logits.shape[1])
     return places * is_here, is_here.to(logits.dtype)
@@ -140,7 +141,7 @@ def _find_places(targets: Tensor, logits: Tensor, share: VocabularyShard) -> tup
 def sample_targets(
     hidden: Tensor, weight: Tensor, generator: torch.Generator, **transform: Unpack[LogitTransform]
 ) -> Tensor:
-    """Draw a token from what each place predicts; logits exist for a chunk of places at a time.
+    """Sample a token from the prediction at each position; logits exist for a chunk of places at a time.
 
     Args:
         hidden: Last hidden states, ``(N, D)``.
@@ -160,7 +161,7 @@ def sample_targets(
 
 
 class TokenLogps(NamedTuple):
-    """What a model says of ``N`` target tokens.
+    """Log-probabilities of ``N`` target tokens.
 
     Attributes:
         logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
@@ -240,6 +241,7 @@ class _ChunkedLogps(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in projection.iterate(hidden, matrix, bias):
                 rows, logits, chunk_targets = chunk.rows, chunk.logits, targets[chunk.rows, None]
+                # Minus the maximum, so that no exponential overflows; in place, as the logits are the largest tensor.
                 top, best = logits.max(dim=-1, keepdim=True)
                 is_top[rows] = (best == chunk_targets).squeeze(1)
                 target_logits = logits.sub_(top).gather(1, chunk_targets)
@@ -249,6 +251,7 @@ class _ChunkedLogps(torch.autograd.Function):
                 logps[rows] = (target_logits - log_total).squeeze(1)
                 log_totals[rows] = (top + log_total).squeeze(1)
                 if with_statistics:
+                    # A norm, not a sum of squares: no second (n, V) tensor.
                     norm = torch.linalg.vector_norm(exponentials, dim=-1)
                     log_sum_sq_probs[rows] = 2 * (norm.log() - log_total.squeeze(1))
                     entropy[rows] = (log_total - logits.mul_(exponentials).sum(dim=-1, keepdim=True) / total).squeeze(1)
@@ -260,6 +263,7 @@ class _ChunkedLogps(torch.autograd.Function):
             ctx.save_for_backward(gradients.finish()[0])
         elif any(needed):
             ctx.save_for_backward(hidden, weight, bias, targets, log_totals)
+        # Unmarked, the statistics would require gradients, which backward does not compute.
         ctx.mark_non_differentiable(is_top, log_sum_sq_probs, entropy)
         return (logps, is_top, log_sum_sq_probs, entropy) if with_statistics else (logps, is_top, None, None)
 
@@ -269,6 +273,7 @@ class _ChunkedLogps(torch.autograd.Function):
             raise RuntimeError("token log-probabilities cannot be differentiated twice: leave create_graph off")
         if ctx.keeps_gradient:
             (gradient,) = ctx.saved_tensors
+            # Out of place: backward may run more than once.
             return (gradient * upstream[:, None]).to(gradient.dtype), *(None,) * 6
         hidden, weight, bias, targets, log_totals = ctx.saved_tensors
         projection = ctx.projection

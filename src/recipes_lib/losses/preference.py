@@ -20,7 +20,7 @@ F_DIVERGENCES: Final = ("reverse_kl", "forward_kl", "js_divergence", "alpha_dive
 
 @dataclass(frozen=True, slots=True)
 class PreferenceOptions:
-    """What shapes the losses, in upstream's spelling (``trl.DPOConfig``; ``simpo_gamma`` as ``trl``'s ``CPOConfig``).
+    """Options of the losses, in upstream's spelling (``trl.DPOConfig``; ``simpo_gamma`` as ``trl``'s ``CPOConfig``).
 
     Attributes:
         beta: Scale of the log-ratios; IPO's tau, and the weight of ORPO's odds ratio.
@@ -145,7 +145,7 @@ def compute_preference_losses(
 
 
 def verify_preference_options(names: Sequence[str], options: PreferenceOptions, *, use_weighting: bool) -> None:
-    """Refuse what upstream refuses, and what it would ignore without a word.
+    """Raise for options that upstream refuses, or would silently ignore.
 
     Args:
         names: Losses that are added.

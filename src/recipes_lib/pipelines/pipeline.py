@@ -1,4 +1,4 @@
-"""A pipeline as its YAML file says it: stages with commands, what they need, rounds and sweeps, references resolved."""
+"""Parsing of pipeline files: stages, commands, needs, rounds, sweeps and references."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _read_document(path: Path, problems: list[Problem]) -> Any:
 
 
 class _Known(NamedTuple):
-    """What a reference stands for: its text here, its text wherever the project lies, the stages it comes from."""
+    """Value of a reference: resolved text, location-independent text, and its stages."""
 
     text: str
     symbol: str
@@ -157,7 +157,7 @@ class _Known(NamedTuple):
 
 
 class _Reader:
-    """Reads stages, and keeps what references may name."""
+    """Parses stages, and collects the names for references."""
 
     def __init__(self, path: Path, problems: list[Problem]) -> None:
         self.path, self.problems = path, problems
@@ -225,7 +225,7 @@ class _Reader:
         return stages
 
     def _find_kind(self, where: str, entry: Any) -> str | None:
-        """Return what a stage runs: a recipe, a command or a program; ``None`` where the entry is wrong."""
+        """Return the kind of a stage: recipe, command or program; ``None`` for an invalid entry."""
         if not isinstance(entry, Mapping):
             self.problems.append(Problem(where, "is not a stage", "write {recipe: ..., config: ...}"))
             return None
@@ -287,7 +287,7 @@ class _Reader:
         )
 
     def _claim(self, where: str, name: str, output: Path) -> None:
-        """Refuse what would overwrite another stage, or be taken for it."""
+        """Raise if a stage has the name or the output of another one."""
         if not _NAME.fullmatch(name):
             self.problems.append(Problem(where, f"{name!r} is not a folder name", "write letters, digits and -"))
         if name in self.names:
@@ -369,7 +369,7 @@ class _Reader:
         self.problems.append(Problem(where, f"there is no {name!r} here", remedy))
 
     def has_shape(self, where: str, entry: Mapping[str, Any], known: Sequence[str]) -> bool:
-        """Return whether every key means something and has a value of its type; what has not is a problem."""
+        """Return whether all keys and value types are valid; invalid ones become problems."""
         before = len(self.problems)
         for key, value in entry.items():
             if key not in known:
@@ -382,7 +382,7 @@ class _Reader:
 
 
 def _find_words(kind: str, entry: Mapping[str, Any], named: list[str]) -> list[str]:
-    """Return the words that start a stage, before its arguments."""
+    """Return the command of a stage without its arguments."""
     if kind == "run":
         return named
     if kind == "command":
@@ -402,7 +402,7 @@ def _write(value: Any) -> str:
 
 
 def holds(wanted: str, value: float) -> bool:
-    """Return whether a value is what ``require`` wants of it, such as ``> 0.65``."""
+    """Return whether a value meets a requirement such as ``> 0.65``."""
     match = _REQUIREMENT.fullmatch(wanted)
     assert match is not None
     bound = float(match[2])

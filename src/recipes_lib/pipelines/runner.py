@@ -1,4 +1,4 @@
-"""Runs a pipeline: what is done stays done, what has changed is done again with all that depends on it."""
+"""Runs a pipeline: finished stages are skipped; changed ones run again with their dependents."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE: Final = "pipeline.json"
 _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", "*.replaced-*", "*.partial")
-"""Of an output, what may come, go and change without making it another: it is not verified."""
+"""Files of an output that may change: they are not verified."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
-"""Suffixes of what is rewritten afterwards, as by an evaluation or when a model is published."""
+"""Suffixes of files that are rewritten later, by an evaluation or by publishing."""
 
 
 def run_pipeline(
@@ -77,7 +77,7 @@ def run_pipeline(
 
 @contextmanager
 def _holding(folder: Path) -> Iterator[None]:
-    """Keep every other ``recipes run`` out of a folder.
+    """Lock a folder against other ``recipes run`` processes.
 
     Raises:
         ConfigError: One is in it, or the folder cannot be written.
@@ -95,7 +95,7 @@ def _holding(folder: Path) -> Iterator[None]:
 
 
 class _Progress:
-    """What ``pipeline.json`` says of each stage, and what becomes of it."""
+    """Progress record of the stages, ``pipeline.json``."""
 
     def __init__(self, pipeline: Pipeline, root: Path, on_change: Callable[[], object]) -> None:
         self.pipeline, self.root, self.on_change = pipeline, root, on_change
@@ -116,7 +116,7 @@ class _Progress:
         """Of every stage, for an overview; outputs as seen from the folder of ``pipeline.json``."""
 
     def is_done(self, stage: Stage) -> bool:
-        """Return whether a stage was done by the same command and inputs, and what it wrote is whole."""
+        """Return whether a stage was done with the same command and inputs, and its output is complete."""
         entry = self.entries.get(stage.name) or {}
         if entry.get("status") != "done" or entry.get("fingerprint") != self.prints[stage.name]:
             return False
@@ -125,7 +125,7 @@ class _Progress:
         )
 
     def find_obstacle(self, stage: Stage, chosen: Collection[str], say: Callable[[str], object]) -> int:
-        """Return ``EXIT_DIVERGED`` where a gate of a stage that is needed does not hold.
+        """Return ``EXIT_DIVERGED`` if a gate of a needed stage fails.
 
         Raises:
             ConfigError: A stage that is needed is neither chosen nor done.
@@ -184,7 +184,7 @@ def fingerprint(pipeline: Pipeline, root: Path) -> dict[str, str]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return what ``pipeline.json`` says of each stage; nothing where there is none.
+    """Read ``pipeline.json``; empty if there is none.
 
     Raises:
         DataError: It is not as it was written.
@@ -200,7 +200,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def find_missing_file(output: Path, files: Any) -> str | None:
-    """Return in words what an output lacks of the files that a stage left in it; ``None``: it is whole.
+    """Return which file of an output is missing; ``None`` if it is complete.
 
     Args:
         output: File or folder.
@@ -236,7 +236,7 @@ def _is_unfinished(output: Path) -> bool:
 
 
 def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
-    """Make room where another command has written; what the same one has begun is resumed."""
+    """Move the output of another command aside; that of the same command is resumed."""
     if not place.exists():
         return
     number = 1
@@ -251,7 +251,7 @@ def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
 
 
 def find_program(words: Sequence[str], cwd: Path) -> str | None:
-    """Return in words why a command cannot be started; ``None``: its program is there."""
+    """Return why a command cannot be started; ``None`` if its program exists."""
     program = words[0] if words else ""
     found = shutil.which(str(cwd / program) if "/" in program else program)
     return None if found else f"there is no program {program!r}"
@@ -287,7 +287,7 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
 
 
 def find_broken_gates(stage: Stage, root: Path) -> Iterator[str]:
-    """Yield what ``require`` asks of a stage's output and is not so."""
+    """Yield the requirements that a stage's output does not meet."""
     for name, wanted in stage.require.items():
         value = read_figure(root / stage.output, name)
         if value is None:

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
@@ -20,6 +20,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.liger import apply_liger_kernel
 
+from recipes_lib.config.loader import load_config
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.environment import read_versions
 from recipes_lib.files import read_record
@@ -28,6 +29,9 @@ from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.planning.compute import find_planned_model
+from recipes_lib.planning.memory import plan_memory
+from recipes_lib.planning.memory_plan import CONTEXT, RESERVE, Layout
 from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
 from recipes_lib.training.optim.compilation import compile_layers
 
@@ -384,6 +388,9 @@ def measure_throughput(shape: str, bench: Bench) -> Figures:
         figures[f"{name}_tokens_per_second"] = statistics.median(event["tokens_per_second"] for event in events)
         figures[f"{name}_mfu"] = statistics.median(event.get("mfu", 0.0) for event in events)
         figures[f"{name}_memory_gb"] = max(event["memory_bytes"] for event in events) / 1e9
+        figures[f"{name}_planned_gb"] = plan_allocated(bench, "pretrain", **common, **variant) / 1e9
+        if bench.is_cuda:  # On a CPU the memory is that of the whole process.
+            figures[f"{name}_memory_over_plan"] = figures[f"{name}_memory_gb"] / figures[f"{name}_planned_gb"]
     for name, compiles in (("transformers", False), ("transformers_compiled", True)):
         if compiles and bench.is_small:
             continue
@@ -398,6 +405,24 @@ def measure_throughput(shape: str, bench: Bench) -> Figures:
         value for key, value in figures.items() if key.startswith("transformers") and key.endswith("per_second")
     )
     return figures
+
+
+def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
+    """Return the bytes that a run is planned to allocate, without what CUDA takes for itself and the reserve.
+
+    Args:
+        bench: Where it runs; of a CPU those of a GPU with 80 GB.
+        recipe: The run's.
+        **keys: As for ``Bench.train``.
+    """
+    flags = {**bench.name_inputs(recipe), "output_dir": bench.folder, **keys}
+    config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
+    # Liger's kernels are on by default where they can be.
+    if "use_liger_kernel" not in keys and bench.is_cuda and find_spec("liger_kernel"):
+        config = replace(config, training={**config.training, "use_liger_kernel": True})
+    size = torch.cuda.get_device_properties(bench.device).total_memory if bench.is_cuda else 80e9
+    plan = plan_memory(config, find_planned_model(config), Layout("single_gpu"), device_bytes=size)
+    return plan.peak - sum(plan.components.get(name, 0) for name in (CONTEXT, RESERVE))
 
 
 def list_checks() -> Iterable[Check]:

@@ -1,1 +1,1 @@
-"""Leaving a model that any Hugging Face tool can open."""
+"""Final model, model card, adapter merging, and publishing to the Hub."""

@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 DEFAULT_BRANCH: Final = "main"
 NO_ANSWER: type[Exception] = HfHubHTTPError.__bases__[0]
-"""What the HTTP library under huggingface_hub raises when a connection fails or takes too long."""
+"""Connection errors and timeouts of huggingface_hub's HTTP library."""
 _SILENCE_SECONDS: Final = 30.0
 _PAUSES: Final = (2.0, 8.0, 30.0)
 """Seconds between attempts while the Hub is busy or broken."""
 _TRANSIENT: Final = (408, 409, 412, 423, 425, 429)
-"""Besides all from 500 on, statuses that another attempt may not meet."""
+"""Transient HTTP statuses below 500."""
 _QUERY: Final = re.compile(r"\?[^\s'\"]*")
 _WRITERS: Final = ("admin", "write", "contributor")
 """Roles in an organisation that may make a repository in it."""
@@ -34,7 +34,7 @@ _WRITERS: Final = ("admin", "write", "contributor")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a run publishes.
+    """Target repository of a run.
 
     Attributes:
         repository: ``owner/name``.
@@ -57,7 +57,7 @@ class Target:
 
 
 def find_target(training: Mapping[str, Any]) -> Target:
-    """Return where a run will publish, and change nothing on the Hub.
+    """Resolve the target repository, without changes on the Hub.
 
     Args:
         training: Upstream's training keys; ``hub_model_id`` without a namespace belongs to the account itself, and
@@ -74,7 +74,7 @@ def find_target(training: Mapping[str, Any]) -> Target:
 
 
 def open_target(training: Mapping[str, Any]) -> Target:
-    """Make the repository and its branch where they are not there yet, and prove that this account may write to it.
+    """Create repository and branch if they do not exist, and verify write access.
 
     Raises:
         ConfigError: As ``find_target``; or the repository that is there now is not as it was to be.
@@ -162,7 +162,7 @@ def _problem(key: str, found: str, remedy: str) -> ConfigError:
 
 
 def limit_silence(seconds: float) -> None:
-    """Have every request of huggingface_hub in this process fail after a silence; upstream's client waits forever."""
+    """Set a read timeout for all requests of huggingface_hub; upstream's client waits forever."""
     session = get_session()
     kind, hooks = type(session), session.event_hooks
     requests = [hook for hook in hooks["request"] if not isinstance(hook, partial)]

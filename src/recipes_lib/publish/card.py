@@ -237,7 +237,7 @@ def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
 
 
 def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
-    """Yield what the training took: device, time, cost, tokens, operations, and at most how much energy."""
+    """Yield the training effort: device, time, cost, tokens, FLOPs, and an upper bound of energy."""
     last = next((event for event in reversed(events) if event.get("kind") == "train"), {})
     hardware, num_devices = record.get("hardware", {}), record.get("num_processes", 1)
     if hardware.get("device"):
@@ -279,7 +279,7 @@ def list_curve(events: Sequence[Record]) -> list[Row]:
 
 
 def list_limits(record: Record, figures: Record) -> Iterator[str]:
-    """Yield what the figures do not show, and what went wrong on the way."""
+    """Yield limitations of the metrics, and incidents of the run."""
     if record["stage"] == "pretrain":
         yield "It continues text. Nobody has taught it to answer, to refuse, or to stop where an answer ends."
     yield "Nothing was measured here of its bias, its safety, or the truth of what it says."
@@ -327,7 +327,7 @@ def _tell_versions(record: Mapping[str, Any]) -> str:
 
 
 def make_portable(value: Any) -> Any:
-    """Keep the last name of every absolute path in a record: the rest only tells about the machine it was made on."""
+    """Shorten absolute paths in a record to their last part: the rest is specific to the machine."""
     if isinstance(value, list):
         return [make_portable(item) for item in value]
     if isinstance(value, dict):

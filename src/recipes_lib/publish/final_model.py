@@ -1,4 +1,4 @@
-"""A recipe around its training: start or resume, export and reopen the final model, publish, leave card and report."""
+"""Wrapper of a recipe: start or resume, export and verify the final model, publish, write card and report."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from recipes_lib.training.run import Run, start_run
 
 
 def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
-    """Make a recipe of a function that trains: the run is started or resumed, recorded, published and reported.
+    """Decorator of a training function: starts or resumes, records, publishes and reports the run.
 
     A run that was done before this process began is not trained again, but has its card and report made where they are
     missing.
@@ -65,7 +65,7 @@ def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
 
 
 def finish_run(run: Run) -> None:
-    """Leave a report of a run that is done, and a card where it has none, and tell where everything is.
+    """Write report and missing card of a finished run, and print all paths.
 
     Args:
         run: Just done, or ``finished`` before this process began; every process may call, the main one acts.
@@ -91,7 +91,7 @@ UNVERIFIED: Final = "_unverified"
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Save the model or the adapter of a finished run, open it again, and only then put it in its place.
+    """Save the model or adapter of a finished run, reload it to verify, then rename it into place.
 
     Args:
         trainer: After training; every process must call.
@@ -130,7 +130,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
 
 
 def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:
-    """Open a saved adapter again on a fresh base, and compare what they say with what the trained model says.
+    """Reload a saved adapter on a fresh base, and compare its logits with the trained model.
 
     The base is loaded once more, on the same device where it has room for it: only so a base that was changed while
     training, or another one than is recorded, can show.
@@ -177,7 +177,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
 
 
 def _complete_adapter(model: PeftModel, folder: Path) -> None:
-    """Write what PEFT leaves out: where answers stop, the scale of scores, and the terms of the original weights."""
+    """Write what PEFT leaves out: stop tokens, score scale, and PiSSA factors for the original base."""
     base: Any = model.get_base_model()
     if base.can_generate():
         base.generation_config.save_pretrained(folder)

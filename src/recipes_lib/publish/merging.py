@@ -1,4 +1,4 @@
-"""Merging an adapter into its base in full precision, and measuring the result against the two."""
+"""Merging of an adapter into its base in float32, and comparison of the result with both."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """What is merged, and how.
+    """Plan of a merge.
 
     Attributes:
         base: Of the adapter.
@@ -96,7 +96,7 @@ class Merge:
 
 
 def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype: str | None) -> Merge:
-    """Settle how to merge, without loading weights.
+    """Plan a merge, without loading weights.
 
     Args:
         base: Of the adapter.
@@ -117,7 +117,7 @@ def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype
 
 
 def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder: Path) -> dict[str, Any]:
-    """Write the merged model into ``folder``, load it again, and return what is known of it.
+    """Write the merged model into ``folder``, reload it, and return the comparison.
 
     The sum of base and adapter is made in ``float32`` and rounded once. The result is compared with the adapter on the
     base that it was trained on: quantised if it was so, and bitsandbytes is installed.

@@ -46,11 +46,11 @@ from recipes_lib.publish.selection import (
 )
 
 SILENCE_SECONDS: Final = 120.0
-"""Without a byte for so long, a request of a push has failed."""
+"""Read timeout of a push, in seconds."""
 WAIT_SECONDS: Final = 3600.0
-"""How long the end of a run waits for the last uploads."""
+"""Seconds that the end of a run waits for the last uploads."""
 PAUSE_SECONDS: Final = 120.0
-"""Between two passes of a running training after the Hub has failed."""
+"""Seconds between attempts during training after the Hub has failed."""
 SECONDS_BETWEEN_LOOKS: Final = 0.5
 _LOCK: Final = "_published.lock"
 _WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
@@ -65,7 +65,7 @@ class StoppedError(Exception):
 
 
 class Publication:
-    """Commits what a folder holds and the branch does not.
+    """Commits the contents of a folder that the branch lacks.
 
     Attributes:
         num_commits: Commits that were made.
@@ -73,7 +73,7 @@ class Publication:
     """
 
     def __init__(self, folder: Path, target: Target, keys: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Send nothing yet.
+        """Create without sending.
 
         Args:
             folder: Output directory of a run, or a model.
@@ -195,7 +195,7 @@ class Publication:
 
 
 def _identify(contents: Contents) -> tuple[str, str]:
-    """Return what tells a checkpoint from another one that was saved later under its name."""
+    """Return the identity of a checkpoint, to distinguish it from a later one of the same name."""
     return contents.name, str(sorted(contents.hashes.items()))
 
 
@@ -210,7 +210,7 @@ def _is_same(remote: RepoFile, file: Path | bytes, digest: str | None) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Let no other process publish this folder meanwhile; without locks on the file system any may.
+    """Lock this folder against publishing by other processes; no effect without file locks.
 
     Raises:
         ConfigError: One does already.
@@ -222,7 +222,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig], None]:
-    """Have a recipe publish what it trains, where ``push_to_hub`` asks for it.
+    """Publish checkpoints and model during a recipe if ``push_to_hub`` is set.
 
     Write access is proved before anything else; a failure of the Hub after that never fails the run.
 
@@ -256,7 +256,7 @@ class BackgroundPublisher:
     """A daemon thread that publishes a run: neither training nor the end of the process waits for a stalled Hub."""
 
     def __init__(self, folder: Path, target: Target, keys: Mapping[str, Any]) -> None:
-        """Start nothing yet; arguments as of ``Publication``."""
+        """Create without a thread; arguments as of ``Publication``."""
         self._folder, self._target = folder, target
         self._publication = Publication(folder, target, keys, _tell)
         self._error: Exception | None = None
@@ -366,7 +366,7 @@ def _print(line: str) -> None:
 
 
 def _tell(line: str) -> None:
-    """Tell something beside the progress of a run."""
+    """Print a line during a run."""
     sys.stderr.write(f"{line}\n")
 
 

@@ -35,7 +35,7 @@ Files = Mapping[str, Path | bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What one commit is made of.
+    """Contents of one commit.
 
     Attributes:
         name: ``checkpoint-N`` or ``MODEL``.
@@ -58,7 +58,7 @@ class Contents:
 
 
 def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
-    """Return what could be published of a folder now, by name: checkpoints by step, then the finished model.
+    """Return the publishable contents of a folder by name: checkpoints by step, then the final model.
 
     Args:
         folder: Output directory of a run, or any model.
@@ -115,7 +115,7 @@ def collect_files(contents: Contents, folder: Path) -> Files:
 
 
 def read_facts(folder: Path) -> Mapping[str, Any]:
-    """Return what ``run.json`` says of a run; nothing of a folder that no run has made."""
+    """Read ``run.json`` of a folder; empty if there is none."""
     return read_run(folder).facts if (folder / "run.json").is_file() else {}
 
 

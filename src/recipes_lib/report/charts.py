@@ -114,7 +114,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a chart is to show.
+    """Plan of a chart.
 
     Attributes:
         name: File name of its PNG, without suffix.
@@ -210,7 +210,7 @@ def _held_out(run: RunFiles, name: str, label: str = "held-out") -> Line:
 
 
 def _plan_rl(run: RunFiles) -> list[Plan]:
-    """Plan what is watched first where a policy learns from rewards."""
+    """Plan the RL charts."""
     train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
     reward = [train("objective/score", "training"), held_out("reward", "samples")]
     finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
@@ -338,7 +338,7 @@ def _describe(line: Line) -> str:
 
 
 def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], batches: Sequence[float]) -> None:
-    """Draw what a run will do, and write it to ``path`` as a PNG, whatever its suffix.
+    """Draw the planned schedule of a run, and write it to ``path`` as a PNG.
 
     Args:
         path: File to write; its folder is made.

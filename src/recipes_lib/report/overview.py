@@ -20,11 +20,11 @@ from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, 
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
-"""Files by which a folder is an output that has a report."""
+"""Files that mark a folder as an output with a report."""
 _FIGURES: Final = (
     *("eval_reward", "objective/score", "eval_rewards/accuracies", "eval_bits_per_byte", "eval_loss", "loss"),
 )
-"""The first that a run has says what it reached: RL has no loss that means anything, preferences have accuracies."""
+"""Result metrics in order of preference: the loss of RL has no meaning, preferences have accuracies."""
 _CURVES: Final = ("objective/score", "loss")
 _MAX_DEPTH: Final = 4
 _SPARK: Final = (120, 28)
@@ -108,7 +108,7 @@ def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, 
 
 
 def describe_output(path: Path, name: str) -> Entry:
-    """Return what there is to say of an output, whatever it lacks."""
+    """Describe an output, complete or not."""
     changed = [file.stat().st_mtime for sign in _SIGNS if (file := path / sign).is_file()]
     known: dict[str, Any] = {"name": name, "path": path, "changed": max(changed, default=None)}
     with suppress(DataError):
@@ -193,7 +193,7 @@ def write_overview(folder: Path) -> Path:
 
 
 def main(argv: Sequence[str]) -> None:
-    """``recipes runs``: list the runs below a folder with status, steps, what they reached, and their age.
+    """``recipes runs``: list the runs below a folder with status, steps, result and age.
 
     Raises:
         ConfigError: There is no such folder.

@@ -69,7 +69,7 @@ SPIKE_FACTOR = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
-    """A number that says how the run went: what it is, its value, and what to compare it with."""
+    """A key metric: label, value, and comparison."""
 
     label: str
     value: str
@@ -125,7 +125,7 @@ def _describe_extent(run: RunFiles) -> str:
 
 
 def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    """Yield what is watched first where a policy learns from rewards; nothing of other runs."""
+    """Yield the key metrics of RL; nothing for other runs."""
     for name, (label, template) in _OF_RL.items():
         if curve := read_curve(run.train, name):
             (first_step, first), (_, last) = curve[0], curve[-1]

@@ -62,7 +62,7 @@ class Ahead:
 
         Raises:
             ConfigError: The engine failed.
-            PreemptedError: A process was asked to stop.
+            PreemptedError: A process received a stop request.
         """
         asked, self._asked, answers = self._asked, None, None
         if asked is not None:
@@ -73,8 +73,8 @@ class Ahead:
         return answers
 
     def close(self) -> None:
-        """Ask for nothing more."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Ask for nothing more, and wait for nothing."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ class ActorCritic:
             nothing is compared with it.
         stop_ids: Every token that ends an answer, sorted.
         reward: The reward model where it stands on the policy's trunk; ``None`` where there is none, or one of its own.
-        has_reference: Whether the policy has a KL penalty to the model that it started from.
+        has_reference: Whether there is a reference model: the initial policy.
     """
 
     policy: Any

@@ -81,6 +81,9 @@ ENDS: Final = {
 # Keys that change how a run is watched or where it puts things, never what it computes.
 _HARMLESS: Final = frozenset(
     {
+        # The same numbers in less memory: a run that ran out of it resumes with more recomputation.
+        "activation_checkpointing",
+        "activation_checkpointing_kwargs",
         "dataloader_num_workers",
         "dataloader_pin_memory",
         "device_hour_price",

@@ -15,19 +15,10 @@ from typing import Any, Final
 import numpy as np
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.clean import plan as plan_corpus
 from recipes_lib.commands.planning.plan_search import search_plan
-from recipes_lib.commands.planning.planned_hardware import (
-    CURVE,
-    GPU_HOURS_BETWEEN_FAILURES,
-    Failures,
-    Hardware,
-    Row,
-    format_rows,
-)
-from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
+from recipes_lib.commands.planning.planned_hardware import CURVE, Failures, Hardware, Row, format_rows
+from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
@@ -50,7 +41,6 @@ from recipes_lib.proving.results import PASSED, read_rows
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
-    add_pipeline_flags,
     name_pipeline,
     plan_launch,
 )
@@ -62,18 +52,18 @@ CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
 
 
-def main(argv: Sequence[str]) -> None:
+def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Run the command.
+
+    Args:
+        recipe: Which is planned.
+        options: From ``flags.plan``.
+        overrides: Keys of the configuration.
 
     Raises:
         ConfigError: The configuration or a flag is wrong, the run has no known length, the model's configuration cannot
             be had, the PNG cannot be written, or the run does not fit the GPU that is named.
     """
-    recipe, rest = split_recipe(argv, (*RECIPE_NAMES, "corpus"))
-    if recipe == "corpus":
-        plan_corpus(rest)
-        return
-    options, overrides = _build_parser().parse_known_args(argv)
     config = load_for_command(recipe, overrides, options.config)
     if options.gpus:
         batch_processes = options.num_processes
@@ -130,41 +120,6 @@ def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_g
         found = f"the run does not fit {device.name}: {least / 1e9:.1f} GB at least, of {device.memory / 1e9:g} GB"
         remedy = f"`recipes plan --gpus {num_gpus}x{device.name}` searches for what does"
         raise ConfigError(Problem("--gpu", found, remedy))
-
-
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="recipes plan", description=__doc__, allow_abbrev=False)
-    add_recipe_flags(parser)
-    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU)")
-    parser.add_argument("--gpu", help="GPU for memory and time estimates, such as H100")
-    parser.add_argument("--num_gpus", type=int, help="pretraining: number of GPUs (default: one for each process)")
-    parser.add_argument("--num_rows", type=int, help="packed rows of the training set, for the hours of fine-tuning")
-    parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: from published runs)")
-    parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
-    parser.add_argument(
-        "--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="overrides `device_hour_price`"
-    )
-    parser.add_argument("--pue", type=float, default=1.0, help="power usage effectiveness of the data centre (1)")
-    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 per kWh, for the emissions of the run")
-    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: plot learning rate and batch size")
-    parser.add_argument(
-        "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
-    )
-    parser.add_argument("--explain", action="store_true", help="explain how each memory component is counted")
-    parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
-    parser.add_argument("--budget", type=float, help="search: maximum cost of the run")
-    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest plan within these hours")
-    parser.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the best plan"
-    )
-    told = "pretraining: seconds that a checkpoint blocks training; plans the save interval, and hours with failures"
-    parser.add_argument("--save_seconds", type=float, help=told)
-    told = "seconds from a failure to the first step after it (default: %(default)g)"
-    parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
-    told = "mean hours between failures of one GPU (default: %(default).0f, as for Llama 3); far fewer on spot machines"
-    parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
-    add_pipeline_flags(parser)
-    return parser
 
 
 def _read_gpus(text: str) -> tuple[int, str]:

@@ -73,10 +73,6 @@ def format_rows(rows: Iterable[Row]) -> list[str]:
     return [text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}" for name, text in rows]
 
 
-GPU_HOURS_BETWEEN_FAILURES: Final = 54 * 24 * 16_384 / 419
-"""Source: Dubey et al. 2024 (Llama 3), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100."""
-
-
 @dataclass(frozen=True, slots=True)
 class Failures:
     """What interruptions cost a run; all in seconds.

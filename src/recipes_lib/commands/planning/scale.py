@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -29,42 +29,14 @@ from recipes_lib.planning.scaling import (
 )
 from recipes_lib.report.run_files import read_run
 
-_FILE: Final = "scaling.json"
 
-
-def main(argv: Sequence[str]) -> None:
-    """Run the command.
+def run(options: argparse.Namespace) -> None:
+    """Run the command, by options from ``flags.scale``.
 
     Raises:
         ConfigError: A flag is wrong, or a law without an interval is asked about runs far beyond its own.
         DataError: The runs cannot be read, or determine no law.
     """
-    parser = argparse.ArgumentParser(prog="recipes scale", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
-    one.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        help="output directories of finished pretraining runs with a decayed learning rate",
-    )
-    one.add_argument(
-        "--no_count_embeddings",
-        action="store_true",
-        help="count without embeddings, as Kaplan et al. do; the default is Hoffmann et al.",
-    )
-    one.add_argument(
-        "--resamples", type=int, default=NUM_RESAMPLES, help="fits for the intervals (default: %(default)d)"
-    )
-    one.add_argument("--output", type=Path, default=Path(_FILE), help="file of the law (default: %(default)s)")
-    one = commands.add_parser("plan", help="parameters and tokens for a number of operations", allow_abbrev=False)
-    one.add_argument("--flops", type=float, required=True, help="FLOPs, such as 1e21")
-    other = commands.add_parser("predict", help="the loss of a run", allow_abbrev=False)
-    other.add_argument("--parameters", type=float, required=True, help="parameters, as the law counts them")
-    other.add_argument("--tokens", type=float, required=True, help="tokens trained on")
-    for command in (one, other):
-        command.add_argument("--fit", type=Path, help="law of `recipes scale fit` (default: published ones)")
-    options = parser.parse_args(argv)
     for name in ("flops", "parameters", "tokens"):
         if not 0 < getattr(options, name, 1.0) < float("inf"):
             raise ConfigError(Problem(f"--{name}", f"is {getattr(options, name):g}", "write a finite number above 0"))
@@ -103,7 +75,7 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 
 def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
     runs = [read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings) for folder in options.runs]
-    fit = fit_law(runs, options.resamples)
+    fit = fit_law(runs, NUM_RESAMPLES if options.resamples is None else options.resamples)
     replace_record(options.output, dataclasses.asdict(fit) | {"runs": [run._asdict() for run in runs]})
     yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {_say_count(options)}"
     for field in dataclasses.fields(Law):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -196,13 +196,17 @@ class CheckpointingTrainer(Trainer):
     # transformers 5.23 reads neither our shards nor a whole model into shards.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Read weights; in shards or whole, they go into any number of processes, sharded or not."""
-        if not self.layout.load_model(Path(resume_from_checkpoint), self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        by_upstream = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
+        self.load_weights(Path(resume_from_checkpoint), by_upstream)
 
     # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_best_model(self) -> None:
-        if not self.layout.load_model(Path(str(self.state.best_model_checkpoint)), self.model):
-            super()._load_best_model()
+        self.load_weights(Path(str(self.state.best_model_checkpoint)), super()._load_best_model)
+
+    def load_weights(self, checkpoint: Path, by_upstream: Callable[[], object]) -> None:
+        """Read the weights of a checkpoint, by upstream where the layout leaves it to that; every process must call."""
+        if not self.layout.load_model(checkpoint, self.model):
+            by_upstream()
 
     # transformers 5.23: as for ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -79,8 +79,10 @@ def write_complete(checkpoint: Path, files: Mapping[str, Any] | None = None, **f
         **facts: What else the record holds: ``step``, ``world_size``, ...; JSON values.
     """
     described = flush_files(checkpoint) if files is None else dict(sorted(files.items()))
+    # An fsync of a file does not flush its directory entry: without this a power cut may lose the name.
     for folder in {(checkpoint / name).parent for name in described} - {checkpoint}:
         fsync(folder)
+    # Last: its presence means that everything above is on the disk.
     replace_record(checkpoint / COMPLETE, {**facts, "files": described})
     fsync(checkpoint)
 
@@ -151,10 +153,12 @@ def publish(staged: Path) -> Path:
     """Rename a complete checkpoint to its final name, replacing an older one of the same step."""
     output_dir = staged.parent.parent
     checkpoint = output_dir / staged.name
+    # POSIX renames onto an existing folder only if that is empty, so an older one of this step moves away first.
     _move_to_trash(checkpoint)
     staged.rename(checkpoint)
     with suppress(OSError):  # It holds others that are complete.
         staged.parent.rmdir()
+    # The rename is durable only after this; only then may the older checkpoint be deleted.
     fsync(output_dir)
     clear_trash(output_dir)
     return checkpoint

@@ -141,6 +141,7 @@ class HostCopy:
         changing = {name: value for name, value in state.items() if name not in shared}
         copied: Any = self._stager.stage(changing, non_blocking=self._has_device)
         if self._has_device:
+            # Copies were asynchronous; the next optimizer step would overwrite tensors that are still being read.
             torch.accelerator.synchronize()
         return {name: state[name] if name in shared else copied[name] for name in state}
 

@@ -34,7 +34,7 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
         layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
         try:
             plan = plan_memory(config, find_planned_model(config), layout, device_bytes=size)
-        except Exception as error:  # Of a stranger's architecture it may be of any kind; the run itself may go well.
+        except Exception as error:  # An unknown architecture may raise anything here, and still train.
             mode, why = "every layer", f"memory could not be planned: {error}"
         else:
             return settle_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"

@@ -29,7 +29,7 @@ _OTHERWISE: Final = "use another launch file, such as accelerate_configs/single_
 
 
 def verify_fp8(launched_precision: str) -> None:
-    """Refuse an fp8 launch that accelerate would turn into another precision, or could not make at all.
+    """Raise if accelerate cannot run this fp8 launch, or would silently use another precision.
 
     Args:
         launched_precision: ``mixed_precision`` of the launch file.
@@ -57,7 +57,7 @@ def verify_fp8(launched_precision: str) -> None:
 
 
 def verify_fp8_layers(model: nn.Module) -> None:
-    """Refuse a model in which fp8 would change nothing.
+    """Raise if no layer of the model supports fp8.
 
     Raises:
         ConfigError: No layer but the first and the last is an ``nn.Linear`` whose sizes are multiples of 16.
@@ -126,7 +126,7 @@ def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, A
 def build_training_arguments(
     config: RecipeConfig, launch: Launch, *, has_eval: bool, num_steps: int | None = None
 ) -> TrainingArguments:
-    """Build the arguments of a run; several processes meet here, in one process group.
+    """Build the arguments of a run; initialises the process group.
 
     Args:
         config: The recipe.
@@ -188,7 +188,7 @@ def get_compute_dtype(args: TrainingArguments) -> torch.dtype:
 
 
 def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return what makes the context in which a model that no trainer has prepared computes as the run does."""
+    """Return a factory of autocast contexts, for models that no trainer has prepared."""
     dtype = get_compute_dtype(args)
     if dtype == torch.float32:
         return contextlib.nullcontext

@@ -52,7 +52,7 @@ from recipes_lib.training.trainers.pair_trainer import PairTrainer
 from recipes_lib.training.trainers.reference import ReferenceLogps, compute_reference_key, refuse_missing
 
 LN2_TOLERANCE: Final = 1e-4
-"""By how much the loss of the first step may be off ln 2 in any case."""
+"""Absolute tolerance of the first loss around ln 2."""
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ def build_objective(
 
 
 def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batch: Batch, dtype: torch.dtype) -> str:
-    """Hold the first step against what is known of it: the policy is its own reference, so margins are 0.
+    """Verify the first step: the policy equals its reference, so margins are 0.
 
     Args:
         objective: Of the run.
@@ -218,7 +218,7 @@ def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batc
 
 
 MAX_DROP: Final = 0.5
-"""How far the chosen answers may lose likelihood before it is told, in nats a token."""
+"""Drop in log-probability of the chosen answers that is logged, in nats per token."""
 
 
 class DPOTrainer(PairTrainer):
@@ -278,7 +278,7 @@ class DPOTrainer(PairTrainer):
         return super().build_stand_ins() | {"_has_first_scores": True}
 
     def begin(self, step: int) -> None:
-        """Read the reference's numbers, or compute them; after ``step`` steps nothing is left to compute them from.
+        """Load or compute the reference log-probabilities; after ``step`` steps they must exist.
 
         Raises:
             ConfigError: The run is resumed and they are gone.
@@ -324,7 +324,7 @@ class _PrepareReference(TrainerCallback):
 
 
 class _WarnOnChosenLikelihood(TrainerCallback):
-    """Tells, once, that the chosen answers are becoming much less likely."""
+    """Warns once if the chosen answers become much less likely."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say

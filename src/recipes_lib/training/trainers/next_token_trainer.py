@@ -35,7 +35,7 @@ class NextTokenTrainer(RecipeTrainer):
     """``RecipeTrainer`` with the next-token objective, computed in the model's own output projection."""
 
     def __init__(self, **kwargs: Any) -> None:
-        """Put the loss head on the model and set the trainer up.
+        """Attach the loss head to the model and initialise the trainer.
 
         Args:
             **kwargs: As ``RecipeTrainer``; ``model`` is a causal language model, ``data_collator`` makes ``input_ids``,
@@ -46,11 +46,11 @@ class NextTokenTrainer(RecipeTrainer):
         self.add_loss_head()
 
     def add_loss_head(self) -> None:
-        """Let the model return its loss without logits."""
+        """Attach the loss head, so that the model returns its loss without logits."""
         add_loss_head(self.model)
 
     def extend_collator(self, collate: Callable[[Any], Batch]) -> Callable[[Any], Batch]:
-        """Return a collator whose batches say where their targets are, so that nothing waits for the device to tell."""
+        """Return a collator whose batches contain target positions, to avoid a device synchronisation."""
         return functools.partial(_collate, collate)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:
@@ -75,11 +75,9 @@ class NextTokenTrainer(RecipeTrainer):
         """Return this process's share of the step's mean negative log-likelihood, in nats per target."""
         num_tokens = inputs.pop("num_tokens")
         outputs = model(**inputs, loss_head=True)
-        num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
-        # Gradients are averaged over processes, while num_targets counts all of them.
-        loss = outputs.nll_sum * (self.accelerator.num_processes / num_targets)
-        if outputs.aux_loss is not None:
-            loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
+        loss = self.compute_share(
+            outputs.nll_sum, outputs.num_targets, num_items_in_batch, outputs.aux_loss, num_tokens
+        )
         self.observer.counter.add(num_tokens, outputs.num_targets, outputs.num_correct)
         return (loss, outputs) if return_outputs else loss
 
@@ -130,10 +128,8 @@ class SFTTrainer(NextTokenTrainer):
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         outputs = self.base.score(model, inputs, labels, inputs.pop(POSITIONS, None))
         sums: DistillationSums = outputs.result
-        num_targets = sums.num_targets if num_items_in_batch is None else num_items_in_batch
-        loss = self.base.weigh(sums) * (self.accelerator.num_processes / num_targets)
-        if outputs.aux_loss is not None:
-            loss = loss + self.weigh_aux_loss(outputs.aux_loss, num_tokens)
+        weighed = self.base.weigh(sums)
+        loss = self.compute_share(weighed, sums.num_targets, num_items_in_batch, outputs.aux_loss, num_tokens)
         self.base_figures.add({KL_TO_BASE: sums.divergence_sum}, sums.num_targets)
         self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
         return (loss, outputs) if return_outputs else loss
@@ -144,7 +140,7 @@ class SFTTrainer(NextTokenTrainer):
 
 
 class SaveBeforeDecay(TrainerCallback):
-    """Has a checkpoint saved at the step that the decay begins at, from which a longer run can resume."""
+    """Saves a checkpoint at the start of the decay, from which a longer run can resume."""
 
     def __init__(self, step: int) -> None:
         """Save after ``step`` optimizer steps, unless nothing is saved at all."""
@@ -157,7 +153,7 @@ class SaveBeforeDecay(TrainerCallback):
 
 
 class PretrainTrainer(NextTokenTrainer):
-    """Upstream's trainer with the objective of ``NextTokenTrainer`` over rows whose order is already theirs."""
+    """``NextTokenTrainer`` over pretraining rows in a fixed order."""
 
     def __init__(self, *, config: RecipeConfig, schedule: Schedule, **kwargs: Any) -> None:
         """Set upstream's trainer up.
@@ -195,12 +191,12 @@ class PretrainTrainer(NextTokenTrainer):
         return rows.find_rows(step)
 
     def verify_first_loss(self, loss: float) -> None:
-        """Hold the loss of random weights against what is known of it."""
+        """Compare the loss of random weights with its expected value."""
         if self.is_from_scratch:
             self.observer.progress.say(verify_initial_loss(self.model, loss, self.guard.inputs.batches))
 
     def build_sampler(self) -> Sampler[int]:
-        """Take the rows as they come, without those that a rollback skips."""
+        """Take the rows in order, without those that a rollback skips."""
         rows: Any = self.train_dataset
         rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
@@ -214,7 +210,7 @@ class PretrainTrainer(NextTokenTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        """Let the learning rate follow the schedule; the rate logged with a step is the one it was made with."""
+        """Build the learning-rate scheduler; the logged rate is that of the logged step."""
         if self.lr_scheduler is None:
             driven = self.optimizer if optimizer is None else optimizer
             assert driven is not None

@@ -41,7 +41,7 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PairScores:
-    """What an objective makes of a batch of ``P`` pairs.
+    """Losses and metrics of a batch of ``P`` pairs.
 
     Attributes:
         losses: Loss of each pair, ``float32 (P,)``, differentiable.
@@ -74,7 +74,7 @@ def count_pairs(batch: Batch) -> int:
 
 
 def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return what a model takes of a batch, on the model's device: tokens, and what keeps the answers apart.
+    """Return the model inputs of a batch on the model's device: tokens, and what isolates the answers.
 
     Args:
         model: With a head on it that takes a ``bool`` mask and spells it for the kernel, or a kernel that takes bounds.
@@ -136,7 +136,7 @@ def compute_answer_logps(model: nn.Module, batch: Batch, *, ld_alpha: float | No
 
 @dataclass(frozen=True, slots=True)
 class PairAttention:
-    """What to load the model with, and how to lay pairs out.
+    """Attention kernel and batch layout of pairs.
 
     Attributes:
         implementation: ``attn_implementation``.
@@ -154,7 +154,7 @@ class PairAttention:
 def choose_pair_attention(
     config: RecipeConfig, model_config: PreTrainedConfig, args: TrainingArguments, *, max_length: int
 ) -> PairAttention:
-    """Choose the layout that computes least and that the model can take, as far as its configuration tells.
+    """Choose the cheapest batch layout that the model supports, by its configuration.
 
     Args:
         config: The run; ``shared_prompt`` asks for one copy of each prompt or forbids it.
@@ -185,7 +185,7 @@ def choose_pair_attention(
 def prove_pair_attention(
     config: RecipeConfig, attention: PairAttention, model: Any, *, max_length: int = 0
 ) -> PairAttention:
-    """Prove on the loaded model that answers and pairs do not see each other; fall back where they do.
+    """Verify on the loaded model that answers and pairs are isolated; fall back if they are not.
 
     Args:
         config: The run.
@@ -218,7 +218,7 @@ def prove_pair_attention(
 
 
 def build_pair_collator(tokenizer: PreTrainedTokenizerBase, attention: PairAttention) -> PairCollator:
-    """Build what makes batches of the proved layout."""
+    """Build the collator of the verified layout."""
     return PairCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout, packing=attention.packing)
 
 

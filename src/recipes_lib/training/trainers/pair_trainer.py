@@ -58,14 +58,11 @@ class PairTrainer(RecipeTrainer):
         """Return this process's share of the step's mean loss of a pair."""
         scores = self.score_pairs(model, inputs)
         counted = count_pairs(inputs)
-        num_pairs = counted if num_items_in_batch is None else num_items_in_batch
-        # Gradients are averaged over processes, while num_pairs counts all of them.
-        loss = scores.losses[:counted].sum() * (self.accelerator.num_processes / num_pairs)
-        if scores.aux_loss is not None:
-            loss = loss + self.weigh_aux_loss(scores.aux_loss, inputs["num_tokens"])
+        loss_sum, num_tokens = scores.losses[:counted].sum(), inputs["num_tokens"]
+        loss = self.compute_share(loss_sum, counted, num_items_in_batch, scores.aux_loss, num_tokens)
         self.figures.add(scores.sums(counted), counted)
         if counted:
-            self.observer.counter.add(inputs["num_tokens"], scores.num_targets, scores.num_correct)
+            self.observer.counter.add(num_tokens, scores.num_targets, scores.num_correct)
         return (loss, scores) if return_outputs else loss
 
     def build_stand_ins(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ _EXAMPLE_TOKENS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class PretrainingRows:
-    """What a run trains on and is evaluated on.
+    """Training and held-out rows of a pretraining run.
 
     Attributes:
         plan: How many rows each step takes, at which rate.
@@ -56,7 +56,7 @@ class PretrainingRows:
 
     @property
     def warnings(self) -> list[str]:
-        """What a user should know of the mixture, one sentence each."""
+        """Warnings about the mixture, one sentence each."""
         return [
             f"{name} is read {epochs:.1f} times; beyond {MAX_EPOCHS} a repeated token teaches little"
             for name, epochs in self.epochs.items()
@@ -65,7 +65,7 @@ class PretrainingRows:
 
 
 def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> PretrainingRows:
-    """Put the tokens of a run in order.
+    """Build the ordered rows of a run.
 
     Args:
         config: The run.

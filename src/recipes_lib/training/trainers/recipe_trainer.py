@@ -1,4 +1,4 @@
-"""The trainer of every recipe: transformers' ``Trainer`` with one normaliser a step, an exact order, guards, hooks."""
+"""Base trainer of all recipes: transformers' ``Trainer`` with one loss normaliser per step, fixed row order, guards."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class RecipeTrainer(CheckpointingTrainer):
         penalty: WeightPenalty | None = None,
         **options: Any,
     ) -> None:
-        """Set upstream's trainer up over rows of tokens.
+        """Initialise upstream's trainer over rows of tokens.
 
         Args:
             model: What is trained; nothing was wrapped yet.
@@ -150,7 +150,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     @abstractmethod
     def mask_batch(self, batch: Batch) -> Batch:
-        """Return a batch that adds nothing to the objective and is computed all the same: others wait for it."""
+        """Return a batch with zero loss terms, which is computed for the collectives of other ranks."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the parameters that ``weight_decay`` applies to."""
@@ -177,11 +177,13 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.args.activation_checkpointing and selective:
             # Upstream passes YAML values only, never a function.
             self.model.activation_checkpointing_enable(**selective)
+            # Else upstream's train() would enable it once more, without the function.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
         if compilation is not None and not is_compiled(self.model):
             num_layers = compile_layers(self.model, compilation)
             self.add_callback(CompilationCheck(num_layers, self.observer.progress))
+        # DeepSpeed's engine, which upstream's train() builds, registers its own.
         remove_gather_hooks(self.model)
         with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
             try:
@@ -192,6 +194,7 @@ class RecipeTrainer(CheckpointingTrainer):
                 # Who was asked during the last save would otherwise leave alone.
                 stop_if_agreed()
             except PreemptedError as request:
+                # All ranks have agreed to stop, so all of them are here and save together.
                 raise self._last_step.save(request) from None
             finally:
                 self.observer.progress.stop()
@@ -218,6 +221,7 @@ class RecipeTrainer(CheckpointingTrainer):
         # A trainer counts where its labels lie: on the host, or where the loader has brought them.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
         num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
+        # One tensor, so that terms, tokens and stop requests take a single all-reduce.
         counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
         counts = self.accelerator.reduce(counts, reduction="sum")
         # One synchronisation per optimizer step buys that all stop together and no update is ever made from nothing.
@@ -232,19 +236,35 @@ class RecipeTrainer(CheckpointingTrainer):
         self.guard.inputs = StepInputs(batches, row_ids, counts[0], num_tokens=counts[1])
         return batches, counts[0]
 
-    def weigh_aux_loss(self, aux_loss: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        """Return what the load-balancing loss of a micro-batch adds to this process's share of the step's loss.
+    def compute_share(
+        self,
+        loss_sum: torch.Tensor,
+        num_terms: torch.Tensor | int,
+        num_items_in_batch: torch.Tensor | int | None,
+        aux_loss: torch.Tensor | None,
+        num_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return what a micro-batch adds to this process's share of the step's mean loss.
 
-        It is a mean over tokens: a micro-batch is weighted by its share of the tokens, so that placeholders, repeated
-        batches and a short last one weigh what they hold. Gradients are averaged over processes.
+        A load-balancing loss is a mean over tokens: it is weighted by the micro-batch's share of the step's tokens, so
+        that placeholders, repeated batches and a short last one weigh what they hold.
 
         Args:
-            aux_loss: Of the micro-batch, before ``router_aux_loss_coef``.
+            loss_sum: Over the terms of the micro-batch.
+            num_terms: Their number, which divides where no step was counted.
+            num_items_in_batch: Terms of the step, over all processes and micro-batches.
+            aux_loss: Load-balancing loss of the micro-batch, before ``router_aux_loss_coef``, if the model has one.
             num_tokens: Of the micro-batch, padding not counted.
         """
+        # Gradients are averaged over processes, while the divisors count what all of them have.
+        num_processes = self.accelerator.num_processes
+        divisor = num_terms if num_items_in_batch is None else num_items_in_batch
+        loss: torch.Tensor = loss_sum * (num_processes / divisor)
+        if aux_loss is None:
+            return loss
         total = self.guard.inputs.num_tokens
-        share = 1.0 if total is None else num_tokens.to(total.device) * (self.accelerator.num_processes / total)
-        return self.router_aux_loss_coef * aux_loss * share
+        share = 1.0 if total is None else num_tokens.to(total.device) * (num_processes / total)
+        return loss + self.router_aux_loss_coef * aux_loss * share
 
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
@@ -254,6 +274,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
+        # Upstream calls this for every micro-batch and walks all parameters each time.
         if self._num_parameters is None:
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         return 6 * int(inputs["input_ids"].numel()) * self._num_parameters // self.launch.tensor_size
@@ -266,12 +287,13 @@ class RecipeTrainer(CheckpointingTrainer):
             loss = torch.zeros((), device=self.args.device)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
+        # Stays on the device: the guard reads all losses of a step in one transfer.
         self.guard.inputs.losses.append(loss)
         return loss
 
     @contextlib.contextmanager
     def uncounted_pass(self) -> Iterator[None]:
-        """While it lasts, what is computed does not count as training."""
+        """Context in which forward and backward passes do not count as training."""
         stand_ins, inputs = self.build_stand_ins(), self.guard.inputs
         kept = {name: getattr(self, name) for name in stand_ins}
         vars(self).update(stand_ins)
@@ -322,7 +344,7 @@ class RecipeTrainer(CheckpointingTrainer):
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Deal rows out to processes, or to groups of them that share rows or tensors."""
+        """Distribute rows over data-parallel ranks, which may be context- or tensor-parallel groups."""
         loader: DataLoader[Any] = super().get_train_dataloader()
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard):
@@ -335,7 +357,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     # transformers 5.23 has no callback between the norm and the clipping, which spreads a NaN to every gradient.
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradients by their global norm and return it; no step may be made that is not finite.
+        """Clip the gradients by their global norm and return it; raise on a non-finite norm.
 
         They are judged in between, since clipping by a norm that is not finite spreads it to all of them.
 
@@ -409,7 +431,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return metrics
 
     def run_pending_evaluation(self) -> None:
-        """Make the evaluation in which the run stopped, where upstream would have made it: after a step."""
+        """Run the evaluation that a stop request interrupted, at upstream's place: after a step."""
         metrics = self._evaluate(None, None)
         is_best = self._determine_best_metric(metrics, None)
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
@@ -422,7 +444,7 @@ class RecipeTrainer(CheckpointingTrainer):
         super()._save_checkpoint(model, trial)
 
     def _show_averaged_weights(self) -> None:
-        """Let a schedule-free optimizer put the weights that it stands for in place; ``training_step`` undoes it."""
+        """Switch a schedule-free optimizer to its averaged weights; ``training_step`` switches back."""
         if self.optimizer is not None and hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 
@@ -452,7 +474,7 @@ def settle_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_
 
 
 class _LogParameterGroups(TrainerCallback):
-    """Says before the first step which parameters are trained by what, at which rate and decay."""
+    """Logs the parameter groups before the first step: optimizer, learning rate and weight decay."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -464,7 +486,7 @@ class _LogParameterGroups(TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class EpochRows:
-    """Which rows of the run every step of it takes, the epochs laid end to end.
+    """Row ranges of every step, over consecutive epochs.
 
     Attributes:
         num_rows: Rows of an epoch.
@@ -511,7 +533,7 @@ class RunSampler(Sampler[int]):
 
 
 class EvenBatches(BatchSampler):
-    """Batches, the last one over and over until there are as many for each taker as for any other."""
+    """Batches padded by repeating the last one, so that all ranks get equally many."""
 
     def __init__(self, batches: BatchSampler, num_takers: int) -> None:
         """Repeat the last of ``batches``, unless those that not all of ``num_takers`` could have are dropped."""

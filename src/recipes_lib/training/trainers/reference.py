@@ -34,10 +34,10 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import compute_rounding
 
 REFERENCE_FOLDER: Final = "reference"
-"""Under ``output_dir``: the run's own copy, from which it resumes where the cache is gone."""
+"""Copy under ``output_dir``, from which the run resumes without the cache."""
 
 NUM_CHECKED: Final = 64
-"""Pairs computed again before stored numbers are trusted."""
+"""Pairs that are recomputed to verify stored log-probabilities."""
 
 T = TypeVar("T")
 _Figures = npt.NDArray[np.float32]
@@ -72,7 +72,7 @@ class ReferenceLogps:
     """
 
     def __init__(self, key: str, rows: Mapping[str, PairRows], *, root: Path, output_dir: Path) -> None:
-        """Nothing is read or computed yet.
+        """Create without reading or computing.
 
         Args:
             key: From ``compute_reference_key``.
@@ -88,14 +88,14 @@ class ReferenceLogps:
         self._own = output_dir / REFERENCE_FOLDER
 
     def attach(self, data: PairData) -> PairData:
-        """Return the same data, each pair with the numbers that it will have."""
+        """Return the data whose pairs will have the log-probabilities."""
         sets = {name: self.rows[f"eval-{name}"] for name in data.eval_sets}
         return replace(data, train=self.rows["train"], eval=self.rows.get("eval"), eval_sets=sets)
 
     def settle(
         self, model: nn.Module, score: Score, *, batch_size: int, dtype: torch.dtype, progress: TrainingProgress
     ) -> None:
-        """Read the numbers and trust them if a sample of them is what ``model`` says, or compute them; and keep them.
+        """Load the log-probabilities and verify a sample with ``model``, or compute and store them.
 
         Every process must call.
 

@@ -1,0 +1,113 @@
+"""Flags of ``recipes plan`` and ``recipes scale``: help and a wrong flag are answered before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from recipes_lib.commands.clean import plan as plan_corpus
+from recipes_lib.config.loader import add_recipe_flags, split_recipe
+from recipes_lib.config.table import RECIPE_NAMES
+from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
+
+SCALING_FILE: Final = "scaling.json"
+GPU_HOURS_BETWEEN_FAILURES: Final = 54 * 24 * 16_384 / 419
+"""Source: Dubey et al. 2024 (Llama 3), section 3.3.4: 419 unexpected interruptions in 54 days on 16,384 H100."""
+_PLAN: Final = (
+    "GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network. Pretraining: tokens, "
+    "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Every recipe: memory."
+)
+_SCALE: Final = "Fit scaling laws of loss by parameters and tokens, and predict larger runs."
+
+
+def plan(argv: Sequence[str]) -> None:
+    """Run ``recipes plan``.
+
+    Raises:
+        ConfigError: As ``recipes_lib.commands.planning.plan.run``.
+    """
+    recipe, rest = split_recipe(argv, (*RECIPE_NAMES, "corpus"))
+    if recipe == "corpus":
+        plan_corpus(rest)
+        return
+    options, overrides = _build_plan_parser().parse_known_args(argv)
+    from recipes_lib.commands.planning.plan import run
+
+    run(recipe, options, overrides)
+
+
+def scale(argv: Sequence[str]) -> None:
+    """Run ``recipes scale``.
+
+    Raises:
+        ConfigError: As ``recipes_lib.commands.planning.scale.run``.
+        DataError: As there.
+    """
+    options = _build_scale_parser().parse_args(argv)
+    from recipes_lib.commands.planning.scale import run
+
+    run(options)
+
+
+def _build_plan_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="recipes plan", description=_PLAN, allow_abbrev=False)
+    add_recipe_flags(parser)
+    parser.add_argument("--num_processes", type=int, help="data-parallel processes (default: one for each GPU)")
+    parser.add_argument("--gpu", help="GPU for memory and time estimates, such as H100")
+    parser.add_argument("--num_gpus", type=int, help="pretraining: number of GPUs (default: one for each process)")
+    parser.add_argument("--num_rows", type=int, help="packed rows of the training set, for the hours of fine-tuning")
+    parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: from published runs)")
+    parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
+    parser.add_argument(
+        "--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="overrides `device_hour_price`"
+    )
+    parser.add_argument("--pue", type=float, default=1.0, help="power usage effectiveness of the data centre (1)")
+    parser.add_argument("--grid_gco2", type=float, help="grams of CO2 per kWh, for the emissions of the run")
+    parser.add_argument("--schedule", type=Path, metavar="PNG", help="pretraining: plot learning rate and batch size")
+    parser.add_argument(
+        "--hardware", help="launch file to plan for: of accelerate_configs/, or path (default: several)"
+    )
+    parser.add_argument("--explain", action="store_true", help="explain how each memory component is counted")
+    parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
+    parser.add_argument("--budget", type=float, help="search: maximum cost of the run")
+    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest plan within these hours")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the best plan"
+    )
+    told = "pretraining: seconds that a checkpoint blocks training; plans the save interval, and hours with failures"
+    parser.add_argument("--save_seconds", type=float, help=told)
+    told = "seconds from a failure to the first step after it (default: %(default)g)"
+    parser.add_argument("--restart_seconds", type=float, default=300.0, help=told)
+    told = "mean hours between failures of one GPU (default: %(default).0f, as for Llama 3); far fewer on spot machines"
+    parser.add_argument("--failure_hours", type=float, default=GPU_HOURS_BETWEEN_FAILURES, help=told)
+    add_pipeline_flags(parser)
+    return parser
+
+
+def _build_scale_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="recipes scale", description=_SCALE, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
+    one.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        help="output directories of finished pretraining runs with a decayed learning rate",
+    )
+    one.add_argument(
+        "--no_count_embeddings",
+        action="store_true",
+        help="count without embeddings, as Kaplan et al. do; the default is Hoffmann et al.",
+    )
+    one.add_argument("--resamples", type=int, help="fits for the intervals (default: 200)")
+    one.add_argument("--output", type=Path, default=Path(SCALING_FILE), help="file of the law (default: %(default)s)")
+    one = commands.add_parser("plan", help="parameters and tokens for a number of operations", allow_abbrev=False)
+    one.add_argument("--flops", type=float, required=True, help="FLOPs, such as 1e21")
+    other = commands.add_parser("predict", help="the loss of a run", allow_abbrev=False)
+    other.add_argument("--parameters", type=float, required=True, help="parameters, as the law counts them")
+    other.add_argument("--tokens", type=float, required=True, help="tokens trained on")
+    for command in (one, other):
+        command.add_argument("--fit", type=Path, help="law of `recipes scale fit` (default: published ones)")
+    return parser
