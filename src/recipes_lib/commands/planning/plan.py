@@ -30,15 +30,14 @@ from recipes_lib.planning.compute import (
     compute_model_size,
     compute_training_flops,
     count_step,
+    find_planned_model,
 )
 from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
-from recipes_lib.planning.schedule import Schedule
-from recipes_lib.planning.shapes import find_planned_model
-from recipes_lib.planning.steps import compute_steps
+from recipes_lib.planning.schedule import Schedule, compute_steps
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (

@@ -21,8 +21,8 @@ from recipes_lib.planning.devices import find_efficiency
 from recipes_lib.planning.memory import list_layouts, plan_memory
 from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.planning.pretraining import count_run_tokens
+from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.planning.search import Candidate, search
-from recipes_lib.planning.steps import compute_steps
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import plan_launch, read_launch_file

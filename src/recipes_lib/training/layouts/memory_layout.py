@@ -8,11 +8,10 @@ from contextlib import suppress
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.hardware import read_device_memory
 from recipes_lib.planning.activations import AUTO, list_keys
-from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step
+from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
 from recipes_lib.planning.devices import find_efficiency, find_peak
 from recipes_lib.planning.memory import plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
-from recipes_lib.planning.shapes import find_planned_model
 from recipes_lib.training.layouts.launch_environment import Launch
 
 
