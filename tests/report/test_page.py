@@ -83,6 +83,8 @@ def write_run(folder: Path, num_steps: int = 60) -> None:
         "config": {"seed": 42, "learning_rate": 1e-4, "metrics": None},
         "provenance": {"seed": "default", "learning_rate": "sft.yaml:7"},
         "hardware": {"device": "a GPU"},
+        "planned": {"memory_bytes": 3 * 2**29, "step_seconds": 0.5},
+        "measured": {"memory_bytes": 2**30, "step_seconds": 0.6},
         "git_commit": "0123abc",
     }
     folder.mkdir(exist_ok=True)
@@ -105,6 +107,7 @@ def test_a_run_is_shown_with_its_figures_samples_and_facts(tmp_path: Path) -> No
         "0.875", "6 k", "of 12 k tokens seen", "40% of the peak FLOPs", "1.00 GiB", "why why", "Because!", "Because.",
         "cut off at 9 tokens", "stopped after 4 tokens", "Before training", "After training, step 60",
         "sft.py --config 'my file.yaml'", "hardware · device", "a GPU", "0123abc", "sft.yaml:7", "3 keys",
+        "1.5 / 1 GiB of memory, 0.5 / 0.6 s a step",
     ):  # fmt: skip
         assert words in page.text, words
     assert page.elements.count("figure") == 5

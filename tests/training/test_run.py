@@ -70,6 +70,7 @@ def test_a_new_run_records_everything_needed_to_repeat_it(tmp_path):
     assert record["provenance"] == {"learning_rate": "--learning_rate"}
     assert {"python", "torch", "transformers", "trl", "recipes-lib"} <= record["versions"].keys()
     assert record["hardware"]["device"]
+    assert record["planned"] is None, "there is no GPU"
     assert run.resume_from is None
     assert not run.finished
 
@@ -85,6 +86,21 @@ def test_what_auto_has_chosen_is_told_and_recorded_and_the_configuration_stays(t
         assert run.config.training["activation_checkpointing"] is False
         leave_checkpoint(tmp_path, 5) if not run.resume_from else None
     assert run.resume_from
+
+
+def test_the_plan_of_a_run_is_recorded_beside_what_was_measured(tmp_path, monkeypatch):
+    """Of the steps the median, of memory the peak; what an evaluation took counts for neither."""
+    planned = {"memory_bytes": 3, "step_seconds": 0.5}
+    monkeypatch.setattr("recipes_lib.training.run.plan_run", lambda config, launch, name: planned)
+    run = start_run(make_config(tmp_path), ONE)
+    with run.recording_its_end():
+        logged = [(2, 40.0, 5), (4, 41.0, 7), (6, 42.2, 6), (8, 43.6, 6)]
+        events = [{"kind": "train", "step": step, "seconds": at, "memory_bytes": size} for step, at, size in logged]
+        events.append({"kind": "eval", "step": 8, "seconds": 90.0, "memory_bytes": 9})
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["planned"] == planned
+    assert record["measured"] == {"memory_bytes": 7, "step_seconds": pytest.approx(0.6)}
 
 
 def test_the_same_command_goes_on_from_the_last_complete_checkpoint(tmp_path):

@@ -228,8 +228,8 @@ def compute_training_flops(num_parameters: float, num_tokens: float) -> float:
         num_parameters: ``N``; those that are active.
         num_tokens: ``D``.
 
-    Source: Kaplan et al. 2020, section 2.1; against the figures of GPT-3, Chinchilla and Llama 3 405B in
-    ``tests/planning/test_model_size.py``.
+    Source: Kaplan et al. 2020, section 2.1; against the figures of GPT-3 and Llama 3 405B in
+    ``tests/planning/test_known_answers.py``.
     """
     return FORWARD_AND_BACKWARD * _FORWARD_FLOPS * num_parameters * num_tokens
 
@@ -243,7 +243,7 @@ def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> f
         peak: FLOP/s of one GPU, from ``peak_flops``.
         mfu: Share of the peak that is of use, above 0 and at most 1.
 
-    Source: Narayanan et al. 2021 (Megatron), equation 4; its training days in ``tests/planning/test_model_size.py``.
+    Source: Narayanan et al. 2021 (Megatron), equation 4; its training days in ``tests/planning/test_known_answers.py``.
     """
     return num_flops / (num_gpus * peak * mfu * _SECONDS_PER_HOUR)
 

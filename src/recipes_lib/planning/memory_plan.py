@@ -204,6 +204,11 @@ class MemoryPlan:
         """Bytes of the largest phase."""
         return max(self.peaks.values())
 
+    @property
+    def allocated(self) -> int:
+        """Bytes of the largest phase that PyTorch allocates: all but the context, NCCL's buffers and the reserve."""
+        return self.peak - sum(self.components.get(name, 0) for name in (CONTEXT, COMMUNICATION, RESERVE))
+
     def place(self, device_bytes: float) -> MemoryPlan:
         """Return the plan on a device of this size: chunks of logits and an engine's cache grow; with a reserve.
 

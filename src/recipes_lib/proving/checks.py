@@ -31,7 +31,7 @@ from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.planning.memory import plan_memory
-from recipes_lib.planning.memory_plan import CONTEXT, RESERVE, Layout
+from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
 from recipes_lib.training.optim.compilation import compile_layers
 
@@ -421,8 +421,7 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
     if "use_liger_kernel" not in keys and bench.is_cuda and find_spec("liger_kernel"):
         config = replace(config, training={**config.training, "use_liger_kernel": True})
     size = torch.cuda.get_device_properties(bench.device).total_memory if bench.is_cuda else 80e9
-    plan = plan_memory(config, find_planned_model(config), Layout("single_gpu"), device_bytes=size)
-    return plan.peak - sum(plan.components.get(name, 0) for name in (CONTEXT, RESERVE))
+    return plan_memory(config, find_planned_model(config), Layout("single_gpu"), device_bytes=size).allocated
 
 
 def list_checks() -> Iterable[Check]:

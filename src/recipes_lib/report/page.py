@@ -30,7 +30,7 @@ MAX_TEXT = 2000
 """Characters of a prompt or an answer that are shown; the whole stands in ``samples.jsonl``."""
 MAX_PROMPTS = 12
 _DIGEST = re.compile(r"\b[0-9a-f]{16,}\b")
-_SHOWN_ELSEWHERE = ("config", "provenance", "scores", "stage", "status")
+_SHOWN_ELSEWHERE = ("config", "measured", "planned", "provenance", "scores", "stage", "status")
 _HELD_OUT = {
     "eval_loss": ("Held-out loss", "{:.4g}"),
     "eval_perplexity": ("Perplexity", "{:.4g}"),
@@ -237,7 +237,17 @@ def _name_step(step: int, steps: Sequence[int]) -> str:
 def _list_facts(facts: Record) -> list[tuple[str, str]]:
     command = facts.get("command")
     shown = {"command": shlex.join(map(str, command))} if isinstance(command, list) else {}
+    if told := ", ".join(_compare_with_plan(facts)):
+        shown["planned / measured"] = told
     return list(_flatten({name: value for name, value in {**facts, **shown}.items() if name not in _SHOWN_ELSEWHERE}))
+
+
+def _compare_with_plan(facts: Record) -> Iterator[str]:
+    sides = [facts.get(name) for name in ("planned", "measured")]
+    for name, unit, size in (("memory_bytes", "GiB of memory", 2**30), ("step_seconds", "s a step", 1)):
+        values = [read_number(side, name) if isinstance(side, Mapping) else None for side in sides]
+        if None not in values:
+            yield f"{' / '.join(f'{value / size:.3g}' for value in values if value is not None)} {unit}"
 
 
 def _is_record(name: str, value: str) -> bool:

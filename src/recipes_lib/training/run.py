@@ -60,9 +60,9 @@ from recipes_lib.training.layouts.launch_environment import (
     verify_expected,
     verify_rendezvous,
 )
-from recipes_lib.training.layouts.memory_layout import choose_checkpointing
+from recipes_lib.training.layouts.memory_layout import choose_checkpointing, plan_run
 from recipes_lib.training.monitoring.callbacks import verify_trackers
-from recipes_lib.training.monitoring.metrics import METRICS_FILE
+from recipes_lib.training.monitoring.metrics import METRICS_FILE, measure_run
 from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.optim.optimizers import verify_optimizer
 
@@ -188,10 +188,11 @@ class Run:
     def _tell(self) -> dict[str, Any]:
         """What happened on the way, and what it began with, which may have been fetched on the way."""
         model = self.config.model
-        events = read_lines(self.output_dir / METRICS_FILE)
-        stops = [event for event in events if event and event.get("kind") == "stop"]
+        events = [event for event in read_lines(self.output_dir / METRICS_FILE) if event]
+        stops = [event for event in events if event.get("kind") == "stop"]
         return {
             "stopped_early": stops[-1] if stops else None,
+            "measured": measure_run(events) if self.facts.get("planned") else None,
             "rollbacks": [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made],
             "model_commit": find_commit(str(model.model_name_or_path), model.model_revision),
         }
@@ -262,6 +263,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             say(f"activation checkpointing: {checkpointing}")
     run = Run(config, output_dir, launch, resume_from, finished=finished, facts=previous)
     if not run.finished:
+        hardware = describe_hardware()
         run.record(
             stage=config.recipe,
             status="running",
@@ -273,8 +275,9 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
             config_fingerprint=fingerprint_config(config, launch.data_size),
             versions=read_versions(),
             git_commit=read_git_commit(),
-            hardware=describe_hardware(),
+            hardware=hardware,
             activation_checkpointing=checkpointing or None,
+            planned=plan_run(config, launch, hardware["device"]) if launch.is_main else None,
             num_processes=launch.world_size,
             pipeline_stages=launch.layout.pipeline_stages,
             rows_per_step=count_rows_per_step(config.training, launch.data_size),

@@ -7,8 +7,8 @@ import pytest
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.activations import MODES, list_keys
 from recipes_lib.shipped import find_launch_file
-from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
-from recipes_lib.training.layouts.memory_layout import build_layout, choose_checkpointing
+from recipes_lib.training.layouts.launch_environment import Launch, name_pipeline, plan_launch
+from recipes_lib.training.layouts.memory_layout import build_layout, choose_checkpointing, plan_run
 
 SHARDS = {
     "single_gpu": (1, 1, 1),
@@ -77,3 +77,21 @@ def test_what_the_recipe_decides_stays(configure, monkeypatch, value) -> None:
     config = configure(activation_checkpointing=value)
     assert choose_checkpointing(config, plan_launch(None)) == (config, "")
     assert set(MODES) == {"none", "save_matmuls", "every 2nd layer", "every layer"}
+
+
+def test_a_run_on_a_gpu_has_a_plan_and_one_on_a_cpu_none(configure, monkeypatch) -> None:
+    """Recomputing every layer costs a third more time and less memory; a second GPU has rows of its own."""
+    monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
+    one, two = (Launch(rank=0, local_rank=0, world_size=size, engine="") for size in (1, 2))
+    kept, recomputed = (
+        plan_run(configure(activation_checkpointing=value), one, "NVIDIA H100 80GB HBM3") for value in ("false", "true")
+    )
+    assert recomputed["step_seconds"] == pytest.approx(kept["step_seconds"] * 4 / 3, rel=5e-3)
+    assert recomputed["memory_bytes"] < kept["memory_bytes"]
+    assert plan_run(configure(activation_checkpointing="false"), two, "H100")["step_seconds"] == kept["step_seconds"]
+    # A new GPU has no known peak.
+    assert plan_run(configure(activation_checkpointing="false"), one, "Abacus") == {
+        "memory_bytes": kept["memory_bytes"]
+    }
+    assert plan_run(configure(use_cpu="true"), one, "H100") is None
+    assert plan_run(configure(model_name_or_path="nowhere/at_all"), one, "H100") is None

@@ -1,15 +1,17 @@
-"""How the processes of a launch hold a model, and the activation checkpointing that fits their devices."""
+"""How the processes of a launch hold a model, the activation checkpointing that fits, and memory and time planned."""
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.hardware import read_device_memory
 from recipes_lib.planning.activations import AUTO, list_keys
-from recipes_lib.planning.compute import RL_RECIPES, find_planned_model
+from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
+from recipes_lib.planning.devices import find_efficiency, find_peak
 from recipes_lib.planning.memory import plan_memory, settle_checkpointing
-from recipes_lib.planning.memory_plan import Held, Layout
+from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
 from recipes_lib.training.layouts.launch_environment import Launch
 
 
@@ -25,21 +27,55 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
     """
     if config.read("activation_checkpointing") != AUTO:
         return config, ""
-    size = None if config.training.get("use_cpu") else read_device_memory()
-    if size is None:
+    if (size := _find_device_memory(config)) is None:
         mode, why = "none", "there is no GPU"
-    elif config.tokens.max_length is None and config.recipe not in RL_RECIPES:
+    elif not _has_length(config):
         mode, why = "every layer", "without `max_length` memory is not planned"
     else:
-        layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
         try:
-            plan = plan_memory(config, find_planned_model(config), layout, device_bytes=size)
+            plan = _plan(config, launch, size)
         except Exception as error:  # An unknown architecture may raise anything here, and still train.
             mode, why = "every layer", f"memory could not be planned: {error}"
         else:
             return settle_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"
     settled = dataclasses.replace(config, training={**config.training, **list_keys(mode)})
     return settled, f"{mode} ({why})"
+
+
+def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str, float] | None:
+    """Return what a process of a run is planned to take, for ``run.json``; ``None`` without a GPU or a plan.
+
+    ``memory_bytes`` are those that PyTorch allocates, ``step_seconds`` an optimizer step of full rows; without a known
+    peak, and of reinforcement learning, there are none.
+
+    Args:
+        config: The run, after ``choose_checkpointing``.
+        launch: How its processes hold the model.
+        device_name: Of its GPU.
+    """
+    if (size := _find_device_memory(config)) is None or not _has_length(config):
+        return None
+    planned: dict[str, float] = {}
+    with suppress(Exception):  # As above: an unknown architecture trains without a plan, a new GPU has no known peak.
+        planned["memory_bytes"] = _plan(config, launch, size).allocated
+        if config.recipe not in RL_RECIPES:
+            peak, (mfu, _) = find_peak(device_name, config), find_efficiency(config)
+            num_flops = count_step(config, find_planned_model(config), launch.data_size).num_flops
+            planned["step_seconds"] = 3600 * compute_hours(num_flops, launch.world_size, peak, mfu)
+    return planned or None
+
+
+def _find_device_memory(config: RecipeConfig) -> int | None:
+    return None if config.training.get("use_cpu") else read_device_memory()
+
+
+def _has_length(config: RecipeConfig) -> bool:
+    return config.tokens.max_length is not None or config.recipe in RL_RECIPES
+
+
+def _plan(config: RecipeConfig, launch: Launch, size: int) -> MemoryPlan:
+    layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
+    return plan_memory(config, find_planned_model(config), layout, device_bytes=size)
 
 
 def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:

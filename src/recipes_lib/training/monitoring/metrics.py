@@ -6,9 +6,11 @@ import json
 import math
 import os
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,17 @@ def read_peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def measure_run(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return peak memory and median step time of logged steps: ``memory_bytes``, ``step_seconds``, as far as logged."""
+    train = [event for event in events if event.get("kind") == "train"]
+    memory = [size for event in train if (size := parse_number(event.get("memory_bytes")))]
+    clock = [tuple(parse_number(event.get(name)) for name in ("step", "seconds")) for event in train]
+    known = [(step, seconds) for step, seconds in clock if step is not None and seconds is not None]
+    paces = [(later[1] - one[1]) / (later[0] - one[0]) for one, later in pairwise(known) if later[0] > one[0]]
+    measured = {"memory_bytes": max(memory)} if memory else {}
+    return measured | ({"step_seconds": statistics.median(paces)} if paces else {})
 
 
 class MetricsWriter:
