@@ -16,7 +16,7 @@ from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
 SCALING_FILE: Final = "scaling.json"
 _PLAN: Final = (
     "GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network. Pretraining: tokens, "
-    "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Every recipe: memory."
+    "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. RL: time of an iteration. All: memory."
 )
 _SCALE: Final = "Write small runs, fit scaling laws of loss by parameters and tokens, and predict larger runs."
 

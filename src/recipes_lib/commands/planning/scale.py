@@ -15,7 +15,6 @@ from typing import Any, Final
 import yaml
 from transformers import AutoConfig
 
-from recipes_lib.commands.planning.flags import SCALING_FILE
 from recipes_lib.commands.planning.planned_hardware import Row, format_rows
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
@@ -114,7 +113,7 @@ def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
             stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
             total += FLOPS_PER_TOKEN * size * keys["max_tokens"]
             yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
-    law = f"${{output_dir}}/{SCALING_FILE}"
+    law = "${output_dir}/scaling.json"
     runs = " ".join(f"${{{name}.output}}" for name in stages)
     stages["law"] = {"command": f"scale fit {runs} --output {law}", "output": law}
     pipeline = {"output_dir": str(folder / "runs"), "stages": stages}
