@@ -85,6 +85,7 @@ BOUNDS: Final[Mapping[str, Mapping[str, float]]] = {
         (
             {"minimum": 1},
             "batch_ramp_tokens dataloader_prefetch_factor ddp_bucket_cap_mb ddp_timeout early_stopping_patience "
+            "eval_tasks_limit eval_tasks_steps "
             "gradient_accumulation_steps lora_r loraplus_lr_ratio max_num_gen_batches max_tokens "
             "max_zero_std_rollouts "
             "num_iterations num_mini_batches num_ppo_epochs per_device_eval_batch_size "
@@ -286,6 +287,8 @@ _FIXED_REFERENCE: Final = dropped_at((False, None), "moves the reference, which 
 
 _NO_ANSWERS: Final = dropped("has no effect: answers are sampled, and every token of them counts")
 _FEW_PROMPTS: Final = undecided("is not a key of this recipe: prompts are few", "name one dataset by `dataset_name`")
+_TASKS: Final = "eval_tasks eval_tasks_steps eval_tasks_limit eval_tasks_include_path"
+_LATER: Final = undecided("is not read here", "delete the line, and score checkpoints by `recipes eval`")
 _LAST_MODEL: Final = dropped("is not done here: the model after the last iteration is the result")
 _NOT_HERE: Final = dropped("is not read by this recipe")
 _NO_LOADER: Final = dropped("has no effect: which prompts an iteration takes follows from `seed` alone")
@@ -353,6 +356,7 @@ _PROMPTS_ONLY: Final[Mapping[str, Retired]] = {
     **each("vllm_server_host vllm_server_port", _IN_URL),
     **each("load_best_model_at_end metric_for_best_model greater_is_better eval_delay", _LAST_MODEL),
     **each("early_stopping_patience early_stopping_threshold", _LAST_MODEL),
+    **each(_TASKS, _LATER),
     **each("logging_first_step full_determinism torch_empty_cache_steps debug save_on_each_node", _NOT_HERE),
     **each("log_level log_level_replica log_on_each_node optim_target_modules", _NOT_HERE),
     **each("torch_compile torch_compile_backend torch_compile_mode", _NOT_HERE),
@@ -406,7 +410,7 @@ _LEFT_OUT: Final[Mapping[str, Mapping[str, Retired]]] = {
     "reward": {
         **_ONLY_PAIRS,
         **_NO_FORGETTING,
-        **each("num_sample_prompts sample_prompts sample_max_new_tokens metrics", _OF_SAMPLES),
+        **each(f"num_sample_prompts sample_prompts sample_max_new_tokens metrics {_TASKS}", _OF_SAMPLES),
         **each(
             "ref_model_name_or_path ref_model_revision simpo_gamma loss_type",
             undecided("is a key of DPO", "delete the line"),
