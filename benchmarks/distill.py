@@ -101,11 +101,11 @@ def measure_ours(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: 
     from recipes_lib.config.schema import DistillationConfig
     from recipes_lib.data.packed.collators import PackedCollator
     from recipes_lib.distillation.distill_trainer import DistillationTrainer, TeacherSource
-    from recipes_lib.distillation.teacher import ask_teacher
     from recipes_lib.distillation.teacher_store import (
         RecordFormat,
         StoreIdentity,
         TeacherCollator,
+        ask_teacher,
         read_store,
         read_targets,
         write_store,

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teaching
-from recipes_lib.distillation.teacher import is_own_teacher, map_teacher_vocabulary
+from recipes_lib.distillation.teacher_store import is_own_teacher, map_teacher_vocabulary
 from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head

@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.planning.steps import plan_groups
+from recipes_lib.planning.schedule import plan_groups
 from recipes_lib.publish.final_model import export_model, recipe
 from recipes_lib.rl.models import choose_placement, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards

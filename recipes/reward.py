@@ -19,7 +19,7 @@ from recipes_lib.data.pairs.preference_sets import UnfinishedAnswers, load_pair_
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.publish.final_model import export_model, recipe
-from recipes_lib.report.reward_verdict import settle_scale, write_verdict
+from recipes_lib.report.reward_report import settle_scale, write_verdict
 from recipes_lib.training.evaluation.build import build_observer
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments

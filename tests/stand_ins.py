@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from recipes_lib.planning.shapes import read_shapes
+from recipes_lib.planning.compute import read_shapes
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def test_the_recipes_keep_the_law() -> None:
         ("models/heads.py", "from recipes_lib.data.masking import IGNORE_INDEX"),
         ("losses/dpo.py", "from recipes_lib.errors import ConfigError"),
         ("config/loader.py", "from recipes_lib.data.sources.rows import Row"),
-        ("planning/steps.py", "from recipes_lib.training.run import Run"),
+        ("planning/schedule.py", "from recipes_lib.training.run import Run"),
         ("report/html.py", "from recipes_lib.training.monitoring.metrics import read"),
         ("cli.py", "def f():\n    from recipes_lib.commands.check import main"),
         ("check.py", "from recipes_lib.commands.doctor import main"),

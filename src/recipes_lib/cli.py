@@ -31,7 +31,7 @@ COMMANDS = {
         "recipes_lib.commands.score:main", "loss and bits per byte of every row of a dataset under a model"
     ),
     "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
-    "run": Command("recipes_lib.commands.pipeline.run_pipeline:main", "run a pipeline of stages from one YAML file"),
+    "run": Command("recipes_lib.commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
     "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
     "preview": Command(
         "recipes_lib.commands.prepare:preview", "show what the model will be trained on, token by token"
@@ -44,7 +44,7 @@ COMMANDS = {
         "store a teacher's top-k log-probabilities of all rows",
     ),
     "student": Command(
-        "recipes_lib.commands.distill.student:main", "initialise a student from layers of its teacher, for distillation"
+        "recipes_lib.commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
     ),
     "distill-chain": Command(
         "recipes_lib.commands.distill.distill_chain:main",
@@ -68,8 +68,10 @@ COMMANDS = {
         "recipes_lib.training.forgetting.fisher_command:main",
         "diagonal Fisher information of a run's model on its data",
     ),
-    "merge": Command("recipes_lib.commands.merge:main", "merge an adapter into its base model"),
-    "export": Command("recipes_lib.commands.export:main", "convert a checkpoint to a model that any tool loads"),
+    "merge": Command("recipes_lib.commands.weights.merge:main", "merge an adapter into its base model"),
+    "export": Command(
+        "recipes_lib.commands.weights.export:main", "convert a checkpoint to a model that any tool loads"
+    ),
     "publish": Command(
         "recipes_lib.publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"
     ),

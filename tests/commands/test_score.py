@@ -9,7 +9,7 @@ from tests.rows import read_rows, write_rows
 
 from recipes_lib.commands import score
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.report.eval_report import NUM_EXTREMES, write_score_report
+from recipes_lib.report.html_pages import NUM_EXTREMES, write_score_report
 
 ROWS = [{"text": f"the brown fox number {number} <b>jumps</b>", "id": number} for number in range(9)]
 

@@ -9,7 +9,7 @@ import pytest
 from recipes_lib.config.generate import describe_fate, format_migration
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.migration.renames import ELSEWHERE, RETIRED
+from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.table import load_table
 
 FILES = {
@@ -179,9 +179,12 @@ def test_a_file_of_a_published_shape_loads_once_it_is_migrated(name, write) -> N
     assert not [change for change in more if change.line]
 
 
-@pytest.mark.parametrize("key", sorted({**RETIRED, **ELSEWHERE}.keys() - load_table("sft").keys.keys()))
+NAMED = {**read_renames().elsewhere, **read_renames().retired}
+
+
+@pytest.mark.parametrize("key", sorted(NAMED.keys() - load_table("sft").keys.keys()))
 def test_a_row_of_the_page_is_what_migration_does(key, write, sound: str) -> None:
-    retired = {**ELSEWHERE, **RETIRED}[key]
+    retired = NAMED[key]
     fate = describe_fate(key, retired)
     recipe = "sft" if retired.new is None or retired.new in load_table("sft").keys else "ppo"
     text, changes, *_ = migrate(write(f"{sound}{key}: some value of nobody's\n"), recipe)
@@ -204,5 +207,5 @@ def test_a_row_of_the_page_is_what_migration_does(key, write, sound: str) -> Non
 def test_every_key_is_on_the_page_once() -> None:
     page = format_migration()
     first = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
-    for key in {**RETIRED, **ELSEWHERE}:
+    for key in NAMED:
         assert sum(f"`{key}`" in cell for cell in first) >= 1, key

@@ -8,22 +8,23 @@ from transformers import TrainingArguments
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.recipes import BOUNDS, CHOICES, NOTES, SHARE_OR_COUNT, read_choices, read_defaults, read_refused
+from recipes_lib.config.recipes import build_retired, read_bounds, read_choices, read_defaults, read_notes, read_refused
+from recipes_lib.config.rules import SHARE_OR_COUNT
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.table import RECIPE_NAMES, load_table
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
 from recipes_lib.config.values import is_secret_key
 
 
 def test_the_policy_speaks_of_keys_that_exist() -> None:
-    keys = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
-    assert keys >= set(CHOICES) | set(NOTES) | set(SHARE_OR_COUNT)
-    assert keys | {"weight", "repeat", "start_tokens"} >= set(BOUNDS)
+    keys = {key for table in TABLES for key in load_table(table).keys}
+    assert keys >= set(read_notes()) | set(SHARE_OR_COUNT)
+    assert keys | {"weight", "repeat", "start_tokens"} >= set(read_bounds())
 
 
 def test_a_table_carries_the_bounds() -> None:
-    for recipe in RECIPE_NAMES:
-        for name, key in load_table(recipe).keys.items():
-            assert dict(key.schema) | dict(BOUNDS.get(name, {})) == dict(key.schema)
+    for table in TABLES:
+        for name, key in load_table(table).keys.items():
+            assert dict(key.schema) | dict(read_bounds().get(name, {})) == dict(key.schema)
     assert dataclasses.is_dataclass(load_table("sft").keys["seed"])
 
 
@@ -40,7 +41,6 @@ CLASSES: dict[str, Any] = {
 }
 UPSTREAM = {recipe: {field.name for field in dataclasses.fields(CLASSES[recipe])} for recipe in RECIPE_NAMES}
 OURS = {field.name for section in SECTIONS.values() for field in dataclasses.fields(section)}
-REFUSED = [(recipe, key) for recipe in RECIPE_NAMES for key in sorted(read_refused(recipe))]
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -63,12 +63,15 @@ def test_our_defaults_differ_from_upstream_or_are_pinned_and_say_why(recipe: str
         assert not schema or schema.get("items", schema)["enum"] == list(values)
 
 
-@pytest.mark.parametrize(("recipe", "key"), REFUSED)
-def test_a_refused_key_says_why(problems_of, recipe: str, key: str) -> None:
-    found = [problem for problem in problems_of(f"{key}: 1\n", recipe=recipe) if problem.where == "recipe.yaml:5"]
-    assert [problem.found.startswith(f"`{key}` ") for problem in found] == [True]
-    successor = read_refused(recipe)[key].new
-    assert successor is None or successor in load_table(recipe).keys
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_a_refused_key_says_why(problems_of, recipe: str) -> None:
+    refused = read_refused(recipe)
+    problems = problems_of("".join(f"{key}: 1\n" for key in refused), recipe=recipe)
+    for line, key in enumerate(refused, start=5):
+        found = [problem.found for problem in problems if problem.where == f"recipe.yaml:{line}"]
+        assert [text.startswith(f"`{key}` ") for text in found] == [True], key
+    successors = {retired.new for retired in refused.values()}
+    assert successors <= {None, *load_table(recipe).keys}
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -78,3 +81,21 @@ def test_upstream_takes_what_a_recipe_gives_it(recipes, recipe: str, tmp_path) -
     for key, (value, _) in read_defaults(recipe).items():
         if key not in ("report_to", "learning_rate") and key in UPSTREAM[recipe]:
             assert getattr(arguments, key) == value
+
+
+def test_an_entry_of_the_file_says_how_a_key_is_rewritten() -> None:
+    retired = build_retired(
+        [
+            {"keys": "old", "new": "new", "since": "1.0"},
+            {"keys": "gone lost", "found": "is gone"},
+            {"keys": "lost", "found": "is gone", "remedy": "stop", "at": [False, None]},
+            {"keys": "open", "found": "is gone", "at": []},
+            {"sections": "schedule", "found": "is gone", "values": {True: {"a": "b"}}},
+        ]
+    )
+    assert retired["old"].rewrite([1]) == {"new": [1]}
+    assert (retired["old"].found, retired["old"].remedy) == ("was renamed to `new` (1.0)", "write `new`")
+    assert retired["gone"].rewrite({"any": 1}) == {}
+    assert [retired["lost"].rewrite(value) for value in (False, True)] == [{}, None]
+    assert retired["open"].rewrite("x") is None
+    assert [retired["decay_steps"].rewrite(value) for value in (True, {"not": "hashable"})] == [{"a": "b"}, None]

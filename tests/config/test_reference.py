@@ -3,14 +3,14 @@ from __future__ import annotations
 import re
 
 from recipes_lib.config.generate import format_reference
-from recipes_lib.config.migration.renames import RETIRED
+from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.recipes import read_defaults, read_refused
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
 def test_the_reference_names_every_key_that_can_be_met() -> None:
     named = set(re.findall(r"^\| `(\w+)` \|", format_reference(), re.MULTILINE))
-    assert named == {*RETIRED} | {
+    assert named == {*read_renames().retired} | {
         key for recipe in RECIPE_NAMES for key in [*load_table(recipe).keys, *read_refused(recipe)]
     }
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from recipes_lib.config.table import TABLES, Retired, describe, dropped, dropped_at, load_table, renamed, undecided
+from recipes_lib.config.table import TABLES, describe, load_table
 
 
 @pytest.mark.parametrize("recipe", TABLES)
@@ -38,13 +38,3 @@ def test_types_are_described_in_words() -> None:
     assert describe({"type": ["number", "null"]}) == "a number or null"
     assert describe({"type": ["string", "null"], "enum": ["a", "b", None]}) == "one of a, b or null"
     assert describe({"type": ["array"], "items": {"type": ["string"]}}) == "a list of texts"
-
-
-def test_a_retired_key_is_rewritten_as_declared() -> None:
-    assert renamed("new", "1.0").rewrite([1]) == {"new": [1]}
-    assert dropped("is gone").rewrite({"any": 1}) == {}
-    assert dropped_at((False, None), "is gone", "stop").rewrite(False) == {}
-    assert dropped_at((False, None), "is gone", "stop").rewrite(True) is None
-    assert undecided("is gone", "decide").rewrite("x") is None
-    assert Retired("f", "r", "a", {True: {"a": "b"}}).rewrite(True) == {"a": "b"}
-    assert Retired("f", "r", "a", {True: {"a": "b"}}).rewrite({"not": "hashable"}) is None

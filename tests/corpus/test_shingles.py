@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.corpus.texts import ENGLISH, make_text
 
-from recipes_lib.corpus import shingles
-from recipes_lib.corpus.shingles import MinHash, compute_jaccard, hash_ngrams, hash_shingles, hash_words
+from recipes_lib.corpus import duplicates
+from recipes_lib.corpus.duplicates import MinHash, compute_jaccard, hash_ngrams, hash_shingles, hash_words
 
 
 def test_words_are_those_of_a_regular_expression():
@@ -37,10 +37,10 @@ def test_characters_are_words_where_no_spaces_are_written():
 def test_a_long_text_is_hashed_in_pieces_as_it_would_be_whole(monkeypatch):
     text = " ".join([ENGLISH, "東京都", "x" * 40] * 5)
     whole = hash_words(text)
-    shingles._tables.cache_clear()
-    monkeypatch.setattr(shingles, "_PIECE", 101)
+    duplicates._tables.cache_clear()
+    monkeypatch.setattr(duplicates, "_PIECE", 101)
     pieces = hash_words(text)
-    shingles._tables.cache_clear()
+    duplicates._tables.cache_clear()
     for ours, theirs in zip(whole, pieces, strict=True):
         assert ours.tolist() == theirs.tolist()
 

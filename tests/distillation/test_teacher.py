@@ -12,7 +12,7 @@ from tests.training.students import build_config, save_student
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from recipes_lib.config.schema import TokensConfig
-from recipes_lib.distillation.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
+from recipes_lib.distillation.teacher_store import is_own_teacher, load_teacher, map_teacher_vocabulary
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.models.loading import choose_teacher, load_tokenizer

@@ -17,13 +17,14 @@ from recipes_lib.commands.distill.distill_store import build_compute
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.distillation import teacher_store
-from recipes_lib.distillation.teacher import load_teacher, map_teacher_vocabulary
 from recipes_lib.distillation.teacher_store import (
     RecordFormat,
     StoreIdentity,
     TeacherCollator,
     compare_with_teacher,
     identify_store,
+    load_teacher,
+    map_teacher_vocabulary,
     read_store,
     write_store,
 )

@@ -16,7 +16,7 @@ from tests.distributed.pipelines import CELLS, MUON_TOLERANCE, SLOW_CELLS, build
 from tests.faults import recipe_runs
 from tests.rows import read_events
 
-from recipes_lib.commands.export import export_checkpoint
+from recipes_lib.commands.weights.export import export_checkpoint
 from recipes_lib.training.guards.replay_check import read_rollbacks
 
 

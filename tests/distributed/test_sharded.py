@@ -21,7 +21,7 @@ from tests.distributed.cells import (
 )
 from tests.rows import read_events, read_rows
 
-from recipes_lib.commands.export import export_checkpoint
+from recipes_lib.commands.weights.export import export_checkpoint
 
 # The others are in the matrix.
 OURS = {name: CELLS[name] for name in ("sft packed", "lora padded")}

@@ -20,7 +20,7 @@ from tests.distributed.cells import (
 from tests.distributed.matrix import LAYOUTS
 from tests.rows import read_events, read_rows
 
-from recipes_lib.commands.export import export_checkpoint
+from recipes_lib.commands.weights.export import export_checkpoint
 
 pytestmark = pytest.mark.multiprocess
 LAYOUT = LAYOUTS["TP, 2"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes_lib.losses.layers import compute_feature_sum
+from recipes_lib.losses.distillation import compute_feature_sum
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes_lib.losses.layers import (
+from recipes_lib.losses.distillation import (
     MAX_ANGLE_TOKENS,
     compute_angle_sum,
     compute_attention_sum,

@@ -9,7 +9,7 @@ from trl.trainer.utils import RepeatSampler
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.steps import plan_groups
+from recipes_lib.planning.schedule import plan_groups
 
 SOUND = ["--model_name_or_path=owner/model", "--dataset_name=owner/data", "--output_dir=out", "--reward_funcs=[a.b:c]"]
 

@@ -13,10 +13,8 @@ from recipes_lib.planning.scaling import (
     Fit,
     Law,
     Run,
-    count_effective_tokens,
     fit_isoflops,
     fit_law,
-    fit_power,
 )
 
 BESIROGLU, HOFFMANN = PUBLISHED.values()
@@ -98,15 +96,3 @@ def test_parabolas_have_the_exponent_of_the_law() -> None:
     assert minima[1].num_parameters == pytest.approx(BESIROGLU.find_optimum(1e20).num_parameters, rel=0.03)
     with pytest.raises(DataError, match="fewer than two budgets"):
         fit_isoflops(around[:5])
-
-
-def test_kaplans_power_law_is_found() -> None:
-    sizes = [1e6, 1e7, 1e9]
-    assert fit_power(sizes, [(8.8e13 / size) ** 0.076 for size in sizes]) == pytest.approx((8.8e13, 0.076))
-
-
-def test_repeated_tokens_teach_less_and_less() -> None:
-    """Muennighoff et al. 2023: up to four epochs are nearly as good as new, beyond 40 nothing is gained."""
-    assert count_effective_tokens(1e9, 5e8) == 5e8
-    assert count_effective_tokens(1e9, 4e9) == pytest.approx(4e9, rel=0.08)
-    assert count_effective_tokens(1e9, 1e12) == pytest.approx(16.4e9, rel=1e-3)

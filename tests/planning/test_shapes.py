@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.planning.shapes import find_shape, read_shapes
+from recipes_lib.planning.compute import find_shape, read_shapes
 
 
 @pytest.mark.parametrize("name", read_shapes())

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from recipes_lib.planning.steps import compute_steps, compute_warmup_steps
+from recipes_lib.planning.schedule import compute_steps, compute_warmup_steps
 
 
 class _OnlyCounts(Trainer):

@@ -13,7 +13,7 @@ from tests.rows import read_events, write_rows
 from tests.training.pairs import load_weights, perturb_model, train_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
 
-from recipes_lib.config.recipes import PREFERENCE_LOSSES
+from recipes_lib.losses.preference import PREFERENCE_LOSSES
 from recipes_lib.training.trainers.reference import ReferenceLogps
 
 

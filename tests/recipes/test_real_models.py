@@ -23,7 +23,7 @@ from recipes_lib.cli import main
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.models.attention import kernels
-from recipes_lib.planning.shapes import find_planned_model
+from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.training.layouts.launch_environment import plan_launch
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
 from recipes_lib.training.trainers.pair_batches import choose_pair_attention

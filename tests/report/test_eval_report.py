@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from recipes_lib.errors import DataError
-from recipes_lib.report.eval_report import MAX_QUESTIONS, MAX_TEXT, judge, write_eval_report
+from recipes_lib.report.html_pages import MAX_QUESTIONS, MAX_TEXT, judge, write_eval_report
 
 EVIL = "<script>alert(1)</script>"
 

@@ -21,8 +21,7 @@ from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.heads.scoring import RewardModel
-from recipes_lib.report.reward_report import build_reward_report
-from recipes_lib.report.reward_verdict import choose_other_prompts, score_held_out
+from recipes_lib.report.reward_report import build_reward_report, choose_other_prompts, score_held_out
 
 PAIRS = [
     ("Which city?", "It is Paris. It lies in France.", "No"),

@@ -10,9 +10,9 @@ from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import DataError
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.heads.scoring import RewardModel
-from recipes_lib.report import reward_verdict
+from recipes_lib.report import reward_report
 from recipes_lib.report.page import build_report
-from recipes_lib.report.reward_verdict import REWARD_FILE, read_verdict, settle_scale, write_verdict
+from recipes_lib.report.reward_report import REWARD_FILE, read_verdict, settle_scale, write_verdict
 
 
 def make_pairs(num_pairs, seed=0):
@@ -46,7 +46,7 @@ def test_scores_of_the_reference_answers_have_mean_0_and_deviation_1_also_when_l
 
 
 def test_only_so_many_answers_are_the_reference(reward_model, monkeypatch):
-    monkeypatch.setattr(reward_verdict, "MAX_REFERENCE_ANSWERS", 3)
+    monkeypatch.setattr(reward_report, "MAX_REFERENCE_ANSWERS", 3)
     settle_scale(reward_model, make_pairs(3))
     scale = reward_model.model.config.reward_mean
     settle_scale(reward_model, make_pairs(3) + make_pairs(9, seed=1))

@@ -45,7 +45,7 @@ def test_the_page_draws_both_over_each_other(folders: list[Path], tmp_path: Path
 
 
 def test_losses_of_different_recipes_are_not_compared(folders: list[Path], tmp_path: Path) -> None:
-    write_run(tmp_path / "dpo", SFT, recipe="dpo")
+    write_run(tmp_path / "dpo", SFT, stage="dpo")
     out = tmp_path / "c.html"
     assert run_recipes(["report", str(folders[0]), str(tmp_path / "dpo"), "--compare", "--output", str(out)]) == 0
     page = Page(out.read_text())

@@ -27,8 +27,7 @@ from recipes_lib.config.schema import (
     RecipeConfig,
     TokensConfig,
 )
-from recipes_lib.data.pairs.preference_audit import PairAudit
-from recipes_lib.data.pairs.preference_sets import PairData
+from recipes_lib.data.pairs.preference_sets import PairAudit, PairData
 from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer

@@ -26,8 +26,14 @@ from recipes_lib.config.schema import (
 )
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.distillation.distill_trainer import DistillationTrainer, prepare_teaching
-from recipes_lib.distillation.teacher import is_own_teacher, load_teacher, map_teacher_vocabulary
-from recipes_lib.distillation.teacher_store import StoreIdentity, identify_store, write_store
+from recipes_lib.distillation.teacher_store import (
+    StoreIdentity,
+    identify_store,
+    is_own_teacher,
+    load_teacher,
+    map_teacher_vocabulary,
+    write_store,
+)
 from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer

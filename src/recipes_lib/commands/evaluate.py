@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         return
     from recipes_lib.evaluation.harness import evaluate_model
     from recipes_lib.publish.card import add_scores
-    from recipes_lib.report.eval_report import write_eval_report
+    from recipes_lib.report.html_pages import write_eval_report
 
     if (record := evaluate_model(config)) is None:
         return

@@ -108,14 +108,15 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
         raise ConfigError(Problem("--rows", f"{options.rows} rows cannot be shown", "write a number from 1 on"))
     from rich.console import Console
 
-    from recipes_lib.data.packed.preview import build_preview, render_html, render_text
+    from recipes_lib.data.packed.preview import build_preview, render_text
+    from recipes_lib.report.html_pages import write_page
 
     rows = build_preview(config, load_tokenizer(config), options.rows)
     if options.html is not None:
         title = f"{config.data.dataset_name or 'dataset_mixture'}: what is trained on"
         try:
             options.html.parent.mkdir(parents=True, exist_ok=True)
-            options.html.write_text(render_html(title, rows), encoding="utf-8")
+            write_page(options.html, "preview", title=title, rows=rows)
         except OSError as error:
             found = f"cannot be written: {error.strerror}"
             raise ConfigError(Problem(str(options.html), found, "name another file after --html")) from None

@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> None:
     columns = Columns(options.prefix, options.min_loss, options.max_loss)
     sys.stdout.write(f"{options.output}: {score_dataset(config, options.output, columns)}\n")
 
-    from recipes_lib.report.eval_report import write_score_report
+    from recipes_lib.report.html_pages import write_score_report
 
     sys.stdout.write(f"quantiles and extremes: {write_score_report(options.output, f'{options.prefix}loss')}\n")
 

@@ -105,7 +105,6 @@ EVAL_SECTIONS: Final[Mapping[str, type]] = {
 }
 """Heading in ``--help`` -> the keys below it."""
 _PATHS: Final = ("model_name_or_path", "tokenizer_name_or_path", "include_path", "output_dir")
-_LEAST: Final = {"num_fewshot": 0, "limit": 1, "batch_size": 1, "max_batch_size": 1, "num_concurrent": 1}
 
 
 def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
@@ -121,7 +120,7 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
     config = EvalConfig(path=given.path, **given.values)
     if problems := [*given.problems, *_find_contradictions(config, given)]:
         raise ConfigError(*problems)
-    return format_given(EVAL_SECTIONS, config, given) if given.wants_print else config
+    return format_given("eval", given) if given.wants_print else config
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:
@@ -140,9 +139,6 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
 
 def _find_contradictions(config: EvalConfig, given: Given) -> Iterator[Problem]:
     where, name = given.where, config.model_name_or_path
-    for key, least in _LEAST.items():
-        if (value := getattr(config, key)) is not None and value < least:
-            yield Problem(where(key), f"`{key}` is {value}", f"write {least} or more")
     for folder in config.include_path or ():
         if not Path(folder).is_dir():
             yield Problem(where("include_path"), f"there is no folder {folder[:120]!r}", "correct the path")

@@ -1,6 +1,6 @@
 """Write the key tables, the editor schemas and ``docs/configs.md`` from the installed dataclasses.
 
-Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``recipes.py`` or
+Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``recipes.yaml`` or
 ``migration/``, or of the installed libraries; ``tests/config/test_generate.py`` proves that the committed files are
 what it writes.
 """
@@ -16,7 +16,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,13 @@ from recipes_lib.config import schema as our_schema
 from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
 from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
-from recipes_lib.config.migration.renames import ELSEWHERE, MEANINGS, MIXTURE_RENAMED, RETIRED, RETIRED_VALUES
+from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.recipes import (
-    ADDED_CHOICES,
-    ADDED_TEXTS,
-    BOUNDS,
-    NOTES,
+    read_added_choices,
+    read_bounds,
     read_choices,
     read_defaults,
+    read_notes,
     read_refused,
 )
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, Retired, describe, load_table, table_path
@@ -148,13 +147,18 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
             "group": headings.get(name, "Model"),
             "owner": "transformers" if name in inherited else "trl",
             "schema": _describe_key(name, hints[name], None, allowed),
-            "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), NOTES.get(name, "")]).strip(),
+            "help": " ".join([field.metadata.get("help", "").replace("%%", "%"), read_notes().get(name, "")]).strip(),
             **_choose_default(name, _read_default(field), recipe),
         }
-        keys[name]["schema"].get("enum", []).extend(ADDED_CHOICES.get(recipe, {}).get(name, ()))
-        if texts := ADDED_TEXTS.get(name):
-            keys[name]["schema"] = {"type": ["boolean", "string", "null"], "enum": [True, False, *texts, None]}
+        if added := read_added_choices(recipe).get(name):
+            keys[name]["schema"] = _add_choices(keys[name]["schema"], added)
     return keys
+
+
+def _add_choices(schema: Mapping[str, Any], added: Sequence[str]) -> dict[str, Any]:
+    if "enum" in schema:
+        return {**schema, "enum": [*schema["enum"], *added]}
+    return {"type": ["boolean", "string", "null"], "enum": [True, False, *added, None]}
 
 
 def _read_headings(documentation: str) -> dict[str, str]:
@@ -187,7 +191,7 @@ def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict
         schema["enum"].append(None)
     if items is not None:
         schema["items"] |= _describe_entry(items)
-    return {**schema, **BOUNDS.get(name, {})}
+    return {**schema, **read_bounds().get(name, {})}
 
 
 def _describe_entry(entry: type) -> dict[str, Any]:
@@ -256,20 +260,21 @@ def format_reference() -> str:
         tables=tables,
         describe=describe,
         read_refused=read_refused,
-        retired=RETIRED,
-        retired_values=RETIRED_VALUES,
+        retired=read_renames().retired,
+        retired_values=read_renames().values,
     )
 
 
 def format_migration() -> str:
     """Return the migration page in Markdown."""
+    renames = read_renames()
     return _render(
         "migration.md.jinja",
-        meanings=MEANINGS,
-        tables={"Keys that were renamed or removed": RETIRED, "Keys that belong elsewhere": ELSEWHERE},
+        meanings=renames.meanings,
+        tables={"Keys that were renamed or removed": renames.retired, "Keys that belong elsewhere": renames.elsewhere},
         share_rows=_share_rows,
-        retired_values=RETIRED_VALUES,
-        mixture_renamed=MIXTURE_RENAMED,
+        retired_values=renames.values,
+        mixture_renamed=renames.mixture,
     )
 
 

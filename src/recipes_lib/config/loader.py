@@ -12,13 +12,12 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, get_type_hints
+from typing import Any, Final, Literal
 
 import yaml
 
 from recipes_lib.config.migration.renames import read_known
 from recipes_lib.config.paths import PATH_KEYS, expand_home
-from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
@@ -99,13 +98,16 @@ def format_config(config: RecipeConfig, table: KeyTable) -> str:
 
     A key that another one leaves without effect is a comment.
     """
-    values = list_sections(config) | dict(config.training)
+    return _format_values(table, list_sections(config) | dict(config.training), config.provenance)
+
+
+def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Mapping[str, str]) -> str:
     lines = []
     for group in table.groups:
         lines += ["", f"# {group}"]
         for key in table.keys.values():
             if key.group == group:
-                lines.append(_format_value(key, values, config.provenance[key.name]))
+                lines.append(_format_value(key, values, provenance[key.name]))
     return "\n".join(lines).strip()
 
 
@@ -251,7 +253,7 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
     return yaml.ScalarNode("tag:yaml.org,2002:str", text)
 
 
-def _format_value(key: Key, values: dict[str, object], provenance: str) -> str:
+def _format_value(key: Key, values: Mapping[str, object], provenance: str) -> str:
     if provenance.startswith("derived") and key.name not in values:
         return f"# {key.name}: {provenance}"
     ours = " (ours)" if provenance == "default" and key.reason else ""
@@ -280,8 +282,9 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
     given = {entry.key: entry for entry in entries}
     values = _read_values(given, table, problems, _adapt)
     # A retired spelling stands for its successor, so that this is not reported as missing too.
-    known = read_known(table.recipe)
-    standing_for = {known[key].new: entry for key, entry in given.items() if key in known}
+    unknown = [key for key in given if key not in table.keys]
+    known = read_known(table.recipe) if unknown else {}
+    standing_for = {known[key].new: given[key] for key in unknown if key in known}
     settings = Settings(
         table, str(path or "command line"), {key: entry for key, entry in standing_for.items() if key} | given, values
     )
@@ -332,9 +335,9 @@ def _adapt(key: str, value: Any) -> Any:
 
 
 def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
-    ours = read_defaults(settings.table.recipe)
-    values = {key: settings[key] for key in settings.table.keys if key in settings.values or key in ours}
-    provenance = {key: settings.given[key].where if key in settings.given else "default" for key in settings.table.keys}
+    keys = settings.table.keys
+    values = {key: settings[key] for key in keys if key in settings.values or keys[key].reason}
+    provenance = {key: settings.given[key].where if key in settings.given else "default" for key in keys}
     for decision in DECISIONS:
         if decision.applies(settings) and settings[decision.key] is not None:
             provenance[decision.key] = f"derived: {decision.why}"
@@ -471,12 +474,8 @@ def expand_paths(value: Any) -> Any:
     return expand_home(value) if isinstance(value, str) else value
 
 
-def format_given(sections: Mapping[str, type], config: object, given: Given) -> str:
+def format_given(name: str, given: Given) -> str:
     """Return all effective values as valid YAML, each with its provenance as a comment."""
-    lines = []
-    for section, keys in sections.items():
-        lines += ["", f"# {section}"]
-        for key in get_type_hints(keys):
-            origin = given.where(key) if key in given.entries else "default"
-            lines.append(f"{key}: {json.dumps(getattr(config, key), ensure_ascii=False)}".ljust(60) + f"  # {origin}")
-    return "\n".join(lines).strip()
+    table = load_table(name)
+    origins = {key: given.where(key) if key in given.entries else "default" for key in table.keys}
+    return _format_values(table, given.values, origins)

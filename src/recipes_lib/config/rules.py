@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from recipes_lib.config.paths import check_paths
-from recipes_lib.config.recipes import PREFERENCE_LOSSES, SHARE_OR_COUNT
 from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, DatasetFormat, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
+from recipes_lib.config.table import load_table
 from recipes_lib.errors import Problem
 
 _EVAL_KEYS: Final = {**dict.fromkeys(("name", "config", "revision", "split", "format"), str), "columns": dict | None}
@@ -50,8 +50,12 @@ _EXCLUSIVE: Final = (
 )
 """Mutually exclusive keys, and the remedy; the problem is reported at the second one."""
 
+SHARE_OR_COUNT: Final = ("warmup_steps", "logging_steps", "eval_steps", "save_steps", "test_split_size", "decay_steps")
+"""Keys that are a share below 1, and an integer count from 1."""
 _SAVED: Final = ("steps", "epoch", "best")
-_HAVE_REFERENCE: Final = tuple(loss for loss in PREFERENCE_LOSSES if loss not in ("simpo", "orpo", "sft"))
+_HAVE_REFERENCE: Final = tuple(
+    loss for loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"] if loss not in ("simpo", "orpo", "sft")
+)
 _OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
 _PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {

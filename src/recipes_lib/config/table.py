@@ -128,28 +128,3 @@ class Retired:
         if self.values is not None:
             return self.values.get(value) if isinstance(value, Hashable) else None
         return {self.new: value} if self.new else {}
-
-
-def renamed(new: str, since: str) -> Retired:
-    """A key whose successor means the same."""
-    return Retired(f"was renamed to `{new}` ({since})", f"write `{new}`", new)
-
-
-def dropped(found: str, remedy: str = "delete the line") -> Retired:
-    """A key that migration deletes at any value."""
-    return Retired(found, remedy)
-
-
-def dropped_at(values: tuple[Hashable, ...], found: str, remedy: str) -> Retired:
-    """A key that migration deletes at ``values``, where it has no effect; at others the user decides."""
-    return Retired(found, remedy, values={value: {} for value in values})
-
-
-def undecided(found: str, remedy: str) -> Retired:
-    """A key that only the user can replace."""
-    return Retired(found, remedy, values={})
-
-
-def each(names: str, retired: Retired) -> dict[str, Retired]:
-    """The same replacement for several names, separated by blanks."""
-    return dict.fromkeys(names.split(), retired)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from recipes_lib.config.migration.renames import MIXTURE_RENAMED, RETIRED_VALUES
+from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.table import Schema, describe
 from recipes_lib.errors import Problem
 
@@ -233,7 +233,7 @@ class Reader:
         choices = schema.get("enum")
         if choices is None or node.value in choices:
             return node.value
-        successor = RETIRED_VALUES.get((name, node.value))
+        successor = read_renames().values.get((name, node.value))
         if successor:
             return self._refuse(node, f"`{name}: {node.value}` was removed upstream", f"write {successor}")
         near = difflib.get_close_matches(
@@ -258,7 +258,7 @@ class Reader:
                 unknown.append(key)
         for key in unknown:
             near = difflib.get_close_matches(key.value, properties, n=1)
-            better = MIXTURE_RENAMED.get(key.value) or (near[0] if near else None)
+            better = read_renames().mixture.get(key.value) or (near[0] if near else None)
             remedy = f"write `{better}`" if better else f"write one of {', '.join(properties)}"
             self._refuse(key, f"`{key.value[:60]}` is not a key of an entry of `{name}`", remedy)
         missing = [key for key in schema["required"] if key not in entry]

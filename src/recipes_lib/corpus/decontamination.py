@@ -14,7 +14,7 @@ import numpy as np
 from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import label_entry
-from recipes_lib.corpus.shingles import HashArray, hash_ngrams, hash_words
+from recipes_lib.corpus.duplicates import HashArray, hash_ngrams, hash_words
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.rows import RawRow, Source
 from recipes_lib.errors import DataError, Problem

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
+import yaml
 from datatrove.data import Document
 from datatrove.pipeline.filters import (
     C4QualityFilter,
@@ -21,74 +23,10 @@ from recipes_lib.errors import ConfigError, Problem
 
 Thresholds = Mapping[str, Any]
 
-_REPETITION: Final[Thresholds] = {
-    "dup_line_frac": 0.3,
-    "dup_para_frac": 0.3,
-    "dup_line_char_frac": 0.2,
-    "dup_para_char_frac": 0.2,
-    "top_n_grams": [[2, 0.2], [3, 0.18], [4, 0.16]],
-    "dup_n_grams": [[5, 0.15], [6, 0.14], [7, 0.13], [8, 0.12], [9, 0.11], [10, 0.1]],
-}
-_GOPHER: Final[Thresholds] = {
-    "min_doc_words": 50,
-    "max_doc_words": 100_000,
-    "min_avg_word_length": 3,
-    "max_avg_word_length": 10,
-    "max_symbol_word_ratio": 0.1,
-    "max_bullet_lines_ratio": 0.9,
-    "max_ellipsis_lines_ratio": 0.3,
-    "max_non_alpha_words_ratio": 0.8,
-    "min_stop_words": 2,
-    "stop_words": None,
-}
-_C4: Final[Thresholds] = {
-    "split_paragraph": True,
-    "remove_citations": True,
-    # FineWeb leaves this rule of C4 out: it alone removes a third of all text.
-    "filter_no_terminal_punct": False,
-    "min_num_sentences": 5,
-    "min_words_per_line": -1,
-    "max_word_length": 1000,
-    "filter_lorem_ipsum": True,
-    "filter_javascript": True,
-    "filter_curly_bracket": True,
-    "filter_policy": True,
-}
-_FINEWEB: Final[Thresholds] = {
-    "line_punct_thr": 0.12,
-    "line_punct_exclude_zero": False,
-    "short_line_thr": 0.67,
-    "short_line_length": 30,
-    "char_duplicates_ratio": 0.01,
-    "new_line_ratio": 0.3,
-}
-_CODE: Final[Thresholds] = {"max_line_length": 1000, "max_avg_line_length": 100, "min_alnum_ratio": 0.25}
-
-PRESETS: Final[Mapping[str, Mapping[str, Thresholds]]] = {
-    "text": {},
-    "chat": {},
-    "web": {
-        "gopher_repetition": _REPETITION,
-        "gopher_quality": _GOPHER,
-        "c4_quality": _C4,
-        "fineweb_quality": _FINEWEB,
-    },
-    # Books are long, and their lines are short.
-    "books": {"gopher_repetition": _REPETITION, "gopher_quality": {**_GOPHER, "max_doc_words": None}},
-    "code": {"code_quality": _CODE},
-    # Formulas are short words with few letters, and repeat.
-    "math": {
-        "gopher_repetition": {**_REPETITION, "top_n_grams": [], "dup_n_grams": []},
-        "gopher_quality": {
-            **_GOPHER,
-            "min_doc_words": 20,
-            "min_avg_word_length": 1,
-            "max_non_alpha_words_ratio": 0.4,
-            "min_stop_words": None,
-        },
-    },
-}
-"""Kind of source -> filter -> thresholds. Those of ``web`` are FineWeb's."""
+PRESETS: Final[Mapping[str, Mapping[str, Thresholds]]] = yaml.safe_load(
+    Path(__file__).with_name("quality.yaml").read_text(encoding="utf-8")
+)
+"""Kind of source -> filter -> thresholds."""
 
 _WORD: Final = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+")

@@ -16,8 +16,13 @@ from recipes_lib.config.schema import DistillationConfig, LayersConfig, RecipeCo
 from recipes_lib.data.packed.training_data import TrainingData
 from recipes_lib.distillation.layer_features import LayerDistillation
 from recipes_lib.distillation.on_policy import ANSWERED, AnswerFigures, OnPolicyAnswers, prepare_answers
-from recipes_lib.distillation.teacher import load_teacher
-from recipes_lib.distillation.teacher_store import TEACHER_FIELD, TeacherCollator, identify_store, read_store
+from recipes_lib.distillation.teacher_store import (
+    TEACHER_FIELD,
+    TeacherCollator,
+    identify_store,
+    load_teacher,
+    read_store,
+)
 from recipes_lib.errors import ConfigError, DivergedError, Problem
 from recipes_lib.losses.distillation import DistillationSums, Objective, TopLogps
 from recipes_lib.models.attention.kernels import AttentionChoice

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, LayersConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.losses.layers import (
+from recipes_lib.losses.distillation import (
     compute_angle_sum,
     compute_attention_sum,
     compute_distance_sum,

@@ -109,7 +109,7 @@ class DistillationInspection(SFTInspection):
 
     def look_at_agreement(self, say: Say) -> None:
         """Vocabulary, special tokens and length of student and teacher."""
-        from recipes_lib.distillation.teacher import map_teacher_vocabulary
+        from recipes_lib.distillation.teacher_store import map_teacher_vocabulary
         from recipes_lib.models.loading import choose_teacher, load_model_config
 
         self.vocabulary = vocabulary = map_teacher_vocabulary(self.config, self.tokenizer)
@@ -323,7 +323,7 @@ class GroupInspection(PPOInspection):
         Raises:
             ConfigError: As ``plan_groups``.
         """
-        from recipes_lib.planning.steps import plan_groups
+        from recipes_lib.planning.schedule import plan_groups
 
         plan = plan_groups(len(self._data.train), self.config, self.launch.world_size)
         steps = plan.steps

@@ -208,7 +208,7 @@ class Inspection(ABC):
         Returns:
             Rows of a step over all processes.
         """
-        from recipes_lib.planning.steps import compute_steps
+        from recipes_lib.planning.schedule import compute_steps
 
         plan = compute_steps(num_rows, self.config.training, self.launch.data_size)
         self.num_steps = plan.num_steps

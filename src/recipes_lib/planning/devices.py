@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import yaml
@@ -147,26 +147,80 @@ def _choose_product_type(config: RecipeConfig) -> torch.dtype:
     return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
-def find_efficiency(config: RecipeConfig, measured: Mapping[bool, float] | None = None) -> tuple[float, str]:
-    """Return the share of the peak that a run may reach, and where that is from.
+class Kind(NamedTuple):
+    """A class of training runs with one share of the peak.
 
-    Of use are the operations that a model needs, so that recomputing layers takes its share of the time: of the three
-    passes of full training one is made again, of the two under an adapter too.
+    Attributes:
+        compiles: Whether layers are compiled.
+        uses_adapter: Whether only an adapter is trained.
+    """
+
+    compiles: bool
+    uses_adapter: bool
+
+    @classmethod
+    def of(cls, config: RecipeConfig) -> Kind:
+        """Return the class of a run."""
+        compiles = config.training.get("torch_compile")
+        return cls(config.recipe == "pretrain" if compiles is None else bool(compiles), config.adapter.use_peft)
+
+    @property
+    def published(self) -> float:
+        """The published share of the peak; none is known of adapters alone."""
+        return _TOKENS_PER_SECOND[self.compiles] * _FLOPS_PER_TOKEN / _PEAK
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Measured shares of the peak.
+
+    Attributes:
+        shares: By class of runs, without recomputation and quantization; at least one.
+        source: What measured them.
+    """
+
+    shares: Mapping[Kind, float]
+    source: str
+
+    def estimate(self, kind: Kind) -> tuple[float, str]:
+        """Return the share of a class, of one that was not measured by the published ratio to the nearest; its source.
+
+        Compilation changes the share more than an adapter does.
+        """
+        near = min(self.shares, key=lambda one: (one.compiles != kind.compiles, one != kind))
+        told = f"by {self.source}"
+        if near.compiles != kind.compiles:
+            told += f", from its {'compiled' if near.compiles else 'eager'} runs by the ratio that {TORCHTITAN} has"
+        return self.shares[near] * kind.published / near.published, told
+
+
+def find_efficiency(config: RecipeConfig, measured: Measured | None = None) -> tuple[float, str]:
+    """Return the share of the peak that a run may reach, and its source.
 
     Args:
         config: The run.
-        measured: Shares that a machine has reached without and with compilation; ``None`` for those of published runs.
+        measured: Measured shares; ``None`` for those of published runs.
     """
-    compiles = config.training.get("torch_compile")
-    compiles = config.recipe == "pretrain" if compiles is None else bool(compiles)
-    share = measured[compiles] if measured else _TOKENS_PER_SECOND[compiles] * _FLOPS_PER_TOKEN / _PEAK
-    told = [f"{share:.0%} {'compiled' if compiles else 'eager'} by {'recipes prove' if measured else TORCHTITAN}"]
+    kind = Kind.of(config)
+    share, source = measured.estimate(kind) if measured else (kind.published, f"by {TORCHTITAN}")
+    factor, told = find_overhead(config)
+    text = f"{share:.0%} {'compiled' if kind.compiles else 'eager'} {source}"
+    return round(share * factor, 3), ", ".join([text, *told])
+
+
+def find_overhead(config: RecipeConfig) -> tuple[float, list[str]]:
+    """Return the factor, at most 1, by which recomputation and quantization lower the share of the peak, and why.
+
+    MFU counts the operations that a model needs. Recomputing a layer repeats one of the three passes of full training,
+    or of the two under an adapter.
+    """
+    factor, told = 1.0, list[str]()
     options = config.training.get("activation_checkpointing_kwargs") or {}
     if config.read("activation_checkpointing") and not options.get("save_matmuls"):
         passes = 2 if config.adapter.use_peft else 3
-        share *= passes / (passes + 1 / (options.get("every_n_layers") or 1))
+        factor *= passes / (passes + 1 / (options.get("every_n_layers") or 1))
         told.append("less what is recomputed")
     if config.quantization.load_in_4bit or config.quantization.load_in_8bit:
-        share *= _DEQUANTIZING
+        factor *= _DEQUANTIZING
         told.append("less a quarter, estimated, for quantized weights")
-    return round(share, 3), ", ".join(told)
+    return factor, told

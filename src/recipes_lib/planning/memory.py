@@ -39,7 +39,7 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.compute import PAIR_RECIPES, RL_RECIPES, has_live_reference
+from recipes_lib.planning.compute import PAIR_RECIPES, RL_RECIPES, find_shape, has_live_reference, read_shapes
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import (
@@ -69,7 +69,6 @@ from recipes_lib.planning.memory_plan import (
     MemoryPlan,
     shorten,
 )
-from recipes_lib.planning.shapes import find_shape, read_shapes
 
 _USUAL_GB: Final = (24, 48, 80, 141, 192)
 _BUCKET_SIZE: Final = 500_000_000

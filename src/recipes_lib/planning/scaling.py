@@ -23,8 +23,6 @@ _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
 _MIN_RUNS: Final = 6
 _STARTS: Final = tuple(itertools.product((0, 10, 20), (0, 10, 20), (-0.5, 0.5), (0.3, 0.8), (0.3, 0.8)))
-_REPEATS: Final = 15.4
-"""``R*`` of Muennighoff et al. 2023, table 1: repetitions after which a token has lost most of what it teaches."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -228,21 +226,3 @@ def fit_isoflops(runs: Sequence[Run]) -> tuple[float, list[Optimum]]:
         raise DataError(Problem("runs", "fewer than two budgets have three runs", "train three sizes at two budgets"))
     at = [math.log(FLOPS_PER_TOKEN * one.num_parameters * one.num_tokens) for one in minima]
     return float(np.polyfit(at, np.log([one.num_parameters for one in minima]), 1)[0]), minima
-
-
-def fit_power(values: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
-    """Return ``(X_c, alpha)`` of ``L = (X_c / X)^alpha``, where X alone limits the loss.
-
-    Source: Kaplan et al. 2020, equations 1.1 to 1.3, whose parameters are without embeddings.
-    """
-    slope, start = np.polyfit(np.log(values), np.log(losses), 1)
-    return math.exp(-start / slope), -float(slope)
-
-
-def count_effective_tokens(num_unique: float, num_tokens: float) -> float:
-    """Return how many fresh tokens teach as much as ``num_tokens`` of which ``num_unique`` are different.
-
-    Source: Muennighoff et al. 2023, equation 5.
-    """
-    repeats = max(num_tokens / num_unique - 1, 0)
-    return min(num_tokens, num_unique) + num_unique * _REPEATS * -math.expm1(-repeats / _REPEATS)

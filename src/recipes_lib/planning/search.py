@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.activations import MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
-from recipes_lib.planning.devices import Device, find_efficiency
+from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_kept, plan_memory
 from recipes_lib.planning.memory_plan import ACTIVATIONS, Layout, MemoryPlan
 
@@ -56,7 +56,7 @@ def search(
     num_rows: int,
     device: Device,
     peak: float,
-    measured: Mapping[bool, float] | None = None,
+    measured: Measured | None = None,
 ) -> list[Candidate]:
     """Return every way to make an optimizer step of ``num_rows`` rows, those that fit first, the fastest first.
 

@@ -29,9 +29,9 @@ from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import CONTEXT, RESERVE, Layout
-from recipes_lib.planning.shapes import find_planned_model
 from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
 from recipes_lib.training.optim.compilation import compile_layers
 

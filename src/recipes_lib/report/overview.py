@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from jinja2 import Environment
-
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
+from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
 
 PIPELINE: Final = "pipeline.json"
@@ -175,25 +174,22 @@ def write_overview(folder: Path) -> Path:
         DataError: As ``list_entries``.
     """
     entries = list_entries(folder)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
+    filters = {
         "duration": lambda seconds: "" if seconds is None else format_duration(seconds),
         "when": lambda changed: "" if changed is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
         "link": lambda path: quote(os.path.relpath(path, folder)),
         "spark": draw_spark,
     }
-    here = Path(__file__)
-    page = environment.from_string(here.with_name("overview.html.jinja").read_text(encoding="utf-8")).render(
+    return write_page(
+        folder / "index.html",
+        "overview",
+        filters,
         name=folder.resolve().name,
         is_pipeline=(folder / PIPELINE).is_file(),
         entries=entries,
         reports={entry.name: report for entry in entries if (report := entry.path / "report.html").is_file()},
         total=sum(entry.seconds or 0 for entry in entries),
-        style=here.with_name("page.css").read_text(encoding="utf-8"),
     )
-    path = folder / "index.html"
-    path.write_text(page, encoding="utf-8", errors="replace")
-    return path
 
 
 def main(argv: Sequence[str]) -> None:

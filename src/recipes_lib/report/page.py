@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
-
 from recipes_lib.report.charts import draw_charts, smooth
-from recipes_lib.report.reward_report import draw_reliability
-from recipes_lib.report.reward_verdict import read_verdict
+from recipes_lib.report.html_pages import write_page
+from recipes_lib.report.reward_report import draw_reliability, read_verdict
 from recipes_lib.report.run_files import (
     Record,
     RunFiles,
@@ -94,10 +92,10 @@ def build_report(run_dir: Path) -> Path:
     failed_gates = verdict["failed_gates"] if verdict else ()
     figures = [*_choose_rl_figures(run), *_choose_figures(run), *_choose_reward_figures(verdict), *_choose_scores(run)]
     steps, facts = sorted({sample["step"] for sample in run.samples}), _list_facts(run.facts)
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(Path(__file__).with_name("page.html.jinja").read_text(encoding="utf-8")).render(
+    return write_page(
+        run_dir / "report.html",
+        "page",
         run=run,
-        style=Path(__file__).with_name("page.css").read_text(encoding="utf-8"),
         kicker=" · ".join(filter(None, (str(run.facts.get("stage", "training")), str(run.facts.get("status", ""))))),
         lead=_describe_extent(run),
         problems=[*find_problems(run), *(f"Before it may serve PPO: {gate}." for gate in failed_gates)],
@@ -110,9 +108,6 @@ def build_report(run_dir: Path) -> Path:
         records=[fact for fact in facts if _is_record(*fact)],
         config=_list_config(run.facts),
     )
-    path = run_dir / "report.html"
-    path.write_text(page, encoding="utf-8", errors="replace")
-    return path
 
 
 def _describe_extent(run: RunFiles) -> str:

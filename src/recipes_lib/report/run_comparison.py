@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from jinja2 import Environment
-
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.report.charts import Chart, Line, Plan, draw_chart, smooth
+from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
@@ -66,25 +65,22 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
     recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
     images = path.with_suffix("")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    here = Path(__file__)
     try:
         images.mkdir(parents=True, exist_ok=True)
-        page = environment.from_string(here.with_name("compare.html.jinja").read_text(encoding="utf-8")).render(
+        return write_page(
+            path,
+            "compare",
             names=list(runs),
             colours=_COLOURS,
             recipes=sorted(recipes),
             charts=draw_overlays(runs, images, is_one_recipe=len(recipes) == 1),
             figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
-            style=here.with_name("page.css").read_text(encoding="utf-8"),
         )
-        path.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(
             Problem(str(path), f"cannot be written: {error.strerror}", "name another --output")
         ) from error
-    return path
 
 
 def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: bool) -> list[Chart]:

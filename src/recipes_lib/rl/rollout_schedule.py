@@ -12,7 +12,7 @@ import numpy as np
 
 from recipes_lib.config.schema import PPOConfig, RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.planning.steps import compute_warmup_steps, plan_groups
+from recipes_lib.planning.schedule import compute_warmup_steps, plan_groups
 
 
 class Stream(enum.IntEnum):

@@ -44,7 +44,7 @@ def test_a_run_learns_from_the_store_without_the_teachers_weights(tmp_path, keys
     identity = weights.read_bytes()
     loaded: list[str] = []
     patch = pytest.MonkeyPatch()
-    patch.setattr("recipes_lib.distillation.teacher.load_causal_lm", lambda *args: loaded.append("a teacher"))
+    patch.setattr("recipes_lib.distillation.teacher_store.load_causal_lm", lambda *args: loaded.append("a teacher"))
     try:
         assert run_here(load_recipe("distill"), config, recipe="distill") == 0
     finally:

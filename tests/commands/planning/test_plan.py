@@ -14,6 +14,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.commands.planning.test_planned_hardware import write_run
 from tests.forked import ROOT
 
 from recipes_lib.cli import main
@@ -348,6 +349,15 @@ def test_the_command_tells_time_layouts_and_verdict(plan_recipe) -> None:
         assert "fits H100" in part
 
 
+def test_finished_runs_calibrate_the_time(plan_recipe, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "earlier", 0.1, 0.25, recipe="lora", activation_checkpointing=True)
+    told = plan_recipe("sft", "--gpu", "H100", "--calibrate", run)
+    assert "0.375: 38% eager by 1 finished run" in told
+    assert re.search(r"1 GPUs x 9\.89e\+14 FLOP/s x 0\.375 MFU", told)
+    searched = plan_recipe("sft", "--gpus", "1xH100", "--calibrate", run)
+    assert "0.434: 43% compiled by 1 finished run, from its eager runs by the ratio that torchtitan" in searched
+
+
 def test_a_price_makes_a_cost_of_the_time(plan_recipe) -> None:
     told = plan_recipe("sft", "--num_processes", 4, "--gpu", "H100", device_hour_price=2)
     cost = float(re.search(r"cost +([\d.]+) for 1,000,000,000 tokens of rows, at 2 for a GPU hour", told)[1])
@@ -372,6 +382,11 @@ def test_a_price_makes_a_cost_of_the_time(plan_recipe) -> None:
         ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
         ("ppo", ["--gpu", "4090"], {}, "did you mean `RTX 4090`?"),
         ("ppo", ["--mfu", "0.5"], {}, "only memory is planned"),
+        ("ppo", ["--calibrate", "out"], {}, "only memory is planned"),
+        ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "write --proof or --calibrate"),
+        ("sft", ["--calibrate", "out"], {}, "name that of the runs"),
+        ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--calibrate: --mfu sets the MFU too"),
+        ("sft", ["--calibrate", "out", "--gpu", "H100"], {}, "neither run.json nor metrics.jsonl"),
         ("ppo", [], {"kl_coeff": 1}, "kl_coeff"),
         ("sft", ["--save_seconds", "60", "--gpu", "H100"], {}, "is a flag of pretraining"),
     ],

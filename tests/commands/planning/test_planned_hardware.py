@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, format_rows
-from recipes_lib.planning.devices import choose_device
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, calibrate, format_rows
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import flatten_config
+from recipes_lib.errors import DataError
+from recipes_lib.planning.devices import Kind, choose_device
 
 
 def build(price: float | None = None, pue: float = 1.0, grid: float | None = None, gpu: str = "H100") -> Hardware:
@@ -31,3 +38,56 @@ def test_rows_have_names_in_a_column_but_curves() -> None:
         "                more",
         "xx",
     ]
+
+
+def write_run(folder: Path, *mfu: float | None, recipe: str = "sft", gpu: str = "NVIDIA H100 80GB HBM3", **keys: Any):
+    """Write the record of a finished run with these MFU."""
+    keys = {"model_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": folder, **keys}
+    config = load_config(recipe, [f"--{key}={value}" for key, value in keys.items()])
+    record: dict[str, Any] = {"stage": recipe, "status": "done", "hardware": {"device": gpu}}
+    record |= {"config": flatten_config(config), "provenance": dict(config.provenance)}
+    if config.read("activation_checkpointing") == "auto":
+        record["activation_checkpointing"] = "every layer (70.0 of 80.0 GB)"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(record, default=str))
+    events = [{"kind": "train", "step": step, "mfu": value} for step, value in enumerate(mfu, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "factor"),
+    [
+        ({}, (False, False), 1),
+        ({"torch_compile": True}, (True, False), 1),
+        ({"activation_checkpointing": True}, (False, False), 4 / 3),
+        ({"activation_checkpointing": "auto"}, (False, False), 4 / 3),
+        ({"recipe": "lora", "activation_checkpointing": True, "load_in_4bit": True}, (False, True), 3 / 2 / 0.75),
+    ],
+)
+def test_finished_runs_give_the_median_mfu_of_their_class_as_if_nothing_was_recomputed(
+    tmp_path: Path, keys, kind, factor
+) -> None:
+    """The first logged step compiles, and is left out; of several runs of a class the median counts."""
+    folders = [write_run(tmp_path / str(mfu), 0.01, mfu, mfu + 0.01, mfu - 0.01, **keys) for mfu in (0.2, 0.3, 0.32)]
+    measured = calibrate(folders, choose_device("H100"))
+    assert measured.shares == {Kind(*kind): pytest.approx(0.3 * factor)}
+    assert measured.source == "3 finished runs"
+
+
+def test_runs_on_another_gpu_or_without_mfu_are_refused_together(tmp_path: Path) -> None:
+    refused = {
+        "other": write_run(tmp_path / "other", 0.3, 0.3, gpu="NVIDIA A100-SXM4-80GB"),
+        "cpu": write_run(tmp_path / "cpu", 0.3, 0.3, gpu="Intel Xeon"),
+        "unknown": write_run(tmp_path / "unknown", None, None),
+        "short": write_run(tmp_path / "short", 0.3),
+        "pairs": write_run(tmp_path / "pairs", 0.3, 0.3, recipe="dpo", precompute_ref_log_probs=False),
+    }
+    with pytest.raises(DataError) as caught:
+        calibrate(list(refused.values()), choose_device("H100"))
+    told = {Path(problem.where).name: problem.found for problem in caught.value.problems}
+    assert told.keys() == refused.keys()
+    assert told["other"] == "trained on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"
+    assert "'Intel Xeon'" in told["cpu"]
+    assert told["unknown"] == told["short"]
+    assert "reference model" in told["pairs"]

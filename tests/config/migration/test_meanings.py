@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.migration.renames import MEANINGS
+from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 
-@pytest.mark.parametrize("meaning", MEANINGS, ids=lambda meaning: meaning.where)
+@pytest.mark.parametrize("meaning", read_renames().meanings, ids=lambda meaning: meaning.where)
 def test_it_names_keys_that_there_are(meaning) -> None:
     known = {key for recipe in RECIPE_NAMES for key in load_table(recipe).keys}
     assert meaning.decisive in known
@@ -29,5 +29,9 @@ def test_it_names_keys_that_there_are(meaning) -> None:
     ],
 )
 def test_a_file_that_decides_nothing_is_told_what_it_means(recipe, present, expected) -> None:
-    told = [meaning.advice for meaning in MEANINGS if meaning.concerns(present, load_table(recipe).keys.keys())]
+    told = [
+        meaning.advice
+        for meaning in read_renames().meanings
+        if meaning.concerns(present, load_table(recipe).keys.keys())
+    ]
     assert [advice.split(" ")[0] + " " + advice.split(" ")[1] for advice in told] == expected

@@ -6,7 +6,6 @@ import pytest
 
 from recipes_lib.config.migration.legacy_files import infer_method
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.recipes import PREFERENCE_LOSSES
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError
 
@@ -49,7 +48,7 @@ def test_a_file_named_after_its_recipe_is_of_it(recipe: str) -> None:
     assert infer_method([f"{recipe}_small", "configs"], {}).recipe == recipe
 
 
-@pytest.mark.parametrize("name", ["cpo", "online_dpo", "nash_md", "bco", *({"kto"} - set(PREFERENCE_LOSSES))])
+@pytest.mark.parametrize("name", ["cpo", "online_dpo", "nash_md", "bco", "kto"])
 def test_a_method_that_no_recipe_trains_is_refused_unless_the_user_says_another(name: str) -> None:
     with pytest.raises(ConfigError, match=name.split("_")[0].upper()):
         infer_method([name, "scripts"], {"beta": 0.1})

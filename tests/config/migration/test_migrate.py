@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.migration.renames import ELSEWHERE, RETIRED
+from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.recipes import read_refused
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import ConfigError
@@ -177,7 +177,7 @@ def test_trls_ppo_starts_from_the_policy_that_it_names(write, names: str, model:
 
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
 def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
-    for key in sorted({*RETIRED, *read_refused("sft"), *ELSEWHERE}):
+    for key in sorted({*read_renames().retired, *read_refused("sft"), *read_renames().elsewhere}):
         text, changes, *_ = migrate(write(f"# head\n{sound}{key}: {value}\nseed: 1  # tail\n"), "sft")
         lines = text.splitlines()
         assert not [line for line in lines if line.startswith(f"{key}:")]

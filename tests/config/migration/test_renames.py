@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import trl
 
-from recipes_lib.config.migration.renames import MIXTURE_RENAMED, RETIRED, RETIRED_VALUES, read_known
+from recipes_lib.config.migration.renames import read_known, read_renames
 from recipes_lib.config.recipes import read_refused
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import is_secret_key
@@ -36,7 +36,7 @@ use_flash_attention_2
 
 @pytest.mark.parametrize("key", f"{GONE_FROM_TRANSFORMERS} {GONE_FROM_TRL} {HANDBOOK}".split())
 def test_no_old_key_is_merely_unknown(key: str) -> None:
-    assert key in RETIRED or is_secret_key(key)
+    assert key in read_renames().retired or is_secret_key(key)
 
 
 def test_every_key_of_trls_model_section_is_ours_or_named() -> None:
@@ -62,12 +62,13 @@ def test_a_retired_key_is_no_key_and_its_successor_is_one(recipe: str) -> None:
 
 
 def test_successors_of_values_are_choices() -> None:
-    for (key, old), new in RETIRED_VALUES.items():
+    for (key, old), new in read_renames().values.items():
         assert new in KEYS[key].schema["enum"]
         assert old not in KEYS[key].schema["enum"]
 
 
 def test_successors_of_mixture_keys_are_keys_of_an_entry() -> None:
     properties = KEYS["dataset_mixture"].schema["items"]["properties"]
-    assert set(MIXTURE_RENAMED.values()) <= set(properties)
-    assert not set(MIXTURE_RENAMED) & set(properties)
+    renamed = read_renames().mixture
+    assert set(renamed.values()) <= set(properties)
+    assert not set(renamed) & set(properties)

@@ -19,12 +19,12 @@ from recipes_lib.data.packed.preview import (
     PreviewRow,
     build_preview,
     compute_pieces,
-    render_html,
     render_text,
 )
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.data.sources.rows import EncodedRow
 from recipes_lib.errors import ConfigError
+from recipes_lib.report.html_pages import write_page
 
 TEXTS = ["The capital is Paris.", " two  spaces\nand\ta tab", "naïve café", "<script>alert(1)</script> & \"x\" 'y'"]
 
@@ -64,9 +64,10 @@ class Spans(HTMLParser):
             self.spans[-1] = (attributes, text + data)
 
 
-def test_a_token_that_is_markup_is_escaped():
+def test_a_token_that_is_markup_is_escaped(tmp_path):
     text = '<script src="x">&</script>'
-    page = render_html("title", [PreviewRow("a", [Piece(text, 1, False, True)])])
+    rows = [PreviewRow("a", [Piece(text, 1, False, True)])]
+    page = write_page(tmp_path / "x", "preview", title="a", rows=rows).read_text()
     parser = Spans()
     parser.feed(page)
     assert [shown for _, shown in parser.spans] == [text]
@@ -149,10 +150,10 @@ def test_the_preview_is_what_the_encoder_gives(build_config, tiny_tokenizer):
 
 
 @pytest.mark.parametrize("character", ["\x1b", "\u202e", "\u200b", "\x07", "\u2028"])
-def test_control_and_invisible_characters_are_written_out(tiny_tokenizer, character):
+def test_control_and_invisible_characters_are_written_out(tmp_path, tiny_tokenizer, character):
     row = row_of(tiny_tokenizer, f"a{character}b")
     assert character not in render_text(row).plain
-    assert character not in render_html("x", [row])
+    assert character not in write_page(tmp_path / "x", "preview", title="x", rows=[row]).read_text()
 
 
 def test_the_terminal_text_has_every_piece_with_its_style(tiny_tokenizer):
@@ -164,9 +165,9 @@ def test_the_terminal_text_has_every_piece_with_its_style(tiny_tokenizer):
     assert ["green" in str(span.style) for span in spans] == [piece.is_target for piece in row.pieces]
 
 
-def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tiny_tokenizer):
+def test_the_page_has_every_token_with_its_id_and_mask_and_loads_nothing(tmp_path, tiny_tokenizer):
     rows = [row_of(tiny_tokenizer, text, slice(2, None)) for text in TEXTS]
-    page = render_html("gold & <b>", rows)
+    page = write_page(tmp_path / "x", "preview", title="gold & <b>", rows=rows).read_text()
     parser = Spans()
     parser.feed(page)
     pieces = [piece for row in rows for piece in row.pieces]

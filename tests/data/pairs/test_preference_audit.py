@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from recipes_lib.data.packed.encoding import EncodedMixture
 from recipes_lib.data.packed.packing import build_examples
-from recipes_lib.data.pairs.preference_audit import (
+from recipes_lib.data.pairs.preference_sets import (
     DropCounts,
     PairAudit,
     compute_pair_audit,

@@ -173,7 +173,7 @@ def test_check_tells_how_many_questions_there_are_and_what_is_wrong(
     def check(name: str) -> tuple[int, str]:
         keys = {"eval_tasks": f"[{name}]", "eval_tasks_include_path": json.dumps([str(tasks)]), "eval_tasks_limit": 5}
         made = recipe_runs.make_keys(inputs, "sft", **keys, output_dir=tmp_path)
-        code = run_recipes(["check", "sft", *(f"--{key}={value}" for key, value in made.items())])
+        code = run_recipes(["check", "--recipe", "sft", *(f"--{key}={value}" for key, value in made.items())])
         return code, "".join(capsys.readouterr())
 
     code, told = check("local_written")

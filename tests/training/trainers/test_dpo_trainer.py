@@ -22,11 +22,10 @@ from tests.training.pairs import (
 from tests.training.trajectories import assert_equal_weights, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback
 
-from recipes_lib.config.recipes import PREFERENCE_LOSSES
 from recipes_lib.config.schema import AdapterConfig, PreferenceConfig
 from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.errors import ConfigError, DivergedError
-from recipes_lib.losses.preference import PreferenceOptions
+from recipes_lib.losses.preference import PREFERENCE_LOSSES, PreferenceOptions
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.training.guards.start_checks import StartChecks

@@ -1,1 +1,1 @@
-"""Subcommands of distillation: store teacher probabilities, build a student, chain teacher assistants."""
+"""Subcommands of distillation: store teacher probabilities, chain teacher assistants."""

@@ -45,8 +45,14 @@ def store(config: RecipeConfig) -> None:
     """
     from recipes_lib.data.packed.collators import PackedCollator
     from recipes_lib.data.packed.training_data import load_training_data
-    from recipes_lib.distillation.teacher import load_teacher, map_teacher_vocabulary
-    from recipes_lib.distillation.teacher_store import compare_with_teacher, identify_store, read_store, write_store
+    from recipes_lib.distillation.teacher_store import (
+        compare_with_teacher,
+        identify_store,
+        load_teacher,
+        map_teacher_vocabulary,
+        read_store,
+        write_store,
+    )
     from recipes_lib.models.attention.kernels import choose_attention
     from recipes_lib.models.loading import load_tokenizer
     from recipes_lib.training.layouts.launch_environment import read_launch
@@ -87,8 +93,7 @@ def build_compute(
     """Return the function that computes the teacher's probabilities, in the precision of the run."""
     import torch
 
-    from recipes_lib.distillation.teacher import ask_teacher
-    from recipes_lib.distillation.teacher_store import read_targets
+    from recipes_lib.distillation.teacher_store import ask_teacher, read_targets
     from recipes_lib.training.trainers.arguments import get_compute_dtype
 
     dtype, device = get_compute_dtype(args), args.device

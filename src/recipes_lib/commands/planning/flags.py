@@ -59,6 +59,8 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num_rows", type=int, help="packed rows of the training set, for the hours of fine-tuning")
     parser.add_argument("--mfu", type=float, help="model FLOPs utilisation (default: from published runs)")
     parser.add_argument("--proof", type=Path, help="folder of `recipes prove`, for the MFU measured on this GPU")
+    told = "output directories of finished runs on this GPU, for their MFU"
+    parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", help=told)
     parser.add_argument(
         "--price_per_gpu_hour", "--price-per-gpu-hour", type=float, help="overrides `device_hour_price`"
     )

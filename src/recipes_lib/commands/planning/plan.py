@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.plan_search import search_plan
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, format_rows
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, format_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
@@ -30,16 +30,14 @@ from recipes_lib.planning.compute import (
     compute_model_size,
     compute_training_flops,
     count_step,
+    find_planned_model,
 )
 from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
-from recipes_lib.planning.schedule import Schedule
-from recipes_lib.planning.shapes import find_planned_model
-from recipes_lib.planning.steps import compute_steps
-from recipes_lib.proving.results import PASSED, read_rows
+from recipes_lib.planning.schedule import Schedule, compute_steps
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -152,7 +150,8 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning.
 
     Raises:
-        ConfigError: The GPU is not known, or its peak.
+        ConfigError: The GPU is not known, or its peak; or as ``read_proof`` and ``calibrate``.
+        DataError: As ``calibrate``.
     """
     if options.gpu is None or config.recipe in RL_RECIPES:
         return None
@@ -160,27 +159,15 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     if options.save_seconds:
         mean_seconds = options.failure_hours * 3600 / num_gpus
         failures = Failures(mean_seconds, options.save_seconds, options.restart_seconds)
-    measured = _read_proof(options.proof) if options.proof else None
+    device, measured = choose_device(options.gpu), None
+    if options.proof or options.calibrate:
+        measured = read_proof(options.proof) if options.proof else calibrate(options.calibrate, device)
     share, source = find_efficiency(config, measured)
     if options.mfu is not None:
         share, source = options.mfu, "--mfu"
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
     peak = find_peak(options.gpu, config)
-    device = choose_device(options.gpu)
     return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
-
-
-def _read_proof(folder: Path) -> dict[bool, float]:
-    """Return the MFU that ``recipes prove`` measured, without and with compilation.
-
-    Raises:
-        ConfigError: It has measured none there.
-    """
-    rows = [row for row in read_rows(folder).values() if row.status == PASSED]
-    figures = [row.figures for row in rows if row.figures.get("compiled_mfu")]
-    if not figures:
-        raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
-    return {compiles: float(figures[-1][f"{name}_mfu"]) for name, compiles in (("eager", False), ("compiled", True))}
 
 
 def describe_pretraining(
@@ -288,16 +275,27 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterato
         yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
     if recipe != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
-    if recipe in RL_RECIPES and options.mfu is not None:
-        yield Problem("--mfu", f"only memory is planned for {recipe}", "remove it")
+    yield from _find_mfu_problems(recipe, options)
     yield from _find_search_problems(recipe, options)
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
             yield Problem(f"--{flag}", f"is {value}", "write 1 or more")
     yield from _find_failure_problems(recipe, options)
+
+
+def _find_mfu_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
     if options.mfu is not None and not 0 < options.mfu <= 1:
         yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1; 0.3 to 0.4 is usual")
+    given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
+    if given and recipe in RL_RECIPES:
+        yield Problem(given[0], f"only memory is planned for {recipe}", "remove it")
+    for flag in given[1:]:
+        yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
+    if options.mfu is not None and options.gpus:
+        yield Problem("--mfu", "the search compares classes of runs, each with its own", "write --proof or --calibrate")
+    if options.calibrate and options.gpu is None:
+        yield Problem("--calibrate", "no GPU is planned for", "name that of the runs: --gpu H100")
 
 
 def _find_search_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:

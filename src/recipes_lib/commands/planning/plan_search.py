@@ -17,11 +17,12 @@ from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import replace_text
+from recipes_lib.planning.devices import find_efficiency
 from recipes_lib.planning.memory import list_layouts, plan_memory
 from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.planning.pretraining import count_run_tokens
+from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.planning.search import Candidate, search
-from recipes_lib.planning.steps import compute_steps
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import plan_launch, read_launch_file
@@ -72,8 +73,10 @@ def search_plan(
     heads = (
         f"{'layout':14}{'rows x accumulated':>19}  {'recomputed':16}{'compiled':>8}{'GB':>8}{'s a step':>10}  verdict"
     )
+    chosen = dataclasses.replace(config, training={**config.training, **best.keys})
+    share, source = find_efficiency(chosen, hardware.measured)
     rows = [
-        next(hardware.describe()),
+        *dataclasses.replace(hardware, mfu=share, source=source).describe(),
         ("batch", f"{batch:,} rows an optimizer step, as the recipe has it"),
         (CURVE, ""),
     ]

@@ -1,14 +1,27 @@
-"""Planned hardware: GPUs, MFU, price, power, failures."""
+"""Planned hardware: GPUs, MFU, its calibration by finished runs, price, power, failures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from recipes_lib.planning.compute import compute_hours
-from recipes_lib.planning.devices import Device
+import yaml
+
+from recipes_lib.commands.reproduce import restore_keys
+from recipes_lib.config.loader import check_text
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import verify_fields
+from recipes_lib.planning.activations import AUTO, MODES, list_keys
+from recipes_lib.planning.compute import compute_hours, has_live_reference
+from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_overhead
 from recipes_lib.planning.failures import Failures
+from recipes_lib.proving.results import PASSED, read_rows
+from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
 _LABEL_WIDTH: Final = 16
 CURVE: Final = "curve"
@@ -28,7 +41,7 @@ class Hardware:
         peak: FLOP/s of one of them, for the products of the run.
         mfu: Model FLOPs utilisation, above 0 and at most 1.
         source: Origin of the MFU.
-        measured: MFU measured by ``recipes prove``, without and with compilation; ``None`` for published ones.
+        measured: Measured MFU; ``None`` for published ones.
         failures: Cost of interruptions of all GPUs together; ``None`` to omit it.
         price: Price of a GPU hour.
         pue: Power usage effectiveness: energy of the data centre over that of the GPUs.
@@ -40,7 +53,7 @@ class Hardware:
     peak: float
     mfu: float
     source: str
-    measured: Mapping[bool, float] | None
+    measured: Measured | None
     failures: Failures | None
     price: float | None
     pue: float
@@ -71,3 +84,74 @@ class Hardware:
 def format_rows(rows: Iterable[Row]) -> list[str]:
     """Return a line for each row: name column and text."""
     return [text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}" for name, text in rows]
+
+
+def read_proof(folder: Path) -> Measured:
+    """Return the MFU that ``recipes prove`` measured.
+
+    Raises:
+        ConfigError: It has measured none there.
+    """
+    rows = [row for row in read_rows(folder).values() if row.status == PASSED]
+    figures = [row.figures for row in rows if row.figures.get("compiled_mfu")]
+    if not figures:
+        raise ConfigError(Problem("--proof", f"{folder} has no throughput of a GPU", "run `recipes prove` there"))
+    names = {Kind(compiles, uses_adapter=False): name for name, compiles in (("eager", False), ("compiled", True))}
+    return Measured({kind: float(figures[-1][f"{name}_mfu"]) for kind, name in names.items()}, "recipes prove")
+
+
+def calibrate(folders: Sequence[Path], device: Device) -> Measured:
+    """Return the median MFU of finished runs by class, without what recomputation and quantization cost each.
+
+    Args:
+        folders: Output directories.
+        device: The planned GPU.
+
+    Raises:
+        ConfigError: A run had another GPU, or its configuration is not accepted any more.
+        DataError: A run is not finished, or its MFU is not known or counts one model of several.
+    """
+    shares, problems = dict[Kind, list[float]](), list[Problem]()
+    for folder in folders:
+        run = read_run(folder)
+        # The first of the logged windows include compilation and an empty cache.
+        curve = [mfu for _, mfu in read_curve(run.train, "mfu")]
+        curve = curve[max(len(curve) // 10, 1) :]
+        used = str((run.facts.get("hardware") or {}).get("device"))
+        if (found := find_device(used)) is None or _identify(found) != _identify(device):
+            told = f"trained on {used!r}, and the plan is for {device.name!r}"
+            problems.append(Problem(str(folder), told, "name runs on the planned GPU"))
+        elif run.facts.get("status") != "done" or not curve:
+            told = "is not a finished run with MFU in two or more of its logged steps"
+            problems.append(Problem(str(folder), told, "name one on a GPU whose peak is known"))
+        else:
+            config = _restore(run)
+            if config.recipe == "distill" or has_live_reference(config):
+                told = f"its MFU leaves out the {'teacher' if config.recipe == 'distill' else 'reference model'}"
+                problems.append(Problem(str(folder), told, "name a run of one model"))
+            shares.setdefault(Kind.of(config), []).append(statistics.median(curve) / find_overhead(config)[0])
+    if problems:
+        raise DataError(*problems)
+    told = f"{len(folders)} finished run{'s' * (len(folders) > 1)}"
+    return Measured({kind: statistics.median(each) for kind, each in shares.items()}, told)
+
+
+def _identify(device: Device) -> tuple[float, float, float]:
+    return device.flops, device.memory, device.bandwidth
+
+
+def _restore(run: RunFiles) -> RecipeConfig:
+    """Return the configuration of a recorded run with the activation checkpointing that ``auto`` chose there.
+
+    Raises:
+        ConfigError: It is not accepted any more.
+        DataError: The record is damaged.
+    """
+    verify_fields(run.facts, {"stage": str, "config": dict, "provenance": dict}, str(run.path))
+    text = yaml.safe_dump({**restore_keys(run.facts)[0], "output_dir": str(run.path)})
+    config = check_text(run.facts["stage"], text, run.path / "run.json")
+    if config.read("activation_checkpointing") != AUTO:
+        return config
+    chosen = str(run.facts.get("activation_checkpointing")).partition(" (")[0]
+    keys = list_keys(chosen if chosen in MODES else "none")
+    return dataclasses.replace(config, training={**config.training, **keys})

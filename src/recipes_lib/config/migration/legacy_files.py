@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from recipes_lib.config.recipes import PREFERENCE_LOSSES
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
@@ -51,10 +50,7 @@ _RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
 }
 _LOSSES: Final = ("orpo", "simpo", "kto")
 """Words that name a loss of DPO."""
-_NOT_HERE: Final = {
-    *("bco", "cpo", "gold", "nash", "online", "prm", "sdft", "sdpo", "ssd", "tpo", "xpo"),
-    *(set(_LOSSES) - set(PREFERENCE_LOSSES)),
-}
+_NOT_HERE: Final = {"bco", "cpo", "gold", "kto", "nash", "online", "prm", "sdft", "sdpo", "ssd", "tpo", "xpo"}
 """Methods of TRL that no recipe trains."""
 
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
@@ -117,7 +113,7 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
     telling = {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
     losses = values.get("loss_type")
     for loss in losses if isinstance(losses, list) else [losses]:
-        if loss in PREFERENCE_LOSSES:
+        if loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"]:
             telling["loss_type"] = ("dpo",)
         elif loss in load_table("grpo").keys["loss_type"].schema["enum"]:
             telling["loss_type"] = _OF_GROUPS

@@ -20,7 +20,7 @@ from recipes_lib.config.migration.legacy_files import (
     is_command,
     parse_command_text,
 )
-from recipes_lib.config.migration.renames import MEANINGS, RETIRED_VALUES, read_known
+from recipes_lib.config.migration.renames import read_known, read_renames
 from recipes_lib.config.rules import COMMIT, are_shares
 from recipes_lib.config.settings import DECISIONS
 from recipes_lib.config.table import KeyTable, load_table
@@ -211,7 +211,7 @@ class _Rewriter:
         """Report keys whose meaning has changed."""
         self.changes += [
             Change(0, str(meaning), by_hand=True)
-            for meaning in MEANINGS
+            for meaning in read_renames().meanings
             if meaning.concerns(self.taken, self.table.keys.keys())
         ]
 
@@ -230,7 +230,7 @@ class _Rewriter:
 
     def _rewrite_value(self, entry: Entry, value: Any) -> None:
         key = entry.key
-        successor = RETIRED_VALUES.get((key, str(value)))
+        successor = read_renames().values.get((key, str(value)))
         # TRL switches dropout off in the whole model, adapters too, before it compares log-probabilities or scores.
         is_off = self.table.recipe in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))

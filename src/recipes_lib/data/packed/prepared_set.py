@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -38,6 +39,7 @@ from recipes_lib.data.packed.supervision_audit import (
 )
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
+from recipes_lib.data.sources.replay_dataset import ReplayOrder, tell_replay
 from recipes_lib.data.sources.splits import find_overlap, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, make_set, write_splits
 from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
@@ -370,8 +372,63 @@ def render_summary(prepared: PreparedSet) -> Table:
     )
     for label, value in figures:
         table.add_row(label, *(value(audit) for audit in audits))
-    for finding in manifest["findings"]:
+    add_findings(table, manifest["findings"])
+    return table
+
+
+def add_findings(table: Table, findings: Sequence[Mapping[str, str]]) -> None:
+    """Add what the audit of a set warns of, a section each."""
+    for finding in findings:
         if finding["severity"] != "ok":
             table.add_section()
             table.add_row(finding["severity"], "; ".join(filter(None, (finding["found"], finding["remedy"]))))
-    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRows:
+    """The rows of a run and what is known of them.
+
+    Attributes:
+        train: To train on.
+        eval: Held out, or ``None``.
+        max_length: Tokens that one has room for.
+        audit: Figures of the training rows.
+        findings: What the audit of all rows makes of them.
+        record: JSON values for ``run.json``: where the rows came from, their counts, and what was left out.
+        eval_sets: The rows of each of ``eval_datasets``.
+        order: In which rows are trained on where some are replayed, which stand behind the others in ``train``.
+    """
+
+    train: Any
+    eval: Any
+    max_length: int
+    audit: Any
+    findings: Sequence[Finding]
+    record: dict[str, Any]
+    eval_sets: Mapping[str, Any] = field(default_factory=dict)
+    order: ReplayOrder | None = None
+
+    @property
+    def held_out(self) -> Mapping[str, Any]:
+        """The held-out rows by name; empty when nothing is held out."""
+        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row after cutting, held-out rows too; of a stream, the most that a row may have."""
+        parts = (self.record, self.record.get("replay", {}))
+        audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
+        audits += self.record.get("eval_datasets", {}).values()
+        return min(self.max_length, max((int(audit["length_max"]) for audit in audits), default=self.max_length))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the audit warns of."""
+        audited = [finding.found for finding in self.findings if finding.severity == "warning"]
+        return [*audited, *tell_replay(self.record)]
+
+    @property
+    def typical_length(self) -> int:
+        """Tokens that attend to each other: the median row's."""
+        length: int = self.audit.length_p50
+        return length

@@ -1,8 +1,7 @@
-"""Token-level preview of rows, coloured by loss mask, in the terminal and as one HTML file."""
+"""Token-level preview of rows, coloured by loss mask in the terminal; ``preview.html.jinja`` shows the same."""
 
 from __future__ import annotations
 
-import html
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,22 +24,6 @@ if TYPE_CHECKING:
 _CONTEXT_TOKENS = 4
 _WHITESPACE = {" ": "·", "\n": "↵\n", "\t": "⇥", "\r": "␍", "\u00a0": "⍽"}
 _TARGET_STYLE, _CONTEXT_STYLE = "black on green", "dim"
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-:root {{ color-scheme: light dark; --target: #b7e4c7; --ink: #1b1b1b; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --target: #1b6b3a; --ink: #f4f4f4; }} }}
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font: 14px/1.9 ui-monospace, monospace; padding: 1rem;
-  border: 1px solid #8886; border-radius: .4rem; }}
-span {{ border-radius: .2rem; outline: 1px solid #8883; }}
-.target {{ background: var(--target); color: var(--ink); }} .context {{ color: #888; }} .special {{ font-weight: 700; }}
-</style></head><body>
-<h1>{title}</h1>
-<p><span class="target">trained on</span> <span class="context">read only</span>
-<span class="special">special token</span> · a space, ↵ a new line, ⇥ a tab; a token's id shows when pointed at</p>
-{rows}
-</body></html>
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +78,6 @@ def render_text(row: PreviewRow) -> Text:
         style = _TARGET_STYLE if piece.is_target else _CONTEXT_STYLE
         text.append(piece.text, style=f"not bold {style}" if not piece.is_special else f"bold {style}")
     return text
-
-
-def render_html(title: str, rows: Sequence[PreviewRow]) -> str:
-    """The rows as one HTML page that loads nothing from elsewhere; text from the data is escaped."""
-    sections = (f"<h2>{html.escape(row.title)}</h2>\n<pre>{''.join(map(_span, row.pieces))}</pre>" for row in rows)
-    return _PAGE.format(title=html.escape(title), rows="\n".join(sections))
-
-
-def _span(piece: Piece) -> str:
-    classes = ("target" if piece.is_target else "context") + (" special" if piece.is_special else "")
-    return f'<span class="{classes}" title="{piece.token_id}">{html.escape(piece.text)}</span>'
 
 
 def _decode_one(tokenizer: PreTrainedTokenizerBase, ids: list[int], at: int) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import datasets
@@ -23,7 +23,7 @@ from recipes_lib.data.packed.encoding import (
     split_chunks,
 )
 from recipes_lib.data.packed.packing import Examples
-from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.packed.prepared_set import PreparedRows, prepare
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
     FindPlaces,
@@ -37,11 +37,9 @@ from recipes_lib.data.packed.supervision_audit import (
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.replay_dataset import (
-    ReplayOrder,
     build_order,
     describe_replay,
     find_replayed,
-    tell_replay,
 )
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
@@ -189,55 +187,17 @@ def _build_pack(packed: PackedSplit, at: int) -> Pack:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingData:
-    """Packed rows and what is known of them.
+@dataclass(frozen=True, kw_only=True)
+class TrainingData(PreparedRows):
+    """Packed rows and what is known of them: columns ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``.
 
     Attributes:
-        train: Training packs: columns ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``.
-        eval: Held-out packs, or ``None``.
-        max_length: Tokens that a pack has room for.
         num_packs: Training packs; ``None`` for a stream.
         audit: Figures of the training rows; of a stream, of its first ones.
-        findings: What the audit of all rows makes of them.
-        record: JSON values for ``run.json``: where the rows came from, and their counts.
-        eval_sets: The packs of each of ``eval_datasets``.
-        order: In which the rows are trained on where some are replayed, which stand behind the others in ``train``.
     """
 
-    train: datasets.Dataset | datasets.IterableDataset
-    eval: datasets.Dataset | None
-    max_length: int
     num_packs: int | None
     audit: SplitAudit
-    findings: Sequence[Finding]
-    record: dict[str, Any]
-    eval_sets: Mapping[str, datasets.Dataset] = field(default_factory=dict)
-    order: ReplayOrder | None = None
-
-    @property
-    def held_out(self) -> Mapping[str, datasets.Dataset]:
-        """The held-out packs by name; empty when nothing is held out."""
-        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row after cutting, held-out rows too; of a stream, the most that a row may have."""
-        parts = (self.record, self.record.get("replay", {}))
-        audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
-        audits += self.record.get("eval_datasets", {}).values()
-        return min(self.max_length, max((audit["length_max"] for audit in audits), default=self.max_length))
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the audit warns of."""
-        audited = [finding.found for finding in self.findings if finding.severity == "warning"]
-        return [*audited, *tell_replay(self.record)]
-
-    @property
-    def typical_length(self) -> int:
-        """Tokens that attend to each other: the median row's."""
-        return self.audit.length_p50
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
         """Yield ids and targets of the held-out rows, each ``(T,)``, in the order of the data, not of the packing."""

@@ -1,11 +1,11 @@
-"""Preference pairs: rendered, tokenised, verified and stored once per content, and what a run derives from them."""
+"""Preference pairs: tokenised, verified, audited and stored once per content, and what a run derives from them."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,11 @@ from rich.table import Table
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.packed.encoding import EncodedMixture, TokenFile, TokenizerLoader, build_encoder
-from recipes_lib.data.packed.packing import Examples, build_examples
+from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
 from recipes_lib.data.packed.prepared_set import (
+    PreparedRows,
     SetIdentity,
+    add_findings,
     build_lists,
     derive_max_length,
     describe_set,
@@ -26,22 +28,12 @@ from recipes_lib.data.packed.prepared_set import (
     read_batches,
     separate_sides,
 )
-from recipes_lib.data.packed.supervision_audit import Finding, judge_remarks
-from recipes_lib.data.pairs.preference_audit import (
-    DropCounts,
-    PairAudit,
-    compute_pair_audit,
-    count_tokens,
-    drop_pairs,
-    judge_pairs,
-)
+from recipes_lib.data.packed.supervision_audit import Finding, judge_loss, judge_remarks, sort_findings
 from recipes_lib.data.sources.mixtures import derive_eval_configs
 from recipes_lib.data.sources.replay_dataset import (
-    ReplayOrder,
     build_order,
     describe_replay,
     find_replayed,
-    tell_replay,
 )
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.data.sources.splits import compute_digests
@@ -219,52 +211,11 @@ class PairRows(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-@dataclass(frozen=True, slots=True)
-class PairData:
-    """Pairs and what is known of them.
+@dataclass(frozen=True, kw_only=True)
+class PairData(PreparedRows):
+    """Pairs, in the order of the data, and what is known of them; a length is that of a prompt with one answer."""
 
-    Attributes:
-        train: Pairs to train on, in the order of the data.
-        eval: Held-out pairs, or ``None``.
-        max_length: Tokens that a prompt and either of its answers have room for.
-        audit: Figures of the training pairs.
-        findings: What the audit of all pairs makes of them.
-        record: JSON values for ``run.json``: where the pairs came from, their counts, and what was left out.
-        eval_sets: The pairs of each of ``eval_datasets``.
-        order: In which pairs are trained on where some are replayed, which stand behind the others in ``train``.
-    """
-
-    train: PairRows
-    eval: PairRows | None
-    max_length: int
     audit: PairAudit
-    findings: Sequence[Finding]
-    record: dict[str, Any]
-    eval_sets: Mapping[str, PairRows] = field(default_factory=dict)
-    order: ReplayOrder | None = None
-
-    @property
-    def held_out(self) -> Mapping[str, PairRows]:
-        """The held-out pairs by name; empty when nothing is held out."""
-        return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt with one answer, held-out pairs included."""
-        parts = (self.record, self.record.get("replay", {}))
-        audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
-        return max(int(audit["length_max"]) for audit in (*audits, *self.record.get("eval_datasets", {}).values()))
-
-    @property
-    def warnings(self) -> list[str]:
-        """What the audit warns of."""
-        audited = [finding.found for finding in self.findings if finding.severity == "warning"]
-        return [*audited, *tell_replay(self.record)]
-
-    @property
-    def typical_length(self) -> int:
-        """Tokens that attend to each other: the median pair's prompt and longer answer."""
-        return self.audit.length_p50
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
         """Yield ids of the held-out prompts with their chosen answers, and True where it is the answer; each ``(T,)``.
@@ -273,7 +224,6 @@ class PairData:
         """
         seen: set[bytes] = set()
         for number in range(0 if self.eval is None else len(self.eval)):
-            assert self.eval is not None
             pair = self.eval[number]
             prompt, chosen = pair["prompt_ids"], pair["chosen_ids"]
             if prompt.tobytes() not in seen:
@@ -337,10 +287,7 @@ def render_summary(prepared: PreparedSet) -> Table:
         ("left out, too long", [manifest["dropped"].get(split, {}).get("num_overlong", 0) for split in splits]),
     ):
         table.add_row(label, *(f"{value:,}" for value in values))
-    for finding in manifest["findings"]:
-        if finding["severity"] != "ok":
-            table.add_section()
-            table.add_row(finding["severity"], "; ".join(filter(None, (finding["found"], finding["remedy"]))))
+    add_findings(table, manifest["findings"])
     return table
 
 
@@ -378,3 +325,168 @@ class UnfinishedAnswers:
             unfinished = unfinished[: random.integers(1, len(unfinished), endpoint=True)]
         margin = {"margin": 0.0} if "margin" in pair else {}
         return {**pair, "rejected_ids": unfinished, **margin}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairAudit:
+    """Figures of one split; JSON values. Of pairs whose length is told, it is that of the prompt and the longer answer.
+
+    Attributes:
+        num_pairs: Pairs to train on.
+        num_prompts: Prompts that differ.
+        num_duplicates: Pairs that say what an earlier one says.
+        num_margins: Pairs of which the data say by how much the chosen answer is better.
+        num_prompt_tokens: Tokens of the prompts, each counted once a pair.
+        num_chosen_tokens: Tokens of the chosen answers.
+        num_rejected_tokens: Tokens of the rejected answers.
+        length_p5: 5th percentile of the pairs' lengths in tokens.
+        length_p50: Median length.
+        length_p95: 95th percentile.
+        length_max: Longest pair.
+        terminators: Last tokens of the answers, in order.
+    """
+
+    num_pairs: int
+    num_prompts: int
+    num_duplicates: int
+    num_margins: int
+    num_prompt_tokens: int
+    num_chosen_tokens: int
+    num_rejected_tokens: int
+    length_p5: int
+    length_p50: int
+    length_p95: int
+    length_max: int
+    terminators: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with one copy of each prompt."""
+        return self.num_prompt_tokens + self.num_chosen_tokens + self.num_rejected_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropCounts:
+    """What of the rows was left out, and what that cost; JSON values.
+
+    Attributes:
+        num_rows: Rows read.
+        num_identical: Rows whose answers are the same tokens, left out.
+        num_overlong: Rows longer than ``max_length``, left out.
+        num_answer_tokens: Tokens of all answers that differ.
+        num_lost_tokens: Those of them that were too long.
+    """
+
+    num_rows: int = 0
+    num_identical: int = 0
+    num_overlong: int = 0
+    num_answer_tokens: int = 0
+    num_lost_tokens: int = 0
+
+    @property
+    def lost_fraction(self) -> float:
+        """Share of the answers' tokens that is gone, 0 to 1."""
+        return self.num_lost_tokens / max(1, self.num_answer_tokens)
+
+
+class PairTokens(NamedTuple):
+    """Tokens of each prompt, chosen and rejected answer, ``int64 (P,)``."""
+
+    prompt: IntArray
+    chosen: IntArray
+    rejected: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of the prompt and the longer answer, ``int64 (P,)``."""
+        lengths: IntArray = self.prompt + np.maximum(self.chosen, self.rejected)
+        return lengths
+
+
+def count_tokens(pairs: EncodedMixture) -> PairTokens:
+    """How long the parts of each pair are.
+
+    Args:
+        pairs: Each an example of prompt, chosen and rejected answer, end to end, of which the answers are the targets;
+            with the column ``num_chosen``, tokens of the chosen one.
+    """
+    answers, chosen = pairs.examples.num_targets, pairs.columns["num_chosen"].astype(np.int64)
+    return PairTokens(pairs.examples.lengths - answers, chosen, answers - chosen)
+
+
+def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMixture, DropCounts]:
+    """The pairs that can be trained on, and the count of the others.
+
+    Args:
+        pairs: As for ``count_tokens``; with the column ``is_identical``, True where both answers are the same tokens.
+        max_length: Tokens that a prompt and either answer have room for; ``None``: any number.
+    """
+    tokens, is_identical = count_tokens(pairs), pairs.columns["is_identical"]
+    is_overlong = ~is_identical & (tokens.lengths > (np.inf if max_length is None else max_length))
+    counts = DropCounts(
+        num_rows=len(is_identical),
+        num_identical=int(is_identical.sum()),
+        num_overlong=int(is_overlong.sum()),
+        num_answer_tokens=int(pairs.examples.num_targets[~is_identical].sum()),
+        num_lost_tokens=int(pairs.examples.num_targets[is_overlong].sum()),
+    )
+    return pairs.take(np.flatnonzero(~is_identical & ~is_overlong)), counts
+
+
+def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
+    """Counts one split.
+
+    Args:
+        pairs: At least one, as for ``count_tokens``; with the columns ``prompt_digests``, what each prompt says, and
+            ``margins``, ``float32``, NaN where there is none.
+    """
+    tokens = count_tokens(pairs)
+    p5, p50, p95, longest = np.percentile(tokens.lengths, [5, 50, 95, 100], method="nearest").tolist()
+    terminators: set[int] = set()
+    for block in pairs.examples.iterate_blocks():
+        ends = np.cumsum(pairs.examples.lengths[block]) - 1
+        ids, _ = pairs.examples.read(block)
+        terminators.update(ids[ends].tolist(), ids[ends - tokens.rejected[block]].tolist())
+    return PairAudit(
+        num_pairs=len(tokens.prompt),
+        num_prompts=len(np.unique(pairs.columns["prompt_digests"])),
+        num_duplicates=pairs.num_duplicates,
+        num_margins=int(np.isfinite(pairs.columns["margins"]).sum()),
+        num_prompt_tokens=int(tokens.prompt.sum()),
+        num_chosen_tokens=int(tokens.chosen.sum()),
+        num_rejected_tokens=int(tokens.rejected.sum()),
+        length_p5=p5,
+        length_p50=p50,
+        length_p95=p95,
+        length_max=longest,
+        terminators=sorted(terminators),
+    )
+
+
+def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float | None) -> list[Finding]:
+    """What the figures of a split mean, worst first.
+
+    Args:
+        split: ``train`` or ``eval``, as the messages name it.
+        audit: From ``compute_pair_audit``.
+        dropped: What was left out.
+        max_lost_fraction: ``max_truncated_fraction``.
+    """
+    same = f"{split}: rows whose answers are the same tokens, left out: {dropped.num_identical:,}"
+    copies = f"{split}: exact duplicates of earlier rows: {audit.num_duplicates:,}"
+    findings = [
+        _judge_lengths(split, dropped, max_lost_fraction),
+        Finding("warning" if dropped.num_identical else "ok", same),
+        Finding("warning" if audit.num_duplicates else "ok", copies),
+    ]
+    return sort_findings(findings)
+
+
+def _judge_lengths(split: str, dropped: DropCounts, max_lost_fraction: float | None) -> Finding:
+    if not dropped.num_overlong:
+        return Finding("ok", f"{split}: no row is longer than max_length")
+    found = (
+        f"{split}: rows longer than max_length, left out: {dropped.num_overlong:,}; lost with them: "
+        f"{dropped.num_lost_tokens:,} tokens of answers ({dropped.lost_fraction:.2%})"
+    )
+    return judge_loss(found, dropped.lost_fraction, max_lost_fraction)

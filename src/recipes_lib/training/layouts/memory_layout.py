@@ -7,10 +7,9 @@ import dataclasses
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.hardware import read_device_memory
 from recipes_lib.planning.activations import AUTO, list_keys
-from recipes_lib.planning.compute import RL_RECIPES
+from recipes_lib.planning.compute import RL_RECIPES, find_planned_model
 from recipes_lib.planning.memory import plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.shapes import find_planned_model
 from recipes_lib.training.layouts.launch_environment import Launch
 
 

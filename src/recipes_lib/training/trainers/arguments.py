@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
+from transformers.training_args import OptimizerNames
 from trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
-from recipes_lib.config.recipes import ADDED_CHOICES
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.hardware import supports_bf16
@@ -166,7 +166,7 @@ def build_training_arguments(
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
     if num_steps is not None:
         arguments["max_steps"] = num_steps
-    if arguments.get("optim") in ADDED_CHOICES.get(config.recipe, {}).get("optim", ()):
+    if arguments.get("optim") not in {None, *(optimizer.value for optimizer in OptimizerNames)}:
         # Upstream has no such name; the trainer builds it.
         arguments["optim"] = "adamw_torch"
     args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)

@@ -32,7 +32,7 @@ from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import explain_choice
 from recipes_lib.models.parallel.tensor_parallel import count_tensor_parallel_ranks
 from recipes_lib.models.parallel.zero3 import remove_gather_hooks
-from recipes_lib.planning.steps import compute_steps
+from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.stopping import STOP
 from recipes_lib.training.checkpoints.checkpointing import CheckpointingTrainer
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty

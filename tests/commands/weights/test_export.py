@@ -19,7 +19,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from recipes_lib.commands.export import export_checkpoint, main
+from recipes_lib.commands.weights.export import export_checkpoint, main
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.checkpoints.sharded import MODEL_SHARDS, read_trained_state, write_shards

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.forked import ROOT
 
-from recipes_lib.commands.pipeline.pipeline_checks import plan_stages
+from recipes_lib.commands.run_pipeline import plan_stages
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.devices import find_efficiency

@@ -51,7 +51,7 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
         ConfigError: The checkpoint is damaged, or holds what cannot be made a model of; or ``output`` holds something.
         BrokenSaveError: What was written is not whole.
 
-    Source: ``tests/commands/test_export.py``, ``tests/distributed/test_sharded.py``.
+    Source: ``tests/commands/weights/test_export.py``, ``tests/distributed/test_sharded.py``.
     """
     from recipes_lib.training.checkpoints.manifest import find_damage
 

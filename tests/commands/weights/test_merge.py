@@ -11,7 +11,7 @@ from tests.rows import write_rows
 from transformers import AutoTokenizer, GenerationConfig
 
 from recipes_lib.cli import main
-from recipes_lib.commands.merge import PROMPTS, refuse_another_model
+from recipes_lib.commands.weights.merge import PROMPTS, refuse_another_model
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter

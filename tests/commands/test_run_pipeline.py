@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.cli import main as run_recipes
-from recipes_lib.commands.pipeline.run_pipeline import choose_stages, describe
+from recipes_lib.commands.run_pipeline import choose_stages, describe
 from recipes_lib.errors import ConfigError
 from recipes_lib.pipelines.pipeline import load_pipeline
 

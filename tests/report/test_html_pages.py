@@ -1,6 +1,6 @@
 """The page of a corpus: everything that was removed, escaped."""
 
-from recipes_lib.report.corpus_report import list_removals, write_corpus_report
+from recipes_lib.report.html_pages import list_removals, write_corpus_report
 
 
 def make_tally(**changes):

@@ -1,1 +1,0 @@
-"""``recipes run``: check, plan and run a pipeline file."""

@@ -1,0 +1,1 @@
+"""Subcommands that write a model folder out of another: a checkpoint, an adapter with its base, a teacher."""

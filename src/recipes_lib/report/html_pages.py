@@ -1,0 +1,154 @@
+"""Pages from templates that need no network, and those of corpora, evaluations and scored rows."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader
+
+from recipes_lib.files import read_lines, read_record, replace_text
+
+Record = Mapping[str, Any]
+
+MAX_QUESTIONS: Final = 500
+"""Of a task that the page of an evaluation shows; all stand in ``samples.jsonl``."""
+MAX_TEXT: Final = 1500
+"""Characters of a prompt, from its end: the question follows the worked examples; of a scored row, from its start."""
+NUM_EXTREMES: Final = 20
+"""Rows of the highest and of the lowest loss that a page of row scores shows."""
+_NUM_BARS: Final = 40
+_QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
+
+
+def write_page(
+    path: Path, template: str, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any
+) -> Path:
+    """Write a page and return its path; everything that comes from data or configuration is escaped.
+
+    Args:
+        path: The page.
+        template: Name of the file here, without ``.html.jinja``.
+        filters: Of the template, besides Jinja's.
+        **values: Of the template; ``style`` is there already.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    here = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= filters or {}
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    page = environment.get_template(f"{template}.html.jinja").render(style=style, **values)
+    replace_text(path, page.encode(errors="replace").decode())
+    return path
+
+
+def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Sequence[Record]]) -> Path:
+    """Write ``report.html`` of a corpus and return its path: what each step removed and why, with samples.
+
+    Args:
+        folder: The corpus.
+        manifest: What ``corpus.json`` holds.
+        samples: Documents by ``step: reason`` where they were removed, by ``step`` where they were changed, and
+            ``kept``.
+    """
+    return write_page(
+        folder / "report.html",
+        "corpus",
+        {"count": lambda number: "" if number is None else f"{number:,}", "share": _format_share},
+        manifest=manifest,
+        name=folder.resolve().name,
+        start=next(iter(manifest["steps"].values())),
+        removals=list_removals(manifest),
+        samples=samples,
+    )
+
+
+def list_removals(manifest: Record) -> list[tuple[str, str, int, int]]:
+    """Return step, reason, documents and bytes of everything that was removed, in the order of the steps."""
+    return [
+        (step, reason, count, tally["removed_bytes"].get(reason, 0))
+        for step, tally in manifest["steps"].items()
+        for reason, count in sorted(tally["removed"].items(), key=lambda item: (-item[1], item[0]))
+    ]
+
+
+def _format_share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def write_eval_report(folder: Path) -> Path:
+    """Write ``report.html`` of an evaluation and return its path: scores, and questions with answers and verdicts.
+
+    A script of its own filters the questions.
+
+    Raises:
+        DataError: The folder holds no evaluation.
+    """
+    record = read_record(folder / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for row in read_lines(folder / "samples.jsonl"):
+        if row is not None and len(rows := samples.setdefault(str(row["task"]), [])) < MAX_QUESTIONS:
+            rows.append(row | {"prompt": row["prompt"][-MAX_TEXT:], "verdict": judge(row)})
+    return write_page(folder / "report.html", "eval", record=record, samples=samples, shown=MAX_QUESTIONS)
+
+
+def judge(row: Record) -> str:
+    """Return ``right`` or ``wrong`` by the first score of a question that is 0 or 1; nothing where none is."""
+    verdict = next((value for value in row["scores"].values() if value in (0, 1)), None)
+    return "" if verdict is None else "right" if verdict else "wrong"
+
+
+def write_score_report(scored: Path, column: str) -> Path:
+    """Write a page beside a file of scored rows: quantiles, a histogram, the highest and the lowest; return its path.
+
+    Memory does not grow with the rows' texts.
+
+    Args:
+        scored: Of ``recipes score``, JSON Lines.
+        column: Of the losses.
+    """
+    losses, num_empty = [], 0
+    highest: list[tuple[float, int, str]] = []
+    lowest: list[tuple[float, int, str]] = []
+    for number, row in enumerate(read_lines(scored), start=1):
+        if row is None or row.get(column) is None:
+            num_empty += 1
+            continue
+        losses.append(loss := float(row[column]))
+        text = _show_row(row)
+        for heap, key in ((highest, loss), (lowest, -loss)):
+            change = heapq.heappush if len(heap) < NUM_EXTREMES else heapq.heappushpop
+            change(heap, (key, number, text))
+    given: dict[str, Any] = {}
+    if losses:
+        counts, edges = np.histogram(losses, bins=_NUM_BARS)
+        quantiles = np.quantile(losses, _QUANTILES)
+        given = {
+            "bars": counts.tolist(),
+            "edges": [edges[0], edges[-1]],
+            "quantiles": {f"{share:.0%}": value for share, value in zip(_QUANTILES, quantiles, strict=True)},
+            "extremes": {
+                "Highest loss": sorted(highest, reverse=True),
+                "Lowest loss": [(-loss, number, text) for loss, number, text in sorted(lowest, reverse=True)],
+            },
+        }
+    path = scored.with_name(f"{scored.name}.html")
+    return write_page(path, "scores", name=scored.name, column=column, losses=losses, num_empty=num_empty, **given)
+
+
+def _show_row(row: Mapping[str, Any]) -> str:
+    """The row as a person reads it, cut: turns under their roles, other columns by name."""
+    parts = []
+    for name, value in row.items():
+        if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
+            named = ((turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in value)
+            parts += [f"[{role}] {content}" for role, content in named]
+        else:
+            parts.append(f"{name}: {value if isinstance(value, str) else json.dumps(value, default=str)}")
+    return "\n".join(parts)[:MAX_TEXT]
