@@ -126,7 +126,10 @@ def train(inputs: Path, folder: Path, recipe: str, **keys: Any) -> list[dict[str
     return read_rows(folder / "metrics.jsonl")
 
 
-@pytest.mark.parametrize("recipe", ["sft", pytest.param("pretrain", marks=pytest.mark.slow), "dpo adapter"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["sft", pytest.param("pretrain", marks=pytest.mark.slow), pytest.param("dpo adapter", marks=pytest.mark.slow)],
+)
 def test_training_is_to_the_bit_what_it_is_without(inputs: Path, tasks: Path, tmp_path: Path, recipe: str) -> None:
     keys = {"eval_tasks": json.dumps(NAMES), "eval_tasks_include_path": json.dumps([str(tasks)])}
     runs = [
