@@ -358,6 +358,27 @@ def test_finished_runs_calibrate_the_time(plan_recipe, tmp_path: Path) -> None:
     assert "0.434: 43% compiled by 1 finished run, from its eager runs by the ratio that torchtitan" in searched
 
 
+def test_an_iteration_of_reinforcement_learning_has_a_time_where_the_peak_is_known(plan_recipe) -> None:
+    told = plan_recipe(
+        "grpo", "--num_processes", 2, "--gpu", "H100", "--mfu", 0.3, "--price-per-gpu-hour", 3, max_steps=9
+    )
+    answers = int(
+        re.search(r"iteration +(\d+) answers of \d+ tokens after prompts of \d+, all full, passes: 1", told)[1]
+    )
+    assert f"{answers // 2} answers on each GPU, of 3.35 TB/s" in told
+    parts = [
+        float(re.search(rf"^{name} +([\d.e-]+) s", told, re.MULTILINE)[1])
+        for name in ("sampling", "scoring", "updates")
+    ]
+    assert float(re.search(r"time +([\d.e-]+) s an iteration, an estimate", told)[1]) == pytest.approx(
+        sum(parts), rel=0.01
+    )
+    assert "hours for 9 iterations" in told
+    assert "at 3 for a GPU hour" in told
+    # Memory alone is known of a GPU named by its size.
+    assert "an iteration" not in plan_recipe("ppo", "--gpu", "80GB")
+
+
 def test_a_price_makes_a_cost_of_the_time(plan_recipe) -> None:
     told = plan_recipe("sft", "--num_processes", 4, "--gpu", "H100", device_hour_price=2)
     cost = float(re.search(r"cost +([\d.]+) for 1,000,000,000 tokens of rows, at 2 for a GPU hour", told)[1])
@@ -381,8 +402,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_recipe) -> None:
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
         ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
         ("ppo", ["--gpu", "4090"], {}, "did you mean `RTX 4090`?"),
-        ("ppo", ["--mfu", "0.5"], {}, "only memory is planned"),
-        ("ppo", ["--calibrate", "out"], {}, "only memory is planned"),
+        ("ppo", ["--gpus", "2xH100"], {}, "layouts are not searched"),
         ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "write --proof or --calibrate"),
         ("sft", ["--calibrate", "out"], {}, "name that of the runs"),
         ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--calibrate: --mfu sets the MFU too"),

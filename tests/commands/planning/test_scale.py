@@ -7,37 +7,43 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+import yaml
+from transformers import LlamaConfig, PretrainedConfig
 
 from recipes_lib.cli import main
 from recipes_lib.commands.planning.scale import read_scaling_run
-from recipes_lib.planning.compute import compute_model_size
+from recipes_lib.config.loader import load_config
+from recipes_lib.pipelines.pipeline import load_pipeline
+from recipes_lib.planning.compute import compute_model_size, find_planned_model
 from recipes_lib.planning.scaling import PUBLISHED
 
 LAW = PUBLISHED["Besiroglu et al. 2024"]
 
 
+def write_run(folder: Path, config: PretrainedConfig, num_tokens: int) -> None:
+    """Write the record of a run of the known law: its model by its ``config.json`` alone."""
+    config.save_pretrained(folder)
+    (folder / "run.json").write_text(json.dumps({"status": "done", "config": {}}))
+    loss = LAW.compute_loss(compute_model_size(config).total, num_tokens)
+    events = [
+        {"kind": "train", "step": 4, "loss": 9.0, "num_tokens": num_tokens},
+        {"kind": "eval", "step": 2, "eval_loss": 8.0},
+        {"kind": "eval", "step": 4, "eval_loss": loss},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """Records of twelve runs of a known law: models by their ``config.json`` alone."""
+    """Records of twelve runs."""
     folders = []
     for width in (32, 64, 128):
         config = LlamaConfig(
             vocab_size=512, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2, num_attention_heads=4
         )
-        size = compute_model_size(config).total
         for ratio in (10, 20, 40, 80):
-            folder = tmp_path / f"{width}-{ratio}"
-            config.save_pretrained(folder)
-            (folder / "run.json").write_text(json.dumps({"status": "done", "config": {}}))
-            loss = LAW.compute_loss(size, ratio * size)
-            events = [
-                {"kind": "train", "step": 4, "loss": 9.0, "num_tokens": ratio * size},
-                {"kind": "eval", "step": 2, "eval_loss": 8.0},
-                {"kind": "eval", "step": 4, "eval_loss": loss},
-            ]
-            (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-            folders.append(folder)
+            folders.append(tmp_path / f"{width}-{ratio}")
+            write_run(folders[-1], config, ratio * compute_model_size(config).total)
     return folders
 
 
@@ -80,6 +86,64 @@ def test_the_published_laws_are_both_named_and_disagree(tell) -> None:
     assert "Besiroglu et al. 2024" in first
     assert "18.4 a parameter" in first
     assert "92.6 a parameter" in second
+
+
+RECIPE = {
+    "model_config": {"model_type": "llama", "vocab_size": 512, "hidden_size": 32, "tie_word_embeddings": True},
+    "tokenizer_name_or_path": "nobody/nothing",
+    "dataset_name": "nobody/nothing",
+    "output_dir": "out",
+    "max_length": 64,
+    "max_steps": 1000,
+    "warmup_steps": 200,
+    "seed": 7,
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "pretrain.yaml"
+    path.write_text(yaml.safe_dump(RECIPE))
+    return path
+
+
+def test_a_sweep_has_the_sizes_and_tokens_asked_for_and_its_runs_are_fitted(recipe, tell, tmp_path) -> None:
+    told = tell(
+        "sweep", "--config", recipe, "--output", tmp_path / "a sweep", "--depths", 3, 1, 2, 2, "--ratios", 5, 20, 80
+    )
+    *stages, law = load_pipeline(tmp_path / "a sweep" / "pipeline.yaml").stages
+    found = []
+    for stage in stages:
+        config = load_config("pretrain", stage.argv)
+        model = find_planned_model(config)
+        size, num_tokens = compute_model_size(model).total, config.pretraining.max_tokens
+        found.append((model.num_hidden_layers, model.hidden_size, num_tokens / size))
+        # Bi et al. 2024, equation 1.
+        assert config.training["learning_rate"] == pytest.approx(0.3118 * (6 * size * num_tokens) ** -0.125, rel=2e-3)
+        assert (config.training["warmup_steps"], config.training["seed"], config.read("max_steps")) == (0.05, 7, -1)
+        assert f"{size:,} parameters, {num_tokens:,} tokens" in told
+        write_run(stage.output, model, num_tokens)
+    assert found == [(depth, 64 * depth, ratio) for depth in (1, 2, 3) for ratio in (5, 20, 80)]
+    fitted = tell(*law.words[law.words.index("scale") + 1 :], "--resamples", 0)
+    assert float(re.search(r"size exponent +([\d.]+)", fitted)[1]) == pytest.approx(LAW.size_exponent, abs=0.01)
+    assert law.output.is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "words"),
+    [
+        ({}, ["--depths", 2, 4], "--depths: a law needs 3 or more"),
+        ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 or more, each 1 or more"),
+        ({"model_config": {"model_type": "gpt2", "vocab_size": 512}}, [], "has no `hidden_size`"),
+        ({"warmup_steps": 0.5, "decay_steps": 0.9, "lr_scheduler_type": "warmup_stable_decay"}, [], "decay"),
+    ],
+)
+def test_a_sweep_that_gives_no_law_is_refused_before_anything_is_written(
+    recipe, tell, tmp_path, changes, flags, words
+) -> None:
+    recipe.write_text(yaml.safe_dump(RECIPE | changes))
+    assert words in tell("sweep", "--config", recipe, "--output", tmp_path / "sweep", *flags, code=2)
+    assert not list((tmp_path / "sweep").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(

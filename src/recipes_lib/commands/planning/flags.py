@@ -16,9 +16,9 @@ from recipes_lib.training.layouts.launch_environment import add_pipeline_flags
 SCALING_FILE: Final = "scaling.json"
 _PLAN: Final = (
     "GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network. Pretraining: tokens, "
-    "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Every recipe: memory."
+    "hours and learning-rate schedule. Fine-tuning: time of an optimizer step. RL: time of an iteration. All: memory."
 )
-_SCALE: Final = "Fit scaling laws of loss by parameters and tokens, and predict larger runs."
+_SCALE: Final = "Write small runs, fit scaling laws of loss by parameters and tokens, and predict larger runs."
 
 
 def plan(argv: Sequence[str]) -> None:
@@ -90,6 +90,15 @@ def _build_plan_parser() -> argparse.ArgumentParser:
 def _build_scale_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes scale", description=_SCALE, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser(
+        "sweep", help="write small runs, and a pipeline that fits a law to them", allow_abbrev=False
+    )
+    one.add_argument("--config", type=Path, required=True, help="pretraining recipe: data, batch, schedule, vocabulary")
+    one.add_argument("--output", type=Path, required=True, help="folder of the configurations and the pipeline")
+    told = "layers of the models, each 64 wide for every layer (default: 2 3 4 6)"
+    one.add_argument("--depths", type=int, nargs="+", default=[2, 3, 4, 6], help=told)
+    told = "tokens for a parameter (default: 5 10 20 40)"
+    one.add_argument("--ratios", type=int, nargs="+", default=[5, 10, 20, 40], help=told)
     one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
     one.add_argument(
         "runs",

@@ -1,6 +1,7 @@
 """``recipes plan``: GPU memory, time and schedule of a run, from its YAML alone; no data, weights or network.
 
-Pretraining: tokens, hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Every recipe: memory.
+Pretraining: tokens, hours and learning-rate schedule. Fine-tuning: time of an optimizer step. Reinforcement learning:
+time of an iteration. Every recipe: memory.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from recipes_lib.planning.compute import (
     count_step,
     find_planned_model,
 )
-from recipes_lib.planning.devices import choose_device, find_efficiency, find_peak
+from recipes_lib.planning.devices import choose_device, find_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
+from recipes_lib.planning.rollouts import estimate_iteration
 from recipes_lib.planning.schedule import Schedule, compute_steps
+from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -49,6 +52,8 @@ from recipes_lib.training.layouts.memory_layout import build_layout
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
+_MANY_PROMPTS: Final = 1_000_000_000
+"""Planning reads no data: iterations have the same size, however many prompts there are."""
 _PNG_POINTS: Final = 1200
 
 
@@ -89,7 +94,9 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
         if options.schedule:
             _draw(options.schedule, config, plan.schedule)
             rows.append(("drawn", str(options.schedule)))
-    elif recipe not in RL_RECIPES:
+    elif recipe in RL_RECIPES:
+        rows += describe_iteration(config, model_config, num_processes, hardware) if hardware else []
+    else:
         rows += describe_step(config, model_config, num_processes, hardware, options.num_rows)
     rows += [(CURVE, "")] if rows and has_memory else []
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
@@ -147,14 +154,20 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
 
 
 def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus: int) -> Hardware | None:
-    """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning.
+    """Return the planned hardware; ``None`` without ``--gpu``, and for reinforcement learning without a known peak.
 
     Raises:
         ConfigError: The GPU is not known, or its peak; or as ``read_proof`` and ``calibrate``.
         DataError: As ``calibrate``.
     """
-    if options.gpu is None or config.recipe in RL_RECIPES:
+    if options.gpu is None:
         return None
+    try:
+        peak = find_peak(options.gpu, config)
+    except ConfigError:
+        if config.recipe in RL_RECIPES and find_device(options.gpu):
+            return None
+        raise
     failures = None
     if options.save_seconds:
         mean_seconds = options.failure_hours * 3600 / num_gpus
@@ -166,7 +179,6 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     if options.mfu is not None:
         share, source = options.mfu, "--mfu"
     price = config.evaluation.device_hour_price if options.price_per_gpu_hour is None else options.price_per_gpu_hour
-    peak = find_peak(options.gpu, config)
     return Hardware(device, num_gpus, peak, share, source, measured, failures, price, options.pue, options.grid_gco2)
 
 
@@ -246,6 +258,42 @@ def describe_step(
         yield from hardware.describe_bill(hours_per_token * 1e9, " for 1,000,000,000 tokens of rows")
 
 
+def describe_iteration(
+    config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int, hardware: Hardware
+) -> Iterator[Row]:
+    """Yield the estimated time of an iteration of reinforcement learning, and of the run, row by row.
+
+    Args:
+        config: The run.
+        model_config: Of the policy.
+        num_processes: Its data-parallel processes.
+        hardware: What to tell the time on.
+
+    Raises:
+        ConfigError: The answers of an iteration cannot be divided.
+    """
+    if config.recipe == "ppo":
+        schedule = compute_schedule(_MANY_PROMPTS, config.ppo, config.training, num_processes)
+    else:
+        schedule = compute_group_schedule(_MANY_PROMPTS, config, num_processes)
+    device, answers = hardware.device, schedule.answers_per_iteration
+    one = estimate_iteration(
+        config, model_config, answers, schedule.passes, hardware.num_gpus, device, hardware.peak, hardware.mfu
+    )
+    lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
+    yield "iteration", f"{answers:,} answers of {lengths}, all full, passes: {schedule.passes}"
+    batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
+    yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
+    yield "scoring", f"{one.scoring:.3g} s"
+    yield "updates", f"{one.updates:.3g} s" + (", while the server samples" if one.is_overlapped else "")
+    told = f"{one.seconds:.3g} s an iteration, an estimate, without transfers of weights and traffic between GPUs"
+    yield "time", told
+    if config.read("max_steps") > 0:
+        hours = one.seconds * schedule.num_iterations / 3600
+        yield "", f"{hours:.1f} hours for {schedule.num_iterations:,} iterations"
+        yield from hardware.describe_bill(hours)
+
+
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
     """Return ``height`` lines of block characters, a column for each value; the highest value fills its column.
 
@@ -288,8 +336,6 @@ def _find_mfu_problems(recipe: str, options: argparse.Namespace) -> Iterator[Pro
     if options.mfu is not None and not 0 < options.mfu <= 1:
         yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1; 0.3 to 0.4 is usual")
     given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]
-    if given and recipe in RL_RECIPES:
-        yield Problem(given[0], f"only memory is planned for {recipe}", "remove it")
     for flag in given[1:]:
         yield Problem(flag, f"{given[0]} sets the MFU too", "keep one of them")
     if options.mfu is not None and options.gpus:
@@ -300,7 +346,7 @@ def _find_mfu_problems(recipe: str, options: argparse.Namespace) -> Iterator[Pro
 
 def _find_search_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
     if recipe in RL_RECIPES and options.gpus is not None:
-        yield Problem("--gpus", f"the search compares times, which are not estimated for {recipe}", "write --gpu")
+        yield Problem("--gpus", f"layouts are not searched for {recipe}", "write --gpu")
     for flag in ("budget", "deadline", "write"):
         if getattr(options, flag) is not None and options.gpus is None:
             yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")

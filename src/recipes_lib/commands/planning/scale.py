@@ -1,22 +1,29 @@
-"""``recipes scale``: fit scaling laws of loss by parameters and tokens, and predict larger runs."""
+"""``recipes scale``: write small runs, fit scaling laws of loss by parameters and tokens, and predict larger runs."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import yaml
 from transformers import AutoConfig
 
 from recipes_lib.commands.planning.planned_hardware import Row, format_rows
+from recipes_lib.commands.reproduce import restore_keys
+from recipes_lib.config.loader import check_text, load_config
+from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import read_record, replace_record
+from recipes_lib.files import read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
-from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size
+from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
+from recipes_lib.planning.pretraining import plan_pretraining
 from recipes_lib.planning.scaling import (
     FLOPS_PER_TOKEN,
     NUM_RESAMPLES,
@@ -29,6 +36,12 @@ from recipes_lib.planning.scaling import (
 )
 from recipes_lib.report.run_files import read_run
 
+PIPELINE_FILE: Final = "pipeline.yaml"
+FEWEST: Final = 3
+"""Sizes, and lengths of each, that determine a law."""
+_HEAD: Final = 64
+_WARMUP: Final = 0.05
+
 
 def run(options: argparse.Namespace) -> None:
     """Run the command, by options from ``flags.scale``.
@@ -40,7 +53,8 @@ def run(options: argparse.Namespace) -> None:
     for name in ("flops", "parameters", "tokens"):
         if not 0 < getattr(options, name, 1.0) < float("inf"):
             raise ConfigError(Problem(f"--{name}", f"is {getattr(options, name):g}", "write a finite number above 0"))
-    tell = {"fit": _tell_fit, "plan": _tell_plan, "predict": _tell_prediction}[options.command]
+    tellers = {"sweep": _tell_sweep, "fit": _tell_fit, "plan": _tell_plan, "predict": _tell_prediction}
+    tell = tellers[options.command]
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(tell(options))]))
 
 
@@ -71,6 +85,85 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
         raise DataError(Problem(str(folder), "does not say how many tokens it was trained on", "train it again"))
     number = size.total if counts_embeddings else size.non_embedding
     return Run(float(number), num_tokens, sum(losses) / len(losses))
+
+
+def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
+    """Write a configuration for each depth and ratio, and a pipeline that trains them and fits the law.
+
+    Raises:
+        ConfigError: The recipe is wrong, its architecture has other names than Llama's, the runs determine no law, or a
+            schedule does not fit the shortest of them.
+    """
+    base = load_config("pretrain", ["--config", str(options.config)])
+    depths, ratios = sorted(set(options.depths)), sorted(set(options.ratios))
+    problems = list(_find_sweep_problems(base, depths, ratios))
+    if problems:
+        raise ConfigError(*problems)
+    folder: Path = options.output
+    folder.mkdir(parents=True, exist_ok=True)
+    stages, total = dict[str, Any](), 0.0
+    for depth in depths:
+        for ratio in ratios:
+            name = f"depth{depth}-x{ratio}"
+            path = folder / f"{name}.yaml"
+            keys, size = _size_run(base, depth, ratio, folder / "runs" / name)
+            text = yaml.safe_dump(keys, sort_keys=False)
+            plan_pretraining(check_text("pretrain", text, path), 1)
+            replace_text(path, text)
+            stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
+            total += FLOPS_PER_TOKEN * size * keys["max_tokens"]
+            yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
+    law = "${output_dir}/scaling.json"
+    runs = " ".join(f"${{{name}.output}}" for name in stages)
+    stages["law"] = {"command": f"scale fit {runs} --output {law}", "output": law}
+    pipeline = {"output_dir": str(folder / "runs"), "stages": stages}
+    replace_text(folder / PIPELINE_FILE, yaml.safe_dump(pipeline, sort_keys=False))
+    yield "operations", f"{total:.3g} in all"
+    yield "next", f"recipes run {folder / PIPELINE_FILE}"
+
+
+def _find_sweep_problems(base: RecipeConfig, depths: Sequence[int], ratios: Sequence[int]) -> Iterator[Problem]:
+    for flag, values in (("--depths", depths), ("--ratios", ratios)):
+        if len(values) < FEWEST or min(values) < 1:
+            yield Problem(flag, f"a law needs {FEWEST} or more, each 1 or more", f"write {FEWEST} different numbers")
+    if "hidden_size" not in (base.model.model_config or {}):
+        yield Problem(
+            "model_config", "has no `hidden_size`", "write the architecture of a Llama, whose sizes are swept"
+        )
+
+
+def _size_run(base: RecipeConfig, depth: int, ratio: int, output: Path) -> tuple[dict[str, Any], int]:
+    """Return the keys of a run of a sweep, and its parameters.
+
+    The width is 64 a layer, in heads of 64, with an MLP of 8/3 of it, so that one number sizes a model. The rate is
+    ``0.3118 C^-0.125``, of AdamW. Source: Bi et al. 2024 (DeepSeek LLM), equation 1, fitted from 1e17 operations on.
+    """
+    assert base.model.model_config is not None
+    record = {"stage": "pretrain", "config": flatten_config(base), "provenance": base.provenance}
+    keys, _ = restore_keys(json.loads(json.dumps(record, default=str)))
+    sizes = {
+        "hidden_size": _HEAD * depth,
+        "intermediate_size": _HEAD * math.ceil(depth * 8 / 3),
+        "num_hidden_layers": depth,
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), depth),
+        "head_dim": _HEAD,
+    }
+    architecture = {**base.model.model_config, **sizes}
+    size = compute_model_size(
+        find_planned_model(dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture)))
+    ).total
+    keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
+    rate = 0.3118 * (FLOPS_PER_TOKEN * size * ratio * size) ** -0.125
+    return keys | {
+        "model_config": architecture,
+        "max_tokens": ratio * size,
+        "learning_rate": float(f"{rate:.3g}"),
+        # A number of steps is that of another length.
+        "warmup_steps": keys["warmup_steps"] if 0 < keys.get("warmup_steps", 1) < 1 else _WARMUP,
+        "output_dir": str(output),
+        # The tokens are the same ones.
+        "prepared_dir": base.tokens.prepared_dir or str(output.parent.parent / "prepared"),
+    }, size
 
 
 def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:

@@ -1,0 +1,128 @@
+"""Estimated seconds of an iteration of reinforcement learning: sampling, scoring, updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.planning.activations import list_keys
+from recipes_lib.planning.compute import (
+    FORWARD_AND_BACKWARD,
+    compute_flops_per_token,
+    compute_hours,
+    compute_model_size,
+)
+from recipes_lib.planning.devices import Device, find_overhead
+from recipes_lib.planning.memory import Batch
+from recipes_lib.planning.memory_plan import Layout
+
+MAX_SEQUENCES: Final = 256
+"""Answers that a continuous batch of one GPU holds at a time: vLLM's ``max_num_seqs``."""
+_NARROW: Final = 2
+"""Bytes of a weight, key or value while sampling."""
+_HOST_SECONDS: Final = 1 / 25.5 / 32
+"""Of a layer and a token, where the host starts every kernel by itself, as ``generate`` does; whatever the batch.
+
+Source: PyTorch, "Accelerating Generative AI with PyTorch II: GPT, Fast" (2023): 25.5 tokens a second of Llama 2 7B, 32
+layers, on an A100, bound by the host.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """An iteration, in seconds.
+
+    Attributes:
+        sampling: The policy's answers, all of full length.
+        scoring: Forward passes of policy, reference, critic and reward model.
+        updates: Of the policy, and of the critic.
+        batch: Answers that a GPU samples at a time.
+        num_batches: Such batches, one after the other.
+        prompt: Tokens of a prompt.
+        answer: Tokens of an answer.
+        is_overlapped: Whether a server samples during the updates.
+    """
+
+    sampling: float
+    scoring: float
+    updates: float
+    batch: int
+    num_batches: int
+    prompt: int
+    answer: int
+    is_overlapped: bool
+
+    @property
+    def seconds(self) -> float:
+        """The whole iteration."""
+        rest = self.scoring + self.updates
+        return max(self.sampling, rest) if self.is_overlapped else self.sampling + rest
+
+
+def estimate_iteration(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    num_answers: int,
+    num_passes: int,
+    num_gpus: int,
+    device: Device,
+    peak: float,
+    mfu: float,
+) -> Iteration:
+    """Estimate an iteration of PPO, RLOO or GRPO.
+
+    A token of a batch of answers reads the weights once and the keys and values of every answer, at the full bandwidth
+    of the memory, or computes at the peak, or waits for the host, whichever takes longest. Reading and learning are
+    FLOPs at ``mfu``, reading without recomputation; critic, reference and reward model count as models of the policy's
+    size. An engine's host time, transfers of weights to it and traffic between GPUs are left out.
+
+    Args:
+        config: The run.
+        model_config: Of the policy.
+        num_answers: Answers of an iteration over all GPUs.
+        num_passes: Times that they are learnt from.
+        num_gpus: GPUs; a server of vLLM is counted as so many more.
+        device: Each of them.
+        peak: Its FLOP/s.
+        mfu: Model FLOPs utilisation of reading and learning.
+
+    Source: the memory-bound decoding of Pope et al. 2022, section 2; ``tests/planning/test_rollouts.py``.
+    """
+    engine, held = config.engine, Batch.of(config, Layout(""))
+    answer, prompt = held.num_predicted, held.length - held.num_predicted
+    each = math.ceil(num_answers / num_gpus)
+    is_continuous = engine.use_vllm or engine.use_transformers_continuous_batching
+    batch = min(each, MAX_SEQUENCES if is_continuous else config.read("per_device_eval_batch_size"))
+    num_batches = math.ceil(each / batch)
+    text, size = model_config.get_text_config(), compute_model_size(model_config).active
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    row = _NARROW * 2 * text.num_hidden_layers * heads * width * (prompt + answer / 2)
+    host = 0 if is_continuous else _HOST_SECONDS * text.num_hidden_layers
+    token = max((_NARROW * size + batch * row) / device.bandwidth, 2 * size * batch / peak, host)
+    plain = dataclasses.replace(config, training={**config.training, **list_keys("none")})
+    reading = mfu * find_overhead(plain)[0] / find_overhead(config)[0]
+
+    def time(flops: float, num_tokens: int, share: float) -> float:
+        return 3600 * compute_hours(flops * num_answers * num_tokens, num_gpus, peak, share)
+
+    flops = compute_flops_per_token(model_config, held.length)
+    forward = (flops.body + flops.head) / FORWARD_AND_BACKWARD
+    trained = compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
+    is_ppo = config.recipe == "ppo"
+    num_read = 1 + is_ppo + bool(is_ppo or config.read("beta")) + bool(config.rewards.reward_model_name_or_path)
+    return Iteration(
+        sampling=time(forward, prompt, reading) + num_batches * answer * token,
+        scoring=num_read * time(forward, held.length, reading),
+        updates=(1 + is_ppo) * num_passes * time(trained.body + trained.head, held.length, mfu),
+        batch=batch,
+        num_batches=num_batches,
+        prompt=prompt,
+        answer=answer,
+        is_overlapped=bool(engine.max_staleness),
+    )

@@ -1,0 +1,73 @@
+"""An iteration takes what rooflines say, by engine, answers, passes and models; it is an estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.planning.compute import compute_model_size
+from recipes_lib.planning.devices import choose_device
+from recipes_lib.planning.rollouts import Iteration, estimate_iteration
+
+SHAPE = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+)
+VLLM = {"use_vllm": True}
+DEVICE = choose_device("H100")
+
+
+def estimate(recipe: str = "grpo", answers: int = 64, passes: int = 1, gpus: int = 1, **keys: Any) -> Iteration:
+    flags: dict[str, Any] = {"model_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": "out"}
+    flags |= {"reward_funcs": '["a.b:c"]', "max_length": 768, "response_length": 512, "per_device_eval_batch_size": 32}
+    flags |= {"activation_checkpointing": False, **keys}
+    config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
+    return estimate_iteration(config, SHAPE, answers, passes, gpus, DEVICE, 989e12, 0.3)
+
+
+def test_an_engine_reads_weights_and_keys_at_the_bandwidth_of_the_memory() -> None:
+    found = estimate(**VLLM)
+    # Keys and values of 8 layers, 4 heads of 64, in 2 bytes, over a row of 256 + 512 / 2 tokens on average.
+    rows = 64 * 2 * 8 * 4 * 64 * 2 * (256 + 512 / 2)
+    decoding = 512 * (2 * compute_model_size(SHAPE).total + rows) / 3.35e12
+    prefill = found.scoring * 256 / 768
+    assert (found.prompt, found.answer, found.batch, found.num_batches) == (256, 512, 64, 1)
+    assert found.sampling == pytest.approx(decoding + prefill, rel=1e-3)
+
+
+def test_generate_waits_for_the_host_batch_by_batch() -> None:
+    one, two = (estimate(answers=answers) for answers in (32, 64))
+    assert two.num_batches == 2 * one.num_batches == 2
+    assert two.sampling == pytest.approx(2 * one.sampling)
+    assert one.sampling > 512 * 8 / 32 / 25.5 > estimate(answers=32, **VLLM).sampling
+    assert estimate(answers=64, gpus=2).sampling == pytest.approx(one.sampling)
+
+
+def test_passes_and_models_are_learnt_from_and_read() -> None:
+    once, twice = estimate(beta=0), estimate(passes=2, beta=0.1)
+    # Forward and backward are three passes of one; a reference is read as the policy is.
+    assert once.updates == pytest.approx(3 * once.scoring)
+    assert (twice.updates, twice.scoring) == pytest.approx((2 * once.updates, 2 * once.scoring))
+    ppo = estimate("ppo")
+    assert (ppo.updates, ppo.scoring) == pytest.approx((2 * once.updates, 3 * once.scoring))
+
+
+def test_recomputation_is_of_updates_alone_whose_share_it_lowers() -> None:
+    plain, recomputed = estimate(), estimate(activation_checkpointing=True)
+    # At the same share of training, reading has none of what is repeated.
+    assert recomputed.updates == plain.updates
+    assert recomputed.scoring == pytest.approx(plain.scoring * 3 / 4)
+
+
+def test_a_server_that_is_ahead_samples_during_the_updates() -> None:
+    found = estimate(use_vllm=True, vllm_mode="server", max_staleness=1)
+    assert found.seconds == max(found.sampling, found.scoring + found.updates)
+    assert dataclasses.replace(found, is_overlapped=False).seconds > found.seconds
