@@ -23,8 +23,8 @@ from tests.tiny import build_tokenizer, save_model
 
 from recipes_lib.boundary import run_command
 from recipes_lib.commands import reproduce
-from recipes_lib.commands.weights import merge
 from recipes_lib.commands.sampling import AnswerCounts, RowFile
+from recipes_lib.commands.weights import merge
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.data.packed.encoding import build_encoder
