@@ -48,7 +48,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "data": {"config", "environment", "errors", "files", "shipped"},
     "models": {"config", "environment", "errors", "files", "losses", "shipped"},
     "planning": {"config", "errors", "losses", "models"},
-    "training": {"config", "data", "losses", "models", "planning"} | FOUNDATION,
+    "training": {"config", "data", "evaluation", "losses", "models", "planning"} | FOUNDATION,
     "distillation": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "rl": {"config", "data", "losses", "models", "planning", "training"} | FOUNDATION,
     "corpus": {"config", "data", "errors", "files", "report"},

@@ -13,7 +13,7 @@ from tests.faults import recipe_runs
 from tests.forked import ROOT
 
 from recipes_lib.commands import launch as launching
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import EXIT_USER, ConfigError
 from recipes_lib.training.layouts.launch_environment import expect_launch, read_launch, verify_expected
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
@@ -162,7 +162,7 @@ def test_a_pipeline_that_cannot_be_is_told_before_a_process_starts(flags, words,
 
 
 @pytest.mark.multiprocess
-def test_what_it_starts_trains(tmp_path):
+def test_what_it_starts_trains_and_its_exit_code_is_that_of_the_recipe(tmp_path):
     recipe_runs.write_inputs(tmp_path)
     keys = recipe_runs.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1)
     (tmp_path / "sft.yaml").write_text("num_sample_prompts: 0\n")
@@ -173,4 +173,9 @@ def test_what_it_starts_trains(tmp_path):
         [*command, "--hardware", "cpu"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    # Another configuration in the same output directory, which only the recipe itself can find out.
+    other = [*command, "--weight_decay=0.3", "--hardware", "cpu"]
+    refused = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == EXIT_USER, refused.stderr[-3000:]
+    assert "choose another output_dir" in refused.stderr
+    assert "Traceback" not in refused.stderr

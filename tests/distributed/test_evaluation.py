@@ -1,4 +1,4 @@
-"""Two processes report what one does: held-out figures and token counts."""
+"""Two processes report what one does: held-out figures, named sets, benchmark scores and token counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed import sharding
+from tests.distributed.cells import FULL_PRECISION, build_jobs, measure_gaps
+from tests.evaluation.conftest import write_tasks
+from tests.faults import recipe_runs
 from tests.forked import FORKING
+from tests.rows import read_rows
 from torch import distributed
 from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM
@@ -76,3 +81,25 @@ def test_two_processes_report_what_one_does(tiny_model_dir: Path, tmp_path: Path
         assert report["totals"] == {"num_tokens": 21, "num_targets": 9, "num_correct": 2**54 + 1}
     # Under sharded weights a process that made fewer passes would leave the other waiting for ever.
     assert [passes for _, passes in reports[0]["evaluations"]] == [passes for _, passes in reports[1]["evaluations"]]
+
+
+@pytest.mark.multiprocess
+def test_named_sets_and_benchmarks_have_on_two_processes_the_figures_of_one(inputs: Path, tmp_path: Path) -> None:
+    tasks = write_tasks(tmp_path)
+    recipe_runs.write_chats(tmp_path / "web.jsonl", range(200, 207))
+    named = {"eval_datasets": json.dumps({"web": str(tmp_path / "web.jsonl")})}
+    asked = {"eval_tasks": '["local_choice", "local_written"]', "eval_tasks_include_path": json.dumps([str(tasks)])}
+    cells = {
+        "sft": ("sft", 4, named | asked | {"eval_tasks_steps": 3}),
+        "distill": ("distill", 4, named | {"test_split_size": "null"}),
+    }
+    one = sharding.run_jobs(build_jobs(inputs, cells, 1), tmp_path / "one")
+    two = sharding.run_jobs(build_jobs(inputs, cells, 2), tmp_path / "two", "cpu_ddp", *FULL_PRECISION)
+    assert {*one["codes"].values(), *two["codes"].values()} == {0}, (one, two)
+    for cell in cells:
+        gaps = measure_gaps(tmp_path / "one" / cell, tmp_path / "two" / cell)
+        assert not {what: gap for what, gap in gaps.items() if not gap <= 1e-5}, cell
+        assert "eval_web_loss" in gaps
+    events = read_rows(tmp_path / "two" / "sft" / "metrics.jsonl")
+    for name in ("eval_local_choice_acc", "eval_local_written_exact_match"):
+        assert [event["step"] for event in events if name in event] == [0, 3]

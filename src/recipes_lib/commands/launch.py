@@ -158,11 +158,27 @@ def main(argv: Sequence[str]) -> int:
     sys.stderr.write(f"{machines.told_by}, {num_processes} processes by {file}:\n{shlex.join([*told, *command])}\n")
     if options.dry_run:
         return EXIT_DONE
-    sys.stderr.flush()
     kind = document["distributed_type"]
     expect_launch(num_processes, kind if kind in ENGINES else "", pipeline)
-    os.execv(command[0], command)
-    raise AssertionError("execvp replaced the process")
+    _execute(command, is_alone=kind == "NO")
+    raise AssertionError("exec replaced the process")
+
+
+def _execute(command: Sequence[str], *, is_alone: bool) -> None:
+    """Replace this process by accelerate's command, or by its only process in the environment that it would have.
+
+    accelerate 1.15 waits for an only process, and turns every exit code but 0 into 1 under a traceback of its own.
+    """
+    sys.stderr.flush()
+    if not is_alone:
+        os.execv(command[0], command)
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    arguments = command[command.index("launch") + 1 :]
+    options, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    recipe, environment = prepare_simple_launcher_cmd_env(options)
+    os.execve(recipe[0], recipe, environment)
 
 
 def compose(file: Path, script: Sequence[str], machines: Machines, num_processes: int) -> list[str]:

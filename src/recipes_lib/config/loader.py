@@ -321,6 +321,8 @@ def _adapt(key: str, value: Any) -> Any:
         return None
     if key in PATH_KEYS and isinstance(value, str):
         return expand_home(value)
+    if key == "eval_tasks_include_path":
+        return expand_paths(value)
     if key == "eval_datasets" and isinstance(value, dict):
         # Of a wrong one the rules tell.
         return {

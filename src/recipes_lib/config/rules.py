@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Final, get_args
 
 from recipes_lib.config.paths import check_paths
@@ -128,6 +129,7 @@ _DEPENDENCIES: Final = (
     Dependency("max_broken_fraction", "broken_rows", ("drop",)),
     Dependency("overlong", "max_length"),
     Dependency("sample_prompts metrics", "num_sample_prompts"),
+    Dependency("eval_tasks_steps eval_tasks_limit eval_tasks_include_path", "eval_tasks"),
     Dependency("max_rollbacks save_keep_steps", "save_strategy", _SAVED),
     Dependency("dataloader_prefetch_factor dataloader_persistent_workers", "dataloader_num_workers"),
     Dependency("replay_share", " ".join(_REPLAYED)),
@@ -491,6 +493,10 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
         if not _FUNCTION.fullmatch(metric):
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield settings.problem("metrics", found, "write package.module:Class")
+    for folder in settings["eval_tasks_include_path"] or []:
+        if not Path(folder).is_dir():
+            found = f"there is no folder {folder[:120]!r}"
+            yield settings.problem("eval_tasks_include_path", found, "correct the path")
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:

@@ -200,6 +200,14 @@ class EvaluationConfig:
     """Length limit of a sample; samples are greedy."""
     metrics: list[str] | None = None
     """Metrics on the samples: import paths of ``evaluate.Metric`` classes, as ``package.module:Class``."""
+    eval_tasks: list[str] | None = None
+    """Benchmark scores while training: suites or tasks of ``recipes eval``, on the model in memory."""
+    eval_tasks_steps: int | None = None
+    """Evaluate them at multiples of this step, and at the end. Unset: at every evaluation, and at the end."""
+    eval_tasks_limit: int = 100
+    """Questions of each task, the first ones."""
+    eval_tasks_include_path: list[str] | None = None
+    """Folders of task files of your own, which may read local data."""
     early_stopping_patience: int | None = None
     """Stop after this many evaluations in a row without an improvement of ``metric_for_best_model``, or of the loss."""
     early_stopping_threshold: float = 0.0

@@ -316,8 +316,9 @@ def show_places(output_dir: Path, stages: Iterable[str], console: Console) -> No
     question = strip_chat(next(filter(None, read_lines(output_dir / "sft" / "samples.jsonl")))["prompt"])
     console.print("\nWhere to look: all stages, and of each the curves and every answer", style="bold")
     console.print(f"  {output_dir / 'index.html'}")
-    for stage in stages:
-        console.print(f"  {output_dir / stage / 'report.html'}")
+    for report in (output_dir / stage / "report.html" for stage in stages):
+        if report.exists():
+            console.print(f"  {report}")
     console.print(f"\nAsk it yourself, in {shlex.quote(sys.executable)}:", style="bold")
     console.print(indent(TRY_IT.format(model=str((output_dir / "sft").resolve()), question=question), "  "))
 

@@ -274,7 +274,7 @@ def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
         if _count_bytes(prompt + rest) <= room or not prompt:
             return False
         return sum(map(len, model._encode_pair(prompt, rest))) > room
-    left = int(model.max_length) - _find_length(model, rest)
+    left = int(model.max_length) - find_answer_length(model, rest)
     return _count_bytes(prompt) > left and len(model.tok_encode(prompt)) > left
 
 
@@ -289,7 +289,7 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
         length = len(model.tok_encode(rest, add_special_tokens=False))
         is_refused = length >= room
     else:
-        room, length = int(model.max_length), _find_length(model, rest)
+        room, length = int(model.max_length), find_answer_length(model, rest)
         is_refused = length >= room
     if is_refused:
         found = f"an answer of {length:,} tokens does not fit its {room:,} positions: {prompt[-60:]!r} ..."
@@ -297,7 +297,8 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
         raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
-def _find_length(model: Any, settings: Mapping[str, Any]) -> int:
+def find_answer_length(model: Any, settings: Mapping[str, Any]) -> int:
+    """Return the longest answer that a task's generation settings allow, in tokens; lm-eval's default without one."""
     default: Any = getattr(model, "max_gen_toks", None) or getattr(model, "_max_gen_toks", 256)
     return int(next((settings[name] for name in _LENGTHS if settings.get(name) is not None), default))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import logging
 import math
 import random
 import time
@@ -54,8 +53,6 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
 
     Source: equal to ``lm_eval run`` on the same tasks, every score and answer, in ``tests/evaluation/test_harness.py``.
     """
-    # It tells of every default of a task file, and of every prompt that is cut; those are counted, and told once.
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     tasks, settings = load_tasks(config), describe_model(config)
     versions = read_versions() | {"lm-eval": importlib.metadata.version("lm-eval")}
     began = time.time()
@@ -66,19 +63,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     key = _hash([settings, {**asked, "limit": None}, versions])
     cache = config.folder / _CACHE / f"{key}-{model.rank}.sqlite"
     remembering = Remembering(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
-    # The default of ``lm_eval run``.
-    random.seed(0)
-    np.random.seed(1234)  # noqa: NPY002 - the one that lm-eval's tasks draw from
-    torch.manual_seed(1234)
-    results: Any = evaluate(
-        remembering,
-        tasks,
-        limit=config.limit,
-        apply_chat_template=config.apply_chat_template,
-        fewshot_as_multiturn=config.fewshot_as_multiturn,
-        system_instruction=config.system_instruction,
-        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
-    )
+    results = ask_tasks(remembering, tasks, config)
     remembering.close()
     if results is None:
         return None
@@ -101,6 +86,35 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     with suppress(OSError):  # Another evaluation's answers may lie there.
         cache.parent.rmdir()
     return record
+
+
+def ask_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
+    """Ask every question as ``lm_eval run`` does, and return lm-eval's results; ``None`` on all ranks but the first.
+
+    Sets the random states of Python, numpy and torch.
+
+    Args:
+        model: Of lm-eval.
+        tasks: As ``load_tasks`` returns them; they may have been asked before.
+        config: Few-shot seed, number of questions and templates.
+        with_errors: Compute standard errors; of some metrics by a bootstrap, which takes seconds.
+    """
+    for task in tasks["tasks"].values():
+        task.set_fewshot_seed(seed=config.seed)
+    # The default of ``lm_eval run``.
+    random.seed(0)
+    np.random.seed(1234)  # noqa: NPY002 - the one that lm-eval's tasks draw from
+    torch.manual_seed(1234)
+    return evaluate(
+        model,
+        tasks,
+        limit=config.limit,
+        bootstrap_iters=100_000 if with_errors else 0,
+        apply_chat_template=config.apply_chat_template,
+        fewshot_as_multiturn=config.fewshot_as_multiturn,
+        system_instruction=config.system_instruction,
+        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+    )
 
 
 def describe_model(config: EvalConfig) -> dict[str, Any]:
@@ -211,7 +225,7 @@ def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str
     own = [row for row in rows if row["task"] == task]
     questions = {row["doc_id"]: row for row in own}.values()
     return {
-        "scores": _read_scores(results["results"][task]),
+        "scores": read_scores(results["results"][task]),
         "num_questions": len(questions),
         "num_fewshot": results["n-shot"].get(task),
         "version": results["versions"].get(task),
@@ -229,7 +243,7 @@ def _summarise_group(
     members = [task.task_name for task in groups[name].get_all_tasks()]
     ways = groups[name].aggregate_metric_list or ()
     return {
-        "scores": _read_scores(results["groups"][name]),
+        "scores": read_scores(results["groups"][name]),
         "num_questions": len({(row["task"], row["doc_id"]) for row in rows if row["task"] in members}),
         "num_fewshot": results["n-shot"].get(members[0]),
         "version": results["versions"].get(name),
@@ -239,7 +253,7 @@ def _summarise_group(
     }
 
 
-def _read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+def read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Metrics with their standard errors, by ``metric`` or, where a filter chose the answer, ``metric, filter``."""
     scores = {}
     for name, value in found.items():

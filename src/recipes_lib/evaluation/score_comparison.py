@@ -26,7 +26,7 @@ class Difference(NamedTuple):
     Attributes:
         task: Its name, or that of a group of tasks.
         metric: With the filter that chose the answer, if one did.
-        model: Folder of the evaluation that is compared.
+        model: The model that is compared; its folder of scores where two have one name.
         num_questions: Those that both were asked, by the same prompts.
         base: Mean of the first evaluation.
         other: Mean of this one.
@@ -66,8 +66,11 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
     """
     base, *others = map(_read_scores, folders)
     records = [read_record(folder / RECORD, {"tasks": dict, "groups": dict}) for folder in folders]
+    labels = [record.get("model", {}).get("name") for record in records]
+    if len({*labels, None}) <= len(labels):  # One of them has no name, or that of another.
+        labels = [str(folder) for folder in folders]
     rows = []
-    for folder, other, record in zip(folders[1:], others, records[1:], strict=True):
+    for label, other, record in zip(labels[1:], others, records[1:], strict=True):
         for name, found in _list_compared(*records[:1], record):
             members = found.get("tasks", [name])
             for metric in dict.fromkeys(metric for task, metric in base if task in members):
@@ -76,7 +79,7 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
                     rises = record["tasks"].get(members[0], {}).get("higher_is_better", {})
                     falls = rises.get(metric.partition(",")[0]) is False
                     is_mean = not found.get("is_weighted_by_size", True)
-                    rows.append(_compare(name, metric, str(folder), pairs, falls=falls, is_mean_of_tasks=is_mean))
+                    rows.append(_compare(name, metric, label, pairs, falls=falls, is_mean_of_tasks=is_mean))
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
         ConfigError: There is no such task, its data cannot be had, it runs code without consent, or it does not fit its
             own data; all at once.
     """
+    # lm-eval logs every default of a task file and every truncated prompt; those are counted and reported once.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = _expand(config)
     manager = _index(config, wanted)
     if unknown := [_describe_unknown(name, manager) for name in wanted if name not in manager.task_index]:
@@ -150,7 +153,7 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     """Set a task up as ``lm_eval run`` does, and try its first question."""
     where = f"tasks: {name}"
     if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
-        remedy = "read docs/evaluation.md on code, then write confirm_run_unsafe_code: true"
+        remedy = "read docs/evaluation.md on code, then run `recipes eval` with confirm_run_unsafe_code: true"
         return [Problem(where, "runs the code that the model writes", remedy)]
     count = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
     task.set_config(key="num_fewshot", value=count or 0)

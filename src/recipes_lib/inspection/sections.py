@@ -68,6 +68,7 @@ class Inspection(ABC):
             ("model and data together", self.look_at_agreement, ("tokenizer", "model_config")),
             ("precision and attention", self.look_at_kernels, ("model_config",)),
             ("optimizer and trackers", self.look_at_packages, ()),
+            ("benchmarks", self.look_at_tasks, ("tokenizer", "model_config")),
             ("steps and learning rate", self.look_at_steps, ("_data",)),
             ("disk", self.look_at_disk, ("model_config",)),
             ("Hub", self.look_at_hub, ()),
@@ -181,6 +182,15 @@ class Inspection(ABC):
             flattens=self.flattens,
         )
         say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
+
+    def look_at_tasks(self, say: Say) -> None:
+        """The tasks of ``eval_tasks``, and one question of each."""
+        from recipes_lib.models.heads.scoring import read_positions
+        from recipes_lib.training.evaluation.task_scores import load_training_tasks
+
+        if keys := self.config.evaluation.eval_tasks and self.config.evaluation:
+            for name, task in load_training_tasks(keys, read_positions(self.model_config))[1]["tasks"].items():
+                say(f"{name}: {min(len(task.eval_docs), keys.eval_tasks_limit):,} of {len(task.eval_docs):,} questions")
 
     def say_audit(self, say: Say, what: str) -> None:
         """Print example lengths, and the findings of the data audit."""

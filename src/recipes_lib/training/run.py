@@ -101,7 +101,9 @@ _HARMLESS: Final = frozenset(
         "verify_steps",
     }
 )
-_HARMLESS_FAMILIES: Final = ("early_stopping_", "hub_", "log_", "logging_", "sample_", "save_", "trackio_")
+_HARMLESS_FAMILIES: Final = (
+    *("early_stopping_", "eval_tasks", "hub_", "log_", "logging_", "sample_", "save_", "trackio_"),
+)
 
 
 _CLAIMS: Final[list[TextIO]] = []

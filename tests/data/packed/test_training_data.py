@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.errors import DataError
 
 
 @pytest.fixture
@@ -71,3 +72,25 @@ def test_held_out_rows_are_the_same_streamed_or_not_in_the_order_of_the_data(con
             len(ids) for ids, _ in examples[0]
         )
     assert prepared.typical_length == streamed.typical_length
+
+
+def test_rows_of_named_sets_that_are_trained_on_are_refused_unless_allowed(build_config, write_rows, make_chats):
+    def build(**options):
+        return build_config(eval_datasets={"web": {"name": str(path)}, "apart": {"name": str(apart)}}, **options)
+
+    path, apart = (write_rows(f"{name}.jsonl", make_chats(4, start=start)) for name, start in (("web", 38), ("a", 90)))
+    assert str(load(build(allow_eval_overlap=True)).eval_sets.keys()) == "dict_keys(['web', 'apart'])"
+    earlier = write_rows("earlier.jsonl", make_chats(4, start=92))
+    told = []
+    for options in ({}, {"packing": False}, {"dataset_streaming": True, "max_length": 128}, {"replay": earlier}):
+        replay = options.pop("replay", None)
+        if replay is not None:
+            options |= {"replay_dataset": str(replay), "replay_share": 0.1}
+        with pytest.raises(DataError, match="2 training rows are held-out rows too") as raised:
+            list(load(build(**options)).train)  # A stream finds it as it reads.
+        told.append(str(raised.value))
+        assert "train.jsonl:39 = " in told[-1]
+        assert "web.jsonl:1" in told[-1]
+    assert "a.jsonl" not in told[0]
+    assert "earlier.jsonl:1 = " in told[-1]
+    assert "a.jsonl:3" in told[-1]

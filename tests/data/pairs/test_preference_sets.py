@@ -20,7 +20,7 @@ from recipes_lib.data.packed import encoding, prepared_set
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs import preference_sets
 from recipes_lib.data.pairs.pair_encoding import PairEncoder
-from recipes_lib.data.pairs.preference_sets import identify_pairs, prepare_pairs
+from recipes_lib.data.pairs.preference_sets import identify_pairs, load_pair_data, prepare_pairs
 from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.errors import ConfigError, DataError
 
@@ -356,3 +356,13 @@ def test_rows_without_rejected_answers_are_refused(build_pairs, build_config, lo
     parts = [{"name": str(write_rows("a.jsonl", make_pairs(3))), "format": "sharegpt"}]
     with pytest.raises(ConfigError, match="the layout `sharegpt`"):
         prepare_pairs(build_config(dataset_mixture=parts), load_tokenizer)
+
+
+def test_prompts_of_named_sets_that_are_trained_on_are_refused_unless_allowed(build_pairs, write_rows, tiny_tokenizer):
+    other_answers = [{**row, "chosen": [{"role": "assistant", "content": "Other."}]} for row in make_pairs(3, start=38)]
+    sets = {"web": {"name": str(write_rows("web.jsonl", other_answers))}}
+    with pytest.raises(DataError, match="2 training rows have the prompt of a held-out row") as raised:
+        load_pair_data(build_pairs(eval_datasets=sets), tiny_tokenizer)
+    assert "pairs.jsonl:39 = " in str(raised.value)
+    assert "web.jsonl:1" in str(raised.value)
+    assert len(load_pair_data(build_pairs(eval_datasets=sets, allow_eval_overlap=True), tiny_tokenizer).eval_sets) == 1

@@ -187,6 +187,10 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
         (DISTIL | {"lmbda": 0.5}, ZERO_3),
         [(DISTIL | {"lmbda": 0.5}, ZERO), (DISTIL | {"lmbda": 0.5}, FSDP), (DISTIL, ZERO_3)],
     ),
+    (
+        ({"eval_tasks": "[core]"}, FSDP),
+        [({"eval_tasks": "[core]"}, DDP), ({"eval_tasks": "[core]"}, launch("NO")), ({}, FSDP)],
+    ),
     ((SFT, pipeline()), [(PRETRAIN, pipeline()), (SFT, DDP), (SFT, pipeline(1))]),
     ((PRETRAIN, pipeline(3)), [(PRETRAIN, pipeline(4)), (PRETRAIN, pipeline(2)), (PRETRAIN, DDP)]),
     (
@@ -232,6 +236,13 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"recipe": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add different noise"),
     ({"recipe": "sft", "torch_compile": True}, TENSORS, "would add different noise"),
+    ({"recipe": "sft", "eval_tasks": "[core]"}, ROWS_SHARED, "one process answers"),
+    ({"recipe": "sft", "eval_tasks": "[core]"}, ZERO, "one process answers"),
+    (
+        {"recipe": "pretrain", "eval_tasks": "[core]", "gradient_accumulation_steps": 4},
+        pipeline(),
+        "one process answers",
+    ),
     *(({"recipe": recipe}, ROWS_SHARED, "more than tokens and labels") for recipe in ("reward", "dpo", "distill")),
     *(({"recipe": recipe}, HEADS_SHARED, "more than tokens and labels") for recipe in ("reward", "dpo", "distill")),
     ({"recipe": "sft", "attn_implementation": "sdpa"}, HEADS_SHARED, "needs its own attention"),

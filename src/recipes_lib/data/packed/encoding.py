@@ -133,14 +133,9 @@ class EncodedMixture:
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
         """The places of these rows as errors name them; reads the mixture again, up to the last of them."""
-        found: dict[int, str] = {}
-        at = {int(self.examples.row_ids[position]): position for position in positions}
-        for row_id, entry in enumerate(self.mixture.entries() if at else ()):
-            if row_id in at:
-                found[at[row_id]] = entry.where
-            if len(found) == len(at):
-                break
-        return found
+        numbers = {position: int(self.examples.row_ids[position]) for position in positions}
+        places = self.mixture.find_places(numbers.values())
+        return {position: places[number] for position, number in numbers.items()}
 
 
 def read_seed(config: RecipeConfig) -> int:

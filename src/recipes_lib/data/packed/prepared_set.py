@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from rich.table import Table
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.token_ids import find_end_tokens
 from recipes_lib.data.packed.encoding import (
+    ROWS_PER_CHUNK,
     Encode,
     EncodedMixture,
     TokenFile,
@@ -40,11 +42,12 @@ from recipes_lib.data.packed.supervision_audit import (
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.replay_dataset import ReplayOrder, tell_replay
-from recipes_lib.data.sources.splits import find_overlap, refuse_overlap, split_rows
+from recipes_lib.data.sources.splits import Overlap, find_overlap, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, make_set, write_splits
 from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
@@ -254,6 +257,56 @@ def separate_sides(
             problems += error.problems
     raise_problems(problems, "dataset_test_split")
     return sides
+
+
+def refuse_named_overlap(
+    trained: Sequence[tuple[RecipeConfig, PreparedSet]],
+    named: Mapping[str, tuple[RecipeConfig, PreparedSet]],
+    relation: str = "are held-out rows too",
+) -> None:
+    """Raise when rows of ``eval_datasets`` are trained on too; told by their token ids, of pairs by their prompts'.
+
+    Args:
+        trained: Sets that are trained on, each with the run that it was prepared under; replayed ones too.
+        named: Sets of ``eval_datasets`` by name.
+        relation: What such training rows do, for the error.
+
+    Raises:
+        DataError: There are such rows; of each two sets the first few.
+    """
+    problems: list[Problem] = []
+    digested = {name: _digest_rows(found.train) for name, (_, found) in named.items()}
+    for config, prepared in trained:
+        ours, numbers = _digest_rows(prepared.train)
+        for name, (held_out, _) in named.items():
+            theirs, their_numbers = digested[name]
+            overlap = find_overlap(ours, theirs)
+            pairs = [(int(numbers[train]), int(their_numbers[test])) for train, test in overlap.pairs]
+            places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
+            test_places = load_train_data(held_out.data).find_places({test for _, test in pairs})
+            try:
+                told = Overlap(overlap.num_rows, pairs)
+                refuse_overlap(told, places.__getitem__, test_places.__getitem__, relation=relation)
+            except DataError as error:
+                problems += error.problems
+    raise_problems(problems, "eval_datasets")
+
+
+def _digest_rows(rows: datasets.Dataset) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]]:
+    """Return a digest of each row's tokens, of a pair's prompt, ``S16 (R,)``, and its number in the data ``(R,)``."""
+    digests, numbers = [], [np.zeros(0, np.int64)]
+    for batch in rows.with_format("arrow").iter(batch_size=ROWS_PER_CHUNK):
+        if "prompt_ids" in batch.column_names:
+            ids = batch["prompt_ids"].combine_chunks()
+            lengths, row_ids = ids.value_lengths(), batch["row_id"].combine_chunks()
+        else:
+            ids = batch["input_ids"].combine_chunks()
+            lengths, row_ids = (batch[name].combine_chunks().flatten() for name in ("seq_lengths", "row_ids"))
+        tokens = ids.flatten().to_numpy(zero_copy_only=False)
+        for row in np.split(tokens, np.cumsum(lengths.to_numpy())[:-1]):
+            digests.append(hashlib.blake2b(row.tobytes(), digest_size=16).digest())
+        numbers.append(row_ids.to_numpy().astype(np.int64))
+    return np.frombuffer(b"".join(digests), "S16"), np.concatenate(numbers)
 
 
 def describe_set(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import datasets
@@ -23,7 +24,7 @@ from recipes_lib.data.packed.encoding import (
     split_chunks,
 )
 from recipes_lib.data.packed.packing import Examples
-from recipes_lib.data.packed.prepared_set import PreparedRows, prepare
+from recipes_lib.data.packed.prepared_set import PreparedRows, prepare, refuse_named_overlap
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
     FindPlaces,
@@ -43,7 +44,7 @@ from recipes_lib.data.sources.replay_dataset import (
 )
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
-from recipes_lib.data.store import join_rows
+from recipes_lib.data.store import PreparedSet, join_rows
 from recipes_lib.errors import DataError, merge_alike, raise_problems
 
 if TYPE_CHECKING:
@@ -156,11 +157,13 @@ class _Windows:
 
     def _read_held_out(self) -> list[tuple[bytes, str]]:
         """Digests and places of the held-out rows that no training row may repeat."""
-        test = load_test_data(self.config.data) if self.split == "train" else None
-        if test is None or self.config.data.allow_eval_overlap:
+        if self.split != "train" or self.config.data.allow_eval_overlap:
             return []
+        capacity = self.config.tokens.max_length or 0
+        mixtures = [load_train_data(run.data) for run in derive_eval_configs(self.config, capacity).values()]
+        mixtures += filter(None, [load_test_data(self.config.data)])
         held_out: list[tuple[bytes, str]] = []
-        for row in test.rows(self.config.tokens):
+        for row in chain.from_iterable(mixture.rows(self.config.tokens) for mixture in mixtures):
             with suppress(DataError):  # Broken; counted where the held-out rows are packed.
                 held_out.append((compute_row_digest(row), row.where))
         return held_out
@@ -230,28 +233,33 @@ def load_training_data(
         DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
     """
     is_stream = config.data.dataset_streaming
-    data = _open_stream(config, tokenizer) if is_stream else _open_set(config, tokenizer, local_rank)
-    sets = {
-        name: prepare(derived, lambda _: tokenizer, local_rank=local_rank)
-        for name, derived in derive_eval_configs(config, data.max_length).items()
-    }
+    data, trained = (_open_stream(config, tokenizer), []) if is_stream else _open_set(config, tokenizer, local_rank)
+    derived = derive_eval_configs(config, data.max_length)
+    sets = {name: prepare(run, lambda _: tokenizer, local_rank=local_rank) for name, run in derived.items()}
     if not sets:
         return data
+    if local_rank == 0 and not config.data.allow_eval_overlap:
+        refuse_named_overlap(trained, {name: (derived[name], found) for name, found in sets.items()})
     told = {name: {"prepared_set": str(found.path), **found.manifest["train"]} for name, found in sets.items()}
     packs = {name: found.train for name, found in sets.items()}
     return replace(data, eval_sets=packs, record={**data.record, "eval_datasets": told})
 
 
-def _open_set(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_rank: int) -> TrainingData:
+def _open_set(
+    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_rank: int
+) -> tuple[TrainingData, list[tuple[RecipeConfig, PreparedSet]]]:
+    """Return the data of a run, and its prepared sets."""
     prepared = prepare(config, lambda _: tokenizer, local_rank=local_rank)
     train, order, record = prepared.train, None, {"prepared_set": str(prepared.path), **prepared.manifest}
+    trained = [(config, prepared)]
     if (replayed := find_replayed(config, prepared.manifest["max_length"])) is not None:
         other = prepare(replayed, lambda _: tokenizer, local_rank=local_rank)
+        trained.append((replayed, other))
         order = build_order(config, count_trained_tokens(train), count_trained_tokens(other.train))
         train = join_rows(train, other.train)
         record["replay"] = describe_replay(config, order, other)
     figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
-    return TrainingData(
+    data = TrainingData(
         train=train,
         eval=prepared.eval,
         max_length=prepared.manifest["max_length"],
@@ -261,6 +269,7 @@ def _open_set(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_ra
         record=record,
         order=order,
     )
+    return data, trained
 
 
 def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:

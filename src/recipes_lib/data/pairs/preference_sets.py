@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from recipes_lib.data.packed.prepared_set import (
     identify_set,
     prepare_set,
     read_batches,
+    refuse_named_overlap,
     separate_sides,
 )
 from recipes_lib.data.packed.supervision_audit import Finding, judge_loss, judge_remarks, sort_findings
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from recipes_lib.data.pairs.pair_encoding import PairEncoder
+
+_SHARES_PROMPT: Final = "have the prompt of a held-out row"
+"""What is refused of training pairs: a prompt tells much of its answers."""
 
 
 def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
@@ -147,7 +151,7 @@ def _build(
         sides,
         lambda side: side.columns["prompt_digests"],
         inseparable="rows with the same prompt",
-        relation="have the prompt of a held-out row",  # which tells much of its answers
+        relation=_SHARES_PROMPT,
     )
     audits = {name: compute_pair_audit(side) for name, side in sides.items()}
     findings = [
@@ -246,20 +250,21 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
             processes, that the first one gave up.
     """
     prepared = prepare_pairs(config, lambda _: tokenizer, local_rank=local_rank)
-    sets = {
-        name: prepare_pairs(derived, lambda _: tokenizer, local_rank=local_rank)
-        for name, derived in derive_eval_configs(config, prepared.manifest["max_length"]).items()
-    }
+    derived = derive_eval_configs(config, prepared.manifest["max_length"])
+    sets = {name: prepare_pairs(run, lambda _: tokenizer, local_rank=local_rank) for name, run in derived.items()}
     told = {name: {"key": found.key, **found.manifest["train"]} for name, found in sets.items()}
-    train, order = prepared.train, None
+    train, order, trained = prepared.train, None, [(config, prepared)]
     record = {"prepared_set": str(prepared.path), **prepared.manifest, **({"eval_datasets": told} if told else {})}
     if (replayed := find_replayed(config, prepared.manifest["max_length"])) is not None:
         other = prepare_pairs(replayed, lambda _: tokenizer, local_rank=local_rank)
+        trained.append((replayed, other))
         order = build_order(config, *(np.ones(len(pairs), np.int64) for pairs in (train, other.train)))
         train = join_rows(train, other.train)
         # What is stored of a reference is of all pairs, in their order.
         record["key"] = compute_key({"sets": [prepared.key, other.key]})
         record["replay"] = describe_replay(config, order, other)
+    if local_rank == 0 and not config.data.allow_eval_overlap:
+        refuse_named_overlap(trained, {name: (derived[name], found) for name, found in sets.items()}, _SHARES_PROMPT)
     return PairData(
         train=train,
         eval=prepared.eval,

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -194,6 +194,12 @@ class Mixture:
             except DataError as error:
                 problems += error.problems
         raise_problems(problems, self.name)
+
+    def find_places(self, numbers: Collection[int]) -> dict[int, str]:
+        """Return the places of rows by their number among ``entries``; reads them again, up to the last one."""
+        stop = max(numbers, default=-1) + 1
+        entries = enumerate(itertools.islice(self.entries() if stop else (), stop))
+        return {number: entry.where for number, entry in entries if number in numbers}
 
     def _count_passes(self) -> list[float]:
         """How many times the rows of each part come up."""

@@ -23,6 +23,7 @@ from recipes_lib.planning.compute import TokenFlops, compute_flops_per_token
 from recipes_lib.planning.devices import peak_flops
 from recipes_lib.training.evaluation.held_out import EvaluateLoss, EvaluatePairs, Rows
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Example, GenerateSamples, build_prompts
+from recipes_lib.training.evaluation.task_scores import build_task_scores
 from recipes_lib.training.evaluation.user_metrics import load_metrics
 from recipes_lib.training.layouts.context_rows import shard_batch
 from recipes_lib.training.layouts.pipeline_schedule import build_pipeline_groups
@@ -124,11 +125,14 @@ def build_observer(
     if prompts:
         samples = MetricsWriter(output_dir / SAMPLES_FILE, is_main=is_main)
         hooks.append(GenerateSamples(prompts, tokenizer, samples, config.evaluation.sample_max_new_tokens, metrics))
+    keys = config.evaluation
+    task_scores = build_task_scores(keys, tokenizer, positions, args.per_device_eval_batch_size)
+    hooks += task_scores
     counter = StepCounter()
     meter = ThroughputMeter(counter, flops=_count_flops(model, data.typical_length), peak_flops=_sum_peak_flops(args))
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
-    keys = config.evaluation
     callbacks = [
+        *task_scores,  # First: the others act where an evaluation is due.
         MetricsCallback(counter, meter, writer, progress, counting_group),
         EarlyStopping(keys.early_stopping_patience, keys.early_stopping_threshold, writer, progress),
     ]

@@ -502,6 +502,13 @@ BLOCKED: Final = (
         "launch with accelerate_configs/fsdp2.yaml, or with ZeRO-1 or 2",
         ("lmbda",),
     ),
+    Blocked(
+        "FSDP, DeepSpeed, context or pipeline parallelism",
+        lambda launch: launch.engine or _has_rows(launch) or _has_pipeline(launch),
+        "one process answers the questions, from weights that are whole",
+        "launch with accelerate_configs/ddp.yaml, or score checkpoints by `recipes eval`",
+        ("eval_tasks",),
+    ),
     *OF_PIPELINES,
 )
 """Every combination that is refused."""

@@ -413,7 +413,11 @@ class RecipeTrainer(CheckpointingTrainer):
         return prepared
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-        """Run every hook on the current weights and return their figures, each named ``eval_...``."""
+        """Run every hook on the current weights and return their figures, each named ``eval_...``.
+
+        Raises:
+            ConfigError: ``metric_for_best_model`` is not among them.
+        """
         metrics: dict[str, float] = {}
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
@@ -422,6 +426,11 @@ class RecipeTrainer(CheckpointingTrainer):
         for hook in self.observer.hooks:
             figures = hook(model, self.state.global_step)
             metrics |= {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        best = f"eval_{self.args.metric_for_best_model or 'loss'}".replace("eval_eval_", "eval_")
+        if self.args.metric_for_best_model and best not in metrics:
+            found = f"the evaluation of step {self.state.global_step} has no `{best}`, but {', '.join(sorted(metrics))}"
+            remedy = "name one of them; benchmarks have scores at every evaluation where eval_tasks_steps is left out"
+            raise ConfigError(Problem("metric_for_best_model", found, remedy))
         self.is_evaluating, self.last_evaluated_step = False, self.state.global_step
         stored: Any = self.state.stateful_callbacks
         stored[EVALUATION_KEY] = {"last": self.last_evaluated_step, "is_owed": False}

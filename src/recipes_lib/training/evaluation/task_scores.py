@@ -1,0 +1,164 @@
+"""Benchmark scores while training: the first questions of lm-eval's tasks, asked of the model in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import io
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
+
+from recipes_lib.config.evaluation import EvalConfig
+from recipes_lib.config.schema import EvaluationConfig
+from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.models.inference import RandomStates, preserve_training_state
+from recipes_lib.training.collectives import broadcast_object, get_rank
+from recipes_lib.training.guards.watchdog import WATCHDOG
+
+
+def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[EvalConfig, dict[str, Any]]:
+    """Load ``eval_tasks`` and their data; return the evaluation that they make, and the tasks in lm-eval's form.
+
+    Args:
+        config: At least one task.
+        positions: Of the model: the longest answer of a task must fit.
+
+    Raises:
+        ConfigError: lm-eval is not installed; as ``load_tasks``; an answer does not fit.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(Problem("eval_tasks", "lm_eval is not installed", "pip install 'recipes-lib[eval]'"))
+    # lm-eval takes seconds to import, and is optional.
+    from recipes_lib.evaluation.engines import find_answer_length
+    from recipes_lib.evaluation.suites import load_tasks
+
+    asked = EvalConfig(
+        tasks=config.eval_tasks or [], include_path=config.eval_tasks_include_path, limit=config.eval_tasks_limit
+    )
+    states = RandomStates.read()
+    try:
+        loaded = load_tasks(asked)
+    except ConfigError as error:
+        named = (Problem(f"eval_{problem.where}", problem.found, problem.remedy) for problem in error.problems)
+        raise ConfigError(*named) from error
+    finally:
+        states.restore()
+    problems = []
+    for name, task in loaded["tasks"].items():
+        if task.get_config("output_type") == "generate_until":
+            length = find_answer_length(None, task.get_config("generation_kwargs") or {})
+            if length >= positions:
+                found = f"an answer of {length:,} tokens does not fit the {positions:,} positions of the model"
+                problems.append(Problem(f"eval_tasks: {name}", found, "leave the task out"))
+    if problems:
+        raise ConfigError(*problems)
+    return asked, loaded
+
+
+@dataclass
+class EvaluateTasks(TrainerCallback):
+    """Asks a model in training the questions of tasks; the main process answers, and the others wait.
+
+    It is an evaluation hook, and the callback that makes evaluations due. Weights, modes and random states are
+    untouched. Questions and few-shot examples are the same at each evaluation and on any number of processes.
+
+    Attributes:
+        asked: Number of questions, and seeds.
+        tasks: In lm-eval's form.
+        tokenizer: The model's.
+        batch_size: Questions of a batch.
+        every: Steps between evaluations; ``None``: whenever the run evaluates.
+
+    Source: ``recipes eval`` on the saved model has the same scores, ``tests/training/evaluation/test_task_scores.py``.
+    """
+
+    asked: EvalConfig
+    tasks: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase
+    batch_size: int
+    every: int | None
+    _last_step: int = field(default=0, init=False)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Read which step is the last."""
+        self._last_step = state.max_steps
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Make an evaluation due."""
+        if self.every is not None and state.global_step % self.every == 0:
+            control.should_evaluate = True
+
+    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Return the scores as ``TASK_METRIC``, of a group instead of its tasks; none where no evaluation is due.
+
+        Raises:
+            DataError: The model's logits are not finite.
+        """
+        if self.every is not None and step % self.every and step < self._last_step:
+            return {}
+        answer: Any = None
+        if get_rank() == 0:
+            try:
+                answer = self._ask(model)
+            except UserError as error:
+                answer = error
+        answer = broadcast_object(answer)
+        if isinstance(answer, UserError):
+            raise answer
+        figures: dict[str, float] = answer
+        return figures
+
+    def _ask(self, model: nn.Module) -> dict[str, float]:
+        from recipes_lib.evaluation.engines import CheckedModel, Remembering
+        from recipes_lib.evaluation.harness import ask_tasks, read_scores
+
+        unwrapped: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+        beat = unwrapped.register_forward_pre_hook(lambda *_: WATCHDOG.beat())
+        try:
+            with (
+                # lm-eval draws random numbers even to tell the name of a task.
+                preserve_training_state(unwrapped),
+                contextlib.redirect_stderr(io.StringIO()),  # Its progress bars.
+                tempfile.TemporaryDirectory() as folder,
+            ):
+                tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
+                engine = CheckedModel(pretrained=unwrapped, tokenizer=tokenizer, batch_size=self.batch_size)
+                remembering = Remembering(engine, Path(folder) / "answers.sqlite")
+                results = ask_tasks(remembering, self.tasks, self.asked, with_errors=False)
+                remembering.close()
+                members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
+        finally:
+            beat.remove()
+        return {
+            f"{name}_{metric.replace(', ', '_')}": score["value"]
+            for name, found in {**(results.get("groups") or {}), **results["results"]}.items()
+            for metric, score in read_scores(found).items()
+            if name not in members
+        }
+
+
+def build_task_scores(
+    config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, positions: float, batch_size: int
+) -> list[EvaluateTasks]:
+    """Return the evaluation of ``eval_tasks``; none where there are no such tasks.
+
+    Args:
+        config: Tasks, their number of questions and steps.
+        tokenizer: Of the model.
+        positions: Of the model.
+        batch_size: Questions of a batch.
+
+    Raises:
+        ConfigError: As ``load_training_tasks``.
+    """
+    if not config.eval_tasks:
+        return []
+    asked, tasks = load_training_tasks(config, positions)
+    return [EvaluateTasks(asked, tasks, tokenizer, batch_size, config.eval_tasks_steps)]
