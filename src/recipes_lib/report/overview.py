@@ -115,7 +115,18 @@ def describe_output(path: Path, name: str) -> Entry:
         run = read_run(path)
         return Entry(**known, **summarize(run))
     kind = "corpus" if (path / "corpus.json").is_file() else "eval" if (path / "eval.json").is_file() else ""
-    return Entry(**known, kind=kind, status="done" if kind else "")
+    return Entry(**known, **_find_score(path), kind=kind, status="done" if kind else "")
+
+
+def _find_score(path: Path) -> dict[str, Any]:
+    """Return the fields of an ``Entry`` of the first benchmark score, of a group if there is one; none without any."""
+    with suppress(DataError):
+        record = read_record(path / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
+        for task, found in [*record["groups"].items(), *record["tasks"].items()]:
+            for metric, score in (found.get("scores") or {}).items() if isinstance(found, dict) else ():
+                if isinstance(score, dict) and (value := read_number(score, "value")) is not None:
+                    return {"figure": f"{record['model'].get('name')}: {task} {metric}", "after": value}
+    return {}
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
