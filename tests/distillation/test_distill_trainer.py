@@ -131,7 +131,7 @@ def test_a_teacher_that_knows_less_is_told() -> None:
         return verify_first_sums(DistillationSums(*figures, *counts), torch.float32, is_own_teacher=False)
 
     assert tell(3.0, 2.0) == "step 0: labels cost the student 3.000 nats and the teacher 2.000, 0.5 apart"
-    assert "is it the right one?" in tell(2.0, 3.0)
+    assert "check that it is the right one" in tell(2.0, 3.0)
 
 
 def test_a_resumed_run_ends_with_the_very_weights(tiny_model_dir, student_dir, tmp_path) -> None:

@@ -19,7 +19,7 @@ from recipes_lib.models.generation import GenerateBackend, Sampling
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.collect import Ahead, Collector
+from recipes_lib.rl.collect import AsyncSampler, Collector
 from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
@@ -173,7 +173,7 @@ def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_
 
 
 def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
-    ahead = Ahead()
+    ahead = AsyncSampler()
     assert ahead.take() is None
     ahead.ask(lambda: "answers")
     ahead.wait()
@@ -190,7 +190,7 @@ def test_answers_ahead_are_taken_once_and_failures_are_the_takers():
 
 
 def test_who_is_asked_to_stop_leaves_the_answers_ahead():
-    ahead = Ahead()
+    ahead = AsyncSampler()
     with STOP.deferred():
         STOP.ask("SIGTERM")
         ahead.ask(leave_if_asked)

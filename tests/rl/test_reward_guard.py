@@ -24,14 +24,14 @@ def build(limit: int | None = 2) -> tuple[RewardGuard, list[str]]:
 @pytest.mark.parametrize(
     ("rewards", "found"),
     [
-        ([[0.1] * 4], "all 4 answers earn the same, 0.1"),
-        (FLAT, "all answers to a prompt earn the same, whichever of the 2 prompts it is"),
-        ([[NAN] * 3], "no reward says what any of the 3 answers is worth"),
+        ([[0.1] * 4], "all 4 answers have the same reward, 0.1"),
+        (FLAT, "all answers to a prompt have the same reward, for each of 2 prompts"),
+        ([[NAN] * 3], "none of the 3 answers has a reward"),
         # Of one answer nothing can be told apart, and what is not known is no reward.
-        ([[NAN, 2.0], [NAN, NAN]], "all 1 answers earn the same, 2"),
-        ([[NAN, 2.0, 2.0], [3.0, NAN, NAN]], "all answers to a prompt earn the same"),
+        ([[NAN, 2.0], [NAN, NAN]], "all 1 answers have the same reward, 2"),
+        ([[NAN, 2.0, 2.0], [3.0, NAN, NAN]], "all answers to a prompt have the same reward"),
         # Rounding is no difference, whatever the scale.
-        ([[1e6, 1e6 * (1 + 1e-7)], [1e-6, 1e-6 * (1 + 1e-7)]], "all answers to a prompt earn the same"),
+        ([[1e6, 1e6 * (1 + 1e-7)], [1e-6, 1e-6 * (1 + 1e-7)]], "all answers to a prompt have the same reward"),
         (TELLING, None),
         ([[0.0, 1e-9]], None),
         ([[1.0, NAN, 2.0]], None),

@@ -25,7 +25,7 @@ def test_a_run_that_ends_before_the_critic_is_warm_is_refused():
     plan = compute_schedule(100, PPOConfig(num_ppo_epochs=3, num_mini_batches=2), {**TRAINING, "max_steps": 12}, 1)
     verify_warmup(plan, 0)
     verify_warmup(plan, 1)
-    with pytest.raises(ConfigError, match="the critic learns alone for 2 iterations, and the run has 2"):
+    with pytest.raises(ConfigError, match="the critic warm-up has 2 iterations, and the run has 2"):
         verify_warmup(plan, 2)
 
 

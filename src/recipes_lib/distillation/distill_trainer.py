@@ -258,7 +258,7 @@ def verify_first_sums(
         )
     told = f"step 0: {whose} cost the student {nll:.3f} nats and the teacher {teacher_nll:.3f}, {divergence:.3g} apart"
     if whose == "labels" and teacher_nll > nll:
-        told += "; the teacher knows these texts less well than the student: is it the right one?"
+        told += "; the teacher predicts these texts worse than the student: check that it is the right one"
     return told
 
 

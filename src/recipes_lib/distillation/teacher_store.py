@@ -227,7 +227,7 @@ def identify_teacher(config: RecipeConfig) -> dict[str, str]:
     commit = find_commit(str(chosen.model_name_or_path), chosen.model_revision)
     if commit is None:
         where = config.provenance.get(TEACHER, TEACHER)
-        found = f"no commit is known of {chosen.model_name_or_path}, by which stored numbers could be told"
+        found = f"no commit is known of {chosen.model_name_or_path}, which the cache key needs"
         raise ConfigError(Problem(where, found, "write `teacher_model_revision:` as a commit of 40 hex digits"))
     return {"name": str(chosen.model_name_or_path), "commit": commit}
 

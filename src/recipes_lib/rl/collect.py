@@ -37,7 +37,7 @@ OFF_POLICY_SHARE: Final = "rollout/off_policy_share"
 """Share of the answers of an iteration that earlier weights than those before it have sampled."""
 
 
-class Ahead:
+class AsyncSampler:
     """Asynchronous sampling: a thread requests answers from a separate engine during other work; one batch at a time.
 
     Source: ``tests/rl/test_collect.py``.
@@ -108,7 +108,7 @@ class Collector:
     device: torch.device
     precision: Callable[[], Any]
     progress: TrainingProgress
-    ahead: Ahead | None = None
+    ahead: AsyncSampler | None = None
 
     def collect(
         self,

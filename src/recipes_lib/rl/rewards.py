@@ -188,7 +188,7 @@ def _call(
     except Exception as error:
         found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
         raise ConfigError(
-            Problem("reward_funcs", found, f"it is given lists, and by name: {', '.join(columns)}")
+            Problem("reward_funcs", found, f"it gets keyword arguments, all lists: {', '.join(columns)}")
         ) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"
@@ -259,13 +259,13 @@ class RewardGuard:
         if self._limit is not None and self._num_in_a_row >= self._limit and not is_solved:
             raise DivergedError(
                 f"step {step} was stopped before its update: the rewards of {self._num_in_a_row} rollouts in a row "
-                f"taught nothing; in this one {found}. {_REMEDY}. To continue regardless, raise {KEY} or set it to null"
+                f"had no signal; in this one {found}. {_REMEDY}. To continue regardless, raise {KEY} or set it to null"
             )
         if self._num_in_a_row >= self._next_told:
             self._next_told = 2 * self._num_in_a_row
             remedy = "The task seems to be solved: end the run here" if is_solved else _REMEDY
             row = f", for {self._num_in_a_row} rollouts in a row" if self._num_in_a_row > 1 else ""
-            self._say(f"warning: step {step}: {found}{row}; such rewards teach nothing. {remedy}")
+            self._say(f"warning: step {step}: {found}{row}; such rewards give no signal. {remedy}")
 
     def export(self) -> dict[str, Any]:
         """Return the state of the checks as JSON values."""
@@ -279,7 +279,7 @@ class RewardGuard:
 def _describe(rewards: Tensor, known: Tensor) -> str:
     """Describe the equal rewards of a rollout, in a clause."""
     if not len(known):
-        return f"no reward says what any of the {rewards.numel():,} answers is worth"
+        return f"none of the {rewards.numel():,} answers has a reward"
     if bool(known.max() - known.min() <= ROUNDING * known.abs().max()):
-        return f"all {len(known):,} answers earn the same, {float(known[0]):.4g}"
-    return f"all answers to a prompt earn the same, whichever of the {len(rewards):,} prompts it is"
+        return f"all {len(known):,} answers have the same reward, {float(known[0]):.4g}"
+    return f"all answers to a prompt have the same reward, for each of {len(rewards):,} prompts"

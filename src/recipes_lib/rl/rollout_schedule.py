@@ -104,7 +104,7 @@ def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: i
     per_step, per_generation = plan.steps.rows_per_step, plan.answers_per_generation
     answers = per_generation * max(1, per_step // (per_generation * passes))
     if answers * passes % per_step:
-        found = f"the {per_generation * passes} answers that a generation teaches with are no steps of {per_step}"
+        found = f"the {per_generation * passes} answers of a generation are not divisible into steps of {per_step}"
         remedy = "make steps_per_generation x num_iterations a multiple or a divisor of gradient_accumulation_steps"
         raise ConfigError(Problem("steps_per_generation", found, remedy))
     return RolloutSchedule(
@@ -130,7 +130,7 @@ def verify_warmup(schedule: RolloutSchedule, num_iterations: int) -> None:
         ConfigError: The run is no longer than that.
     """
     if schedule.num_iterations <= num_iterations > 0:
-        found = f"the critic learns alone for {num_iterations} iterations, and the run has {schedule.num_iterations}"
+        found = f"the critic warm-up has {num_iterations} iterations, and the run has {schedule.num_iterations}"
         remedy = "lower it, or raise max_steps or num_train_epochs"
         raise ConfigError(Problem("critic_warmup_iterations", found, remedy))
 

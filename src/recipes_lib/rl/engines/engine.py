@@ -21,7 +21,7 @@ from recipes_lib.models.generation import (
     build_plain_generation,
     join_answers,
 )
-from recipes_lib.rl.collect import Ahead, Collector
+from recipes_lib.rl.collect import AsyncSampler, Collector
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import TOLERANCE
 from recipes_lib.rl.policy_loss import PolicyObjective
@@ -214,9 +214,9 @@ class EngineGuard:
         line = f"{name} and the policy differ by {gap:.1e} nats a token"
         is_large = gap > TOLERANCE[self._dtype]
         if is_large:
-            line += f", where rounding explains {TOLERANCE[self._dtype]:g}: {self._describe_correction()}"
+            line += f", above the rounding tolerance of {TOLERANCE[self._dtype]:g}: {self._describe_correction()}"
         if not self._is_begun:
-            end = "; its answers do not follow from the seed alone, so a resumed run takes another path"
+            end = "; its answers depend on more than the seed, so a resumed run gives other weights"
             self._say(line if self._generator.follows_seed else line + end)
         elif is_large and not self._is_told and not is_stale:
             self._say(f"warning: step {step}: {line}")
@@ -225,12 +225,12 @@ class EngineGuard:
     def _describe_correction(self) -> str:
         objective = self._objective
         if not objective.vllm_importance_sampling_correction:
-            return "nothing corrects for it (`vllm_importance_sampling_correction: false`)"
+            return "not corrected (`vllm_importance_sampling_correction: false`)"
         level, _, treatment = objective.vllm_importance_sampling_mode.partition("_")
         weighted = "answers are" if level == "sequence" else "tokens are"
         if (highest := objective.vllm_importance_sampling_clip_max) is None:
             return f"{weighted} weighted by the ratio"
-        beyond = "; those beyond teach nothing" if treatment == "mask" else ""
+        beyond = "; those above are masked" if treatment == "mask" else ""
         return f"{weighted} weighted by the ratio, up to {highest:g}{beyond}"
 
 
@@ -285,7 +285,7 @@ def build_collector(
         device=args.device,
         precision=precision,
         progress=progress,
-        ahead=Ahead() if config.engine.max_staleness else None,
+        ahead=AsyncSampler() if config.engine.max_staleness else None,
     )
 
 

@@ -15,7 +15,7 @@ from recipes_lib.models.adapters.saved import iterate_weights
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.training.layouts.fsdp import is_sharded
 
-RESUME = "the last complete checkpoint is whole: see to the engine, and run the same command to resume"
+RESUME = "fix the engine, and run the same command to resume from the last complete checkpoint"
 
 
 def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -54,7 +54,7 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
 
 
 @contextmanager
-def told(key: str, name: str, doing: str) -> Iterator[None]:
+def engine_errors(key: str, name: str, doing: str) -> Iterator[None]:
     """Convert an engine's failure to a ``ConfigError`` with exit code 2: no update is lost.
 
     Args:

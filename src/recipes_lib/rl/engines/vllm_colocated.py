@@ -14,7 +14,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import Generated, Sampling, join_answers
 from recipes_lib.models.inference import RandomStates
-from recipes_lib.rl.engines.link import check_vllm, iterate_policy, told
+from recipes_lib.rl.engines.link import check_vllm, engine_errors, iterate_policy
 from recipes_lib.training.layouts.launch_environment import keep_engine_in_process
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
@@ -62,7 +62,7 @@ class ColocatedVLLM:
         Raises:
             ConfigError: The engine failed.
         """
-        with told(_KEY, self.name, "taking over weights"):
+        with engine_errors(_KEY, self.name, "taking over weights"):
             self._wake("weights")
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterate_policy(policy)})
             self._engine.reset_prefix_cache()
@@ -86,7 +86,7 @@ class ColocatedVLLM:
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         engine, self._count = self._engine, self._count + 1
         names = [f"{self._count}-{row}" for row in range(len(prompts))]
-        failing: Callable[[], Any] = partial(told, _KEY, self.name, "sampling answers")
+        failing: Callable[[], Any] = partial(engine_errors, _KEY, self.name, "sampling answers")
         with failing():
             self._wake("kv_cache")
             for name, prompt in zip(names, prompts, strict=True):

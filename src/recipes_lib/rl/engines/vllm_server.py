@@ -13,7 +13,7 @@ from trl.generation import vllm_client
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import Generated, Sampling, join_answers
-from recipes_lib.rl.engines.link import check_vllm, iterate_policy, told
+from recipes_lib.rl.engines.link import check_vllm, engine_errors, iterate_policy
 from recipes_lib.training.layouts.fsdp import is_sharded
 
 REQUESTS: Final = 64
@@ -65,7 +65,7 @@ class VLLMBackend:
             for _ in iterate_policy(policy):
                 pass
             return
-        with told("use_vllm", self.name, "taking over weights"):
+        with engine_errors("use_vllm", self.name, "taking over weights"):
             self._client.update_named_params(self._described, iterate_policy(policy))
             self._client.reset_prefix_cache()
 
@@ -82,7 +82,7 @@ class VLLMBackend:
         with ThreadPoolExecutor(max_workers=len(parts)) as pool:
             waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
             for done in as_completed(waiting):
-                with told("use_vllm", self.name, "sampling answers"):
+                with engine_errors("use_vllm", self.name, "sampling answers"):
                     answers.update(zip(waiting[done], done.result(), strict=True))
                 self._sampling.beat()
         return join_answers([answers[row] for row in rows], self._sampling)
@@ -115,10 +115,10 @@ def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, i
         mode = client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             # Other modes return log-probabilities before the temperature.
-            raise RuntimeError(f"the server says {mode} of its tokens, which is before the temperature")
+            raise RuntimeError(f"the server returns {mode}, before the temperature")
         if is_main:
             client.init_communicator(device=device)
     except Exception as error:  # TRL's client raises no more specific error on a failed request.
         found = f"{config.vllm_server_base_url}: {error}"
-        raise ConfigError(Problem(_URL, found, f"start it on GPUs of its own: {_COMMAND}")) from error
+        raise ConfigError(Problem(_URL, found, f"start it on separate GPUs: {_COMMAND}")) from error
     return VLLMBackend(client, sampling, is_main=is_main)
