@@ -11,7 +11,7 @@ import pytest
 from tests.report.test_page import HOSTILE, Page
 
 from recipes_lib.cli import main as run_recipes
-from recipes_lib.report.overview import describe_result, draw_spark, list_entries, write_overview
+from recipes_lib.report.overview import describe_result, draw_spark, list_entries, show_figure, write_overview
 from recipes_lib.report.run_files import read_run
 
 
@@ -114,3 +114,16 @@ def test_a_sparkline_fits_its_box_and_keeps_its_ends() -> None:
     assert points[-1] == (120.0, 26.0)
     assert draw_spark([(1, 2.0)]) == ""
     assert {y for _, y in read([(1, 3.0), (2, 3.0)])} == {26.0}
+
+
+def test_an_evaluation_shows_its_model_and_first_score(tmp_path):
+    scores = {"scores": {"acc": {"value": 0.25, "stderr": 0.1}}}
+    record = {"model": {"name": "sft"}, "groups": {}, "tasks": {"pairs": scores, "other": scores}}
+    (tmp_path / "scores").mkdir()
+    (tmp_path / "scores" / "eval.json").write_text(json.dumps(record))
+    (entry,) = list_entries(tmp_path)
+    assert (entry.kind, entry.status, show_figure(entry)) == ("eval", "done", "sft: pairs acc 0.25")
+    for damaged in ("{", json.dumps(record | {"tasks": {"pairs": 3, "other": {"scores": {"acc": "x"}}}})):
+        (tmp_path / "scores" / "eval.json").write_text(damaged)
+        (entry,) = list_entries(tmp_path)
+        assert show_figure(entry) == ""

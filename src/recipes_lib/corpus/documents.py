@@ -1,4 +1,4 @@
-"""What a pipeline does to a document, step by step: what is counted, sampled and written."""
+"""Application of steps to documents: counts, samples and output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected"
 
 
 def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the texts of a chat, joined by ``PART_END``, and its columns with that in their places."""
+    """Return the texts of a chat, joined by ``PART_END``, and its columns with placeholders."""
     texts: list[str] = []
 
     def take(text: str) -> str:
@@ -47,7 +47,7 @@ def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return the columns of a chat with the texts that the steps have left."""
+    """Return the columns of a chat with the texts after the steps."""
     parts = iter(text.split(PART_END))
     return {
         name: _replace_texts(value, lambda _: next(parts)) if name in _TEXT_COLUMNS else value
@@ -56,7 +56,7 @@ def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
-    """Replace what a prompt, an answer or messages say; roles and tool calls stay."""
+    """Replace the texts of a prompt, an answer or messages; roles and tool calls are unchanged."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, list):
@@ -76,9 +76,9 @@ class Step(Protocol):
     name: str
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Change the document's text; return why it is to be removed, or ``None``.
+        """Change the document's text; return the reason for its removal, or ``None``.
 
-        Notes go into its metadata; what changes these gives the document others.
+        Notes are written to its metadata; steps that change metadata replace the mapping.
 
         Args:
             document: Not empty.
@@ -88,7 +88,7 @@ class Step(Protocol):
 
 @dataclass
 class StepTally:
-    """Documents and bytes that went into a step and came out, removals by reason, and findings by kind."""
+    """Documents and bytes before and after a step, removals by reason, and findings by kind."""
 
     documents_in: int = 0
     bytes_in: int = 0
@@ -100,7 +100,7 @@ class StepTally:
     found: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Mapping[str, Any]) -> None:
-        """Add the tally of another task, as JSON holds it."""
+        """Add the tally of another task, from JSON."""
         for name, value in other.items():
             if isinstance(value, Mapping):
                 getattr(self, name).update(value)
@@ -113,12 +113,12 @@ class StepTally:
 
 
 def hash_name(name: str) -> int:
-    """Return 56 bits that decide by a document's name alone."""
+    """Return 56 hash bits of a document's name, for reproducible sampling."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=7).digest())
 
 
 class Samples:
-    """A few documents for each step and reason: those with the smallest hash, whatever the order they come in."""
+    """Sample of documents for each step and reason: the smallest hashes, independent of order."""
 
     def __init__(self, limit: int) -> None:
         """Keep up to ``limit`` for each."""
@@ -126,7 +126,7 @@ class Samples:
         self._kept: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
     def add(self, name: str, document: Document, before: str = "") -> None:
-        """Offer a document; ``before`` is its text before the step."""
+        """Add a candidate; ``before`` is its text before the step."""
         text = before or document.text
         digest = hash_name(document.id)
         kept = self._kept.setdefault(name, [])
@@ -139,7 +139,7 @@ class Samples:
             self.merge(name, sample)
 
     def merge(self, name: str, sample: dict[str, Any]) -> None:
-        """Offer a sample of another task."""
+        """Add a sample of another task."""
         kept = self._kept.setdefault(name, [])
         if sample["hash"] in [-key for key, _ in kept]:
             return
@@ -153,7 +153,7 @@ class Samples:
 
 
 class Ledger:
-    """What a task counts and samples.
+    """Counts and samples of a task.
 
     Attributes:
         tallies: By step, in their order.
@@ -169,13 +169,13 @@ class Ledger:
         self.clear()
 
     def clear(self) -> None:
-        """Begin a task."""
+        """Reset for a new task."""
         self.tallies = {step: StepTally() for step in self._steps}
         self.samples = Samples(self._num_samples)
         self.notes: list[str] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add what another task has written."""
+        """Add the record of another task."""
         for step, tally in record["tallies"].items():
             self.tallies.setdefault(step, StepTally()).add(tally)
         for name, samples in record["samples"].items():
@@ -184,7 +184,7 @@ class Ledger:
         self.notes = (self.notes + record["notes"])[: self.max_notes]
 
     def to_record(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return everything as JSON values."""
         tallies = {step: tally.to_record() for step, tally in self.tallies.items()}
         return {"tallies": tallies, "samples": self.samples.list(), "notes": self.notes}
 
@@ -197,17 +197,17 @@ class Ledger:
 
 
 class Apply(PipelineStep):  # type: ignore[misc]
-    """A step as a block of datatrove's pipelines; counts what it does."""
+    """A step as a datatrove pipeline block with counts."""
 
     type = "CLEAN"
 
     def __init__(self, step: Step, mode: Mode, ledger: Ledger) -> None:
-        """Apply ``step``, or with ``annotate`` only note what it would do."""
+        """Apply ``step``, or with ``annotate`` only record what it would do."""
         super().__init__()
         self.name, self.step, self.mode, self.ledger = step.name, step, mode, ledger
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Yield what is left."""
+        """Yield the remaining documents."""
         tally, name = self.ledger.tallies[self.step.name], self.step.name
         for document in data:
             before, identity, metadata = document.text, document.id, document.metadata
@@ -250,7 +250,7 @@ def build_schema() -> pa.Schema:
 
 
 def write_shard(path: Path, documents: Iterator[Document]) -> int:
-    """Write documents as a Parquet file, all of it or nothing; return how many there were.
+    """Atomically write documents as a Parquet file; return their number.
 
     Raises:
         OSError: The file cannot be written.
@@ -267,7 +267,7 @@ def write_shard(path: Path, documents: Iterator[Document]) -> int:
 
 
 def read_shard(path: Path) -> Iterator[Document]:
-    """Read what ``write_shard`` wrote.
+    """Read the file of ``write_shard``.
 
     Raises:
         DataError: The file is damaged.

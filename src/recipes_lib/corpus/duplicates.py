@@ -1,11 +1,11 @@
-"""Exact and near duplicates of a whole corpus, and the lines that many of its documents share.
+"""Exact and near duplicates of a whole corpus, and lines repeated in many documents.
 
-Cleaning leaves for every task arrays of hashes beside its documents; here they are compared, in the order of the
-documents. Memory holds 90 bytes a document; bands are read one at a time and sorted in slices of ``_SLICE_ROWS``; what
-is compared exactly is mapped from the disk.
+Cleaning writes arrays of hashes for every task; here they are compared, in document order. Memory holds 90 bytes per
+document: bands are read one at a time and sorted in slices of ``_SLICE_ROWS``; arrays for exact comparison are
+memory-mapped.
 
-Words, n-grams and MinHash signatures are arrays of hashes, without a Python object for each word. A word is a run of
-letters, digits and underscores in lower case; where a script writes no spaces, a character.
+Words, n-grams and MinHash signatures are arrays of hashes, without a Python object per word. A word is a run of
+letters, digits and underscores in lower case; in scripts without spaces, a character.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Ordinals = npt.NDArray[np.int64]
 
 
 class Hashes:
-    """Hashes of the documents of a task, collected one by one."""
+    """Hashes of the documents of a task."""
 
     def __init__(self, config: CorpusConfig, *, has_lines: bool) -> None:
-        """Compute what ``config`` compares."""
+        """Compute the hashes that ``config`` needs."""
         self.config, self.has_lines = config, has_lines
         self._minhash = MinHash(config.near_duplicates_bands, config.near_duplicates_rows, config.near_duplicates_seed)
         self._found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _ARRAYS}
@@ -87,7 +87,7 @@ def _array_path(folder: Path, rank: int, name: str) -> Path:
 
 
 def split_lines(text: str, unit: str) -> list[str]:
-    """Return the lines or paragraphs of a text; joined by what separates them they are the text again."""
+    """Split a text into lines or paragraphs; joined by the separator they are the text again."""
     return text.split("\n" if unit == "line" else "\n\n")
 
 
@@ -117,7 +117,7 @@ class HashFolder:
 
 
 class HashTable:
-    """The hashes of all documents, those of earlier corpora first; arrays are mapped, not read."""
+    """Hashes of all documents, those of earlier corpora first; arrays are memory-mapped."""
 
     def __init__(self, folders: Sequence[HashFolder]) -> None:
         """Open them."""
@@ -131,30 +131,30 @@ class HashTable:
         self._shingle_starts = [np.concatenate(([0], np.cumsum(array))) for array in self._arrays["num_shingles"]]
 
     def __len__(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return int(self.starts[-1])
 
     def concatenate(self, name: str) -> npt.NDArray[Any]:
-        """Return an array of all documents."""
+        """Return the concatenated array of all documents."""
         return np.concatenate(self._arrays[name])
 
     def read_band(self, band: int) -> HashArray:
-        """Return a band's key of every document."""
+        """Return the key of one band for every document."""
         return np.concatenate([array[:, band] for array in self._arrays["bands"]])
 
     def read_keys(self, ordinal: int) -> HashArray:
-        """Return the keys of one document's bands."""
+        """Return the band keys of one document."""
         task, row = self._locate(ordinal)
         return np.asarray(self._arrays["bands"][task][row])
 
     def read_shingles(self, ordinal: int) -> ShingleArray:
-        """Return the set of one document's shingles, sorted."""
+        """Return the sorted set of one document's shingles."""
         task, row = self._locate(ordinal)
         start, stop = self._shingle_starts[task][row : row + 2]
         return np.unique(self._arrays["shingles"][task][start:stop])
 
     def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
-        """Yield for every task its lines' hashes, and the document of each."""
+        """Yield for every task the hashes of its lines, and the document of each."""
         for start, sizes, lines in zip(self.starts[:-1], self._arrays["num_lines"], self._arrays["lines"], strict=True):
             yield np.asarray(lines), np.repeat(np.arange(start, start + len(sizes)), sizes)
 
@@ -165,7 +165,7 @@ class HashTable:
 
 @dataclass(frozen=True)
 class Duplicates:
-    """What is found of every document.
+    """Result of the comparison for every document.
 
     Attributes:
         status: ``uint8 (N,)``; ``KEPT``, ``EXACT`` or ``NEAR``.
@@ -195,7 +195,7 @@ def _salt_by_source(table: HashTable) -> HashArray:
 def _find_exact(table: HashTable, salts: HashArray | None, found: Duplicates) -> None:
     digests = table.concatenate("exact")
     high, low = digests[:, 0] if salts is None else digests[:, 0] ^ salts, digests[:, 1]
-    order = np.lexsort((low, high))  # Stable: equal ones stay in the order of the documents.
+    order = np.lexsort((low, high))  # Stable sort: equal documents stay in order.
     repeats = np.zeros(len(order), bool)
     repeats[1:] = (high[order[1:]] == high[order[:-1]]) & (low[order[1:]] == low[order[:-1]])
     firsts = order[np.maximum.accumulate(np.where(repeats, 0, np.arange(len(order))))]
@@ -205,7 +205,7 @@ def _find_exact(table: HashTable, salts: HashArray | None, found: Duplicates) ->
 
 def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, found: Duplicates) -> None:
     num_shingles = table.concatenate("num_shingles")
-    # A text shorter than an n-gram has none, and is like no other.
+    # A text shorter than an n-gram has no shingles, and is similar to no other.
     active = np.flatnonzero((found.status == KEPT) & (num_shingles > 0))
     labels = np.arange(len(table), dtype=np.int64)
     for band in range(config.near_duplicates_bands):
@@ -223,7 +223,7 @@ def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, 
 
 
 def _find_equal(keys: HashArray, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:
-    """Return pairs of documents with equal keys, such that all with one key are connected."""
+    """Return pairs of documents with equal keys that connect all documents of a key."""
     num_slices = max(1, -(-len(keys) // _SLICE_ROWS))
     pairs = []
     for number in range(num_slices):
@@ -235,7 +235,7 @@ def _find_equal(keys: HashArray, ordinals: Ordinals) -> tuple[Ordinals, Ordinals
 
 
 def _unite(labels: Ordinals, first: Ordinals, second: Ordinals) -> None:
-    """Give connected documents the label of the first of them all."""
+    """Label connected documents by their first document."""
     while len(first):
         ours, theirs = labels[first], labels[second]
         apart = ours != theirs
@@ -246,14 +246,14 @@ def _unite(labels: Ordinals, first: Ordinals, second: Ordinals) -> None:
 
 
 class _KeepFirst:
-    """Removes of connected documents those that are similar to an earlier one that is kept."""
+    """Removes documents of a connected component that are similar to an earlier, kept one."""
 
     def __init__(self, table: HashTable, config: CorpusConfig, salts: HashArray | None) -> None:
         self._table, self._config, self._salts = table, config, salts
         self._read = functools.lru_cache(maxsize=4096)(table.read_shingles)
 
     def remove(self, members: Ordinals) -> Iterator[tuple[int, int]]:
-        """Yield each document to remove, and the kept one that it repeats; members ascend."""
+        """Yield each document to remove, with the kept one that it repeats; members are ascending."""
         if not self._config.near_duplicates_verify:
             yield from ((int(member), int(members[0])) for member in members[1:])
             return
@@ -287,7 +287,7 @@ def find_repeated_lines(table: HashTable, status: npt.NDArray[np.uint8], least: 
         owners = np.concatenate([own for _, own in collected])
         order = np.lexsort((owners, keys))
         keys, owners = keys[order], owners[order]
-        is_new = np.ones(len(keys), bool)  # Once for each document that has the line.
+        is_new = np.ones(len(keys), bool)  # Count each document once per line.
         is_new[1:] = (keys[1:] != keys[:-1]) | (owners[1:] != owners[:-1])
         values, first, counts = np.unique(keys[is_new], return_index=True, return_counts=True)
         hashes.append(values[counts >= least])
@@ -298,14 +298,14 @@ def find_repeated_lines(table: HashTable, status: npt.NDArray[np.uint8], least: 
 
 
 def describe_hashes(config: CorpusConfig) -> dict[str, Any]:
-    """Return what decides the hashes, as JSON values; corpora with others cannot be compared."""
+    """Return everything that determines the hashes, as JSON values; corpora must agree in it to be compared."""
     return {name: getattr(config, f"near_duplicates_{name}") for name in ("ngram", "bands", "rows", "seed")} | {
         "near": config.near_duplicates != "off"
     }
 
 
 def open_earlier(name: str, config: CorpusConfig) -> list[HashFolder]:
-    """Return the hashes of an earlier corpus, of those it removed too: compared again, the same ones are.
+    """Return the hashes of an earlier corpus, including those of removed documents.
 
     Raises:
         DataError: It is none, its hashes are gone, or they are of another kind.
@@ -376,7 +376,7 @@ def _tables() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], HashArray,
 
 
 def hash_words(text: str) -> Words:
-    """Return the words of a text: hashes without regard to case and compatibility forms, and their places."""
+    """Return the hashes of the words of a text, without case and compatibility forms, and their positions."""
     pieces = [_hash_piece(codes, start) for start, codes in _cut(text)]
     if len(pieces) == 1:
         return pieces[0]
@@ -384,14 +384,14 @@ def hash_words(text: str) -> Words:
 
 
 def _cut(text: str) -> Iterator[tuple[int, npt.NDArray[np.uint32]]]:
-    """Yield the text as code points, in pieces that end where a word does."""
+    """Yield the text as code points, in pieces that end at word boundaries."""
     kinds, start = _tables()[0], 0
     while True:
         piece = text[start : start + _PIECE]
         codes = np.minimum(np.frombuffer(piece.encode("utf-32-le", "surrogatepass"), np.uint32), _MAX_CODE)
         if start + len(codes) < len(text):
             outside = np.flatnonzero(kinds[codes] != 1)
-            # One word of a million characters is cut like any other place.
+            # A word of a million characters is split anywhere.
             codes = codes[: int(outside[-1]) + 1] if len(outside) else codes
         yield start, codes
         start += len(codes)
@@ -419,7 +419,7 @@ def _mix(hashes: HashArray) -> HashArray:
 
 
 def hash_ngrams(words: HashArray, size: int) -> HashArray:
-    """Return the hash of every run of ``size`` words, ``uint64 (max(W - size + 1, 0),)``, in order."""
+    """Return the hash of every n-gram of ``size`` words, ``uint64 (max(W - size + 1, 0),)``, in order."""
     num = max(len(words) - size + 1, 0)
     hashes = words[:num].copy()
     for shift in range(1, size):
@@ -428,22 +428,22 @@ def hash_ngrams(words: HashArray, size: int) -> HashArray:
 
 
 def hash_shingles(text: str, size: int) -> ShingleArray:
-    """Return 32-bit hashes of the n-grams of a text, in order and with repetitions; none when it is shorter.
+    """Return 32-bit hashes of the n-grams of a text, in order, with repetitions; empty for a shorter text.
 
-    Two documents of n distinct n-grams share about n^2 / 2^32 of these by chance, a share of n / 2^32.
+    Two documents of n distinct n-grams share about n^2 / 2^32 of these by chance, a fraction of n / 2^32.
     """
     return (hash_ngrams(hash_words(text).hashes, size) >> np.uint64(32)).astype(np.uint32)
 
 
 class MinHash:
-    """MinHash signatures, as keys of their bands.
+    """MinHash signatures, reduced to band keys.
 
     Source: Broder 1997; hash functions a x + b modulo 2^32. ``tests/corpus/test_shingles.py`` holds the share of equal
     keys against 1 - (1 - s^rows)^bands.
     """
 
     def __init__(self, bands: int, rows: int, seed: int) -> None:
-        """Draw ``bands * rows`` hash functions."""
+        """Sample ``bands * rows`` hash functions."""
         random = np.random.default_rng(seed)
         # An odd factor: x -> a x + b is a permutation.
         self._factors = (random.integers(0, 1 << 32, bands * rows, np.uint64) | np.uint64(1)).astype(np.uint32)
@@ -451,9 +451,9 @@ class MinHash:
         self.bands, self.rows = bands, rows
 
     def compute_keys(self, shingles: ShingleArray) -> HashArray:
-        """Return the key of each band, ``uint64 (bands,)``: equal where all rows of the band are."""
+        """Return the key of each band, ``uint64 (bands,)``: equal if all rows of the band are equal."""
         minima = np.full(self.bands * self.rows, (1 << 32) - 1, np.uint32)
-        # In blocks that stay in the cache, so that memory does not grow with the document.
+        # In blocks that fit the CPU cache, so that memory does not grow with the document.
         block = max(1, (1 << 20) // len(minima))
         for start in range(0, len(shingles), block):
             values = np.multiply.outer(self._factors, shingles[start : start + block])
@@ -467,7 +467,7 @@ class MinHash:
 
 
 def compute_jaccard(first: ShingleArray, second: ShingleArray) -> float:
-    """Return the Jaccard similarity of two sets, each sorted and without repetitions; 0 of two empty ones."""
+    """Return the Jaccard similarity of two sets, sorted and without repetitions; 0 for two empty ones."""
     shared = len(np.intersect1d(first, second, assume_unique=True))
     union = len(first) + len(second) - shared
     return shared / union if union else 0.0

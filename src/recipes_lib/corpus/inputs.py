@@ -1,4 +1,4 @@
-"""Sources as tasks of bounded size, and the documents of a task: local files in parts, HTML, WARC, Hub datasets."""
+"""Sources as tasks of bounded size, and their documents: ranges of local files, HTML, WARC, Hub datasets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True)
 class FileRange:
-    """The rows in a range of a large file: bytes of one with a JSON value a line, or row groups of Parquet.
+    """Rows in a range of a large file: bytes of a JSON Lines file, or row groups of Parquet.
 
     Attributes:
         name: As errors call it.
@@ -127,7 +127,7 @@ def open_inputs(config: CorpusConfig, *, streams: bool = False) -> list[CorpusIn
 
 
 def count_input_bytes(source: CorpusInput) -> int | None:
-    """Return the bytes of a source's files, or of a Hub dataset as it tells; ``None`` where that is not known."""
+    """Return the bytes of a source's files, or the size of a Hub dataset; ``None`` if unknown."""
     sizes = [part.num_bytes for task in source.tasks for part in task]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -159,7 +159,7 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
 
 
 def _find_pages(path: Path) -> list[Path]:
-    """HTML and WARC files, which no reader of rows knows; in a folder all below it, sorted.
+    """HTML and WARC files, which row readers do not support; in a folder all below it, sorted.
 
     Raises:
         DataError: Other data files lie beside them.
@@ -175,7 +175,7 @@ def _find_pages(path: Path) -> list[Path]:
 
 
 def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
-    """Yield the parts of a source: large JSON Lines and Parquet files in ranges, others whole, a dataset by shards."""
+    """Yield the parts of a source: ranges of large JSON Lines and Parquet files, other files, dataset shards."""
     if isinstance(source, RenamedSource):
         for part in split_source(source.source, label, task_bytes):
             yield replace(part, source=replace(source, source=part.source or source.source))
@@ -189,7 +189,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
             yield Part(f"{label}/{index}", source=replace(source, dataset=shard), num_bytes=size)
     elif isinstance(source, FileSource):
         for name, path in source.files.items():
-            # Where it lies below the folder: files of two folders may have one name.
+            # The path relative to the folder, because files of two folders can have the same name.
             short = f"{label}{name.removeprefix(source.name.rstrip('/'))}"
             size = path.stat().st_size
             borders = _find_borders(path, size, -(-size // task_bytes))
@@ -197,7 +197,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
                 yield Part(short, source=replace(source, files={name: path}), num_bytes=size)
                 continue
             for start, stop in itertools.pairwise(borders):
-                # Lines are counted from the first of a range, rows of Parquet from that of the file.
+                # Lines are counted from the start of a range, Parquet rows from the start of the file.
                 place = f"{short}@{start}" if start and path.suffix in _LINES else short
                 share = size * (stop - start) // borders[-1]
                 yield Part(place, source=FileRange(place, path, start, stop), num_bytes=share)
@@ -206,7 +206,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
 
 
 def _find_borders(path: Path, size: int, num: int) -> list[int]:
-    """Where a file can be cut into ``num`` ranges, fewer where it has no more row groups; nothing: not at all."""
+    """Positions that split a file into ``num`` ranges, fewer if it has fewer row groups; empty if unsplittable."""
     if num < 2:
         return []
     if path.suffix in _LINES and not _is_array(path):
@@ -217,7 +217,7 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
 
         try:
             num_groups = pq.read_metadata(path).num_row_groups
-        except (pa.ArrowException, OSError):  # Who reads it will say so.
+        except (pa.ArrowException, OSError):  # The reader reports the error.
             return []
         return sorted({num_groups * at // num for at in range(num + 1)})
     return []
@@ -229,7 +229,7 @@ def _is_array(path: Path) -> bool:
 
 
 def _find_line(path: Path, offset: int) -> int:
-    """The first byte at or after ``offset`` at which a line begins."""
+    """First byte at or after ``offset`` at which a line begins."""
     if offset == 0:
         return 0
     with path.open("rb") as file:
@@ -239,11 +239,11 @@ def _find_line(path: Path, offset: int) -> int:
 
 
 def _group(parts: Iterable[Part], task_bytes: int) -> Iterator[tuple[Part, ...]]:
-    """Small files share a task."""
+    """Group small files into tasks."""
     group: list[Part] = []
     size = 0
     for part in parts:
-        # Of a dataset each share is a task.
+        # Each shard of a dataset is a task.
         own = task_bytes if part.num_bytes is None or isinstance(part.source, HubSource) else part.num_bytes
         if group and size + own > task_bytes:
             yield tuple(group)
@@ -255,12 +255,12 @@ def _group(parts: Iterable[Part], task_bytes: int) -> Iterator[tuple[Part, ...]]
 
 
 class Read(PipelineStep):  # type: ignore[misc]
-    """The documents of a task; what cannot be read is counted."""
+    """Reads the documents of a task and counts unreadable ones."""
 
     type, name = "READ", READ
 
     def __init__(self, source: CorpusInput, ledger: Ledger, *, raises: bool) -> None:
-        """Read ``source``; ``raises``: the first thing that cannot be read is an error."""
+        """Read ``source``; ``raises``: the first unreadable record is an error."""
         super().__init__()
         self.source, self.ledger, self.raises = source, ledger, raises
 
@@ -291,7 +291,7 @@ class Read(PipelineStep):  # type: ignore[misc]
                 yield found
 
     def _refuse_kind(self, document: Document) -> None:
-        """Refuse chats among texts, whose columns would be lost, and texts among chats."""
+        """Raise for chats among texts, whose columns would be lost, and for texts among chats."""
         if (CHAT in document.metadata) == (self.source.kind == "chat"):
             return
         found, remedy = "is a text", "leave `kind: chat` out"
@@ -326,7 +326,7 @@ class Read(PipelineStep):  # type: ignore[misc]
 
 
 class _ByteRange(io.RawIOBase):
-    """Some bytes of a file as a file."""
+    """A range of bytes of a file as a file."""
 
     def __init__(self, file: io.BufferedReader, start: int, stop: int) -> None:
         self._file, self._left = file, stop - start
@@ -343,7 +343,7 @@ class _ByteRange(io.RawIOBase):
 
 
 def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | Problem]:
-    """Yield each row as a document, or the problem that stands in its place; the first sound row says the layout."""
+    """Yield each row as a document, or the problem in its place; the first valid row determines the layout."""
     row_format: RowFormat | None = None
     for entry in entries:
         if isinstance(entry, Problem):
@@ -367,7 +367,7 @@ def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> 
         return Document(text=row.text, id=name, metadata=metadata)
     columns = json.loads(json.dumps(list_columns(row), default=str))
     text, left = split_chat(columns)
-    # A message that has the mark itself would be two.
+    # A message that contains the separator would be split.
     if PART_END in json.dumps(columns, ensure_ascii=False):
         found = f"holds the character U+{ord(PART_END):04X}, which marks where messages end"
         raise DataError(Problem(row.where, found, "take it out"))
@@ -375,7 +375,7 @@ def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> 
 
 
 def list_columns(row: Row) -> dict[str, Any]:
-    """Return a chat, or a prompt and its answers, as the columns of a dataset, from which it is the same row again."""
+    """Return a chat, or a prompt and its answers, as dataset columns that give the same row again."""
     columns: dict[str, Any] = {"prompt": row.prompt, "completion": row.completion}
     if row.messages is not None:
         marked = [{**turn, TRAIN: False} if at in row.untrained else turn for at, turn in enumerate(row.messages)]
@@ -388,7 +388,7 @@ def list_columns(row: Row) -> dict[str, Any]:
 
 
 def read_page(path: Path, label: str) -> Document | Problem:
-    """Read an HTML file, in whatever encoding it is."""
+    """Read an HTML file in any encoding."""
     from trafilatura.utils import decode_file
 
     with path.open("rb") as file:
@@ -399,7 +399,7 @@ def read_page(path: Path, label: str) -> Document | Problem:
 
 
 def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
-    """Yield the pages of a WARC file and the texts of a WET file; what breaks off is a problem."""
+    """Yield the pages of a WARC file and the texts of a WET file; a truncated record is a problem."""
     from warcio.archiveiterator import ArchiveIterator
     from warcio.exceptions import ArchiveLoadFailed
 
@@ -435,7 +435,7 @@ def _read_record(record: Any, where: str) -> Iterator[Document | Problem]:
 
 @dataclass(frozen=True)
 class SpreadSource:
-    """A source read here and there at once, from its beginning to its end, so that the first rows stand for all.
+    """Source sampled at several places in parallel, so that its first rows are representative.
 
     Attributes:
         source: The source.
@@ -458,9 +458,9 @@ class SpreadSource:
         return self.source.fingerprint()
 
     def rows(self) -> Iterator[Entry]:
-        """Yield rows and problems, one of each place in turn; where one has no more, another follows."""
+        """Yield rows and problems from each place in turn; an exhausted place is replaced by another."""
         inner = self.source.source if isinstance(self.source, RenamedSource) else self.source
-        # A place of a stream is a file on the network.
+        # Each place of a stream is a file on the network.
         places = 4 if self.streaming else _PLACES
         size = None
         if isinstance(inner, FileSource):

@@ -86,7 +86,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
         lines, firsts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         if self.config.repeated_lines != "off":
             lines, firsts = find_repeated_lines(table, found.status, self.config.repeated_lines_min_documents)
-        # Of this corpus alone: what it repeats of an earlier one has a negative number.
+        # Indices of this corpus only: repeats of an earlier corpus have a negative number.
         arrays: dict[str, npt.NDArray[Any]] = {
             "status": found.status[num_earlier:],
             "kept_as": found.kept_as[num_earlier:] - num_earlier,
@@ -101,7 +101,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
 
 
 class WriteShards(PipelineStep):  # type: ignore[misc]
-    """Writes the shards: documents that are kept, without lines that many share."""
+    """Writes the shards: kept documents, without repeated lines."""
 
     type, name = "WRITE", "shards"
 
@@ -168,7 +168,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
                     yield document
 
     def _cut_lines(self, document: Document, ordinal: int, lines: Any, firsts: Any) -> bool:
-        """Cut the lines that many documents share; return whether something is left."""
+        """Remove repeated lines; return whether any text is left."""
         tally, before = self.ledger.tallies[LINES_STEP], document.text
         tally.documents_in += 1
         tally.bytes_in += count_bytes(before)
@@ -209,7 +209,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
 
 
 def load_tokenizer(name: str | None, revision: str | None = None) -> Any:
-    """Return a tokenizer of the tokenizers library; ``None`` where none is named.
+    """Return a tokenizer of the tokenizers library; ``None`` if none is configured.
 
     Raises:
         DataError: It cannot be loaded.
@@ -225,7 +225,7 @@ def load_tokenizer(name: str | None, revision: str | None = None) -> Any:
             if path.is_file()
             else Tokenizer.from_pretrained(name, revision=revision or "main")
         )
-    except Exception as error:  # The library raises no other.
+    except Exception as error:  # The library raises no more specific error.
         remedy = "name a folder with tokenizer.json, the file, or a Hub id; without it tokens are not counted"
         raise DataError(Problem("tokenizer_name_or_path", f"{name} cannot be loaded: {error}", remedy)) from error
     tokenizer.no_truncation()

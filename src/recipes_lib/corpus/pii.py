@@ -1,4 +1,4 @@
-"""Personal data and secrets: patterns, check digits, and placeholders in their place."""
+"""Personal data and secrets: patterns, check digits, and placeholders."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ _IBAN_LENGTHS: Final = {
 
 
 def is_luhn(digits: str) -> bool:
-    """Return whether the last of some digits is the Luhn check digit of the others (ISO/IEC 7812-1)."""
+    """Return whether the last digit is the Luhn check digit of the others (ISO/IEC 7812-1)."""
     values = [int(digit) for digit in reversed(digits)]
     doubled = [value * 2 - 9 * (value > 4) for value in values[1::2]]
     return (sum(values[::2]) + sum(doubled)) % 10 == 0
 
 
 def is_card(digits: str) -> bool:
-    """Return whether digits are a card's number: prefix and length of a network, Luhn, and not one digit repeated."""
+    """Return whether digits are a card number: prefix and length of a network, Luhn, and not all digits equal."""
     return bool(_CARD_NETWORKS.fullmatch(digits)) and is_luhn(digits) and len(set(digits)) > 1
 
 
@@ -81,7 +81,7 @@ _CARD_NETWORKS: Final = re.compile(
 
 
 def is_iban(text: str) -> bool:
-    """Return whether a text without spaces is an IBAN: its country's length, and 1 modulo 97 (ISO 13616)."""
+    """Return whether a text without spaces is an IBAN: length of its country, and 1 modulo 97 (ISO 13616)."""
     if len(text) != _IBAN_LENGTHS.get(text[:2]):
         return False
     return int("".join(str(int(char, 36)) for char in text[4:] + text[:4])) % 97 == 1
@@ -92,7 +92,7 @@ def _whole(is_valid: Callable[[str], bool]) -> Validate:
 
 
 def _measure_grouped(text: str, is_valid: Callable[[str], bool]) -> int:
-    """Return the length of the longest beginning, up to a space or hyphen, that is valid without these."""
+    """Return the length of the longest prefix, ending at a space or hyphen, that is valid without separators."""
     for end in range(len(text), 0, -1):
         if (end == len(text) or text[end] in " -") and is_valid(re.sub("[ -]", "", text[:end])):
             return end
@@ -132,7 +132,8 @@ PATTERNS: Final = (
     Pattern("api_token", SECRET, len, SECRET_HINTS),
     Pattern(
         "email",
-        # The run of characters before the @ is bounded and begins where a run does: a megabyte without one is passed.
+        # The run of characters before the @ is bounded and starts at its first character, so that a megabyte without an
+        # @ is fast.
         re.compile(
             rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}@"
             r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w-])"
@@ -174,19 +175,19 @@ PATTERNS: Final = (
 
 
 class PII:
-    """Masks personal data and secrets, or removes the document that has some."""
+    """Masks personal data and secrets, or removes documents with any."""
 
     name = "pii"
 
     def __init__(self, kinds: Sequence[str] | None, *, drops: bool) -> None:
-        """Look for ``kinds``, all unless told; ``drops``: remove the document."""
+        """Search for ``kinds``, by default all; ``drops``: remove the document."""
         self._kinds = kinds or PII_KINDS
         self._drops = drops
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Mask what is found, in the text and in every string of the metadata."""
+        """Mask all findings, in the text and in every string of the metadata."""
         here: Counter[str] = Counter()
-        # One by one: nothing is matched across the messages of a chat.
+        # One at a time, so that nothing matches across messages of a chat.
         text = PART_END.join(mask(part, self._kinds, here) for part in document.text.split(PART_END))
         name = mask(document.id, self._kinds, here)
         num_found = here.total()
@@ -211,7 +212,7 @@ class PII:
 
 
 def mask(text: str, kinds: Sequence[str], found: Counter[str]) -> str:
-    """Return a text with a placeholder such as ``<EMAIL>`` in the place of everything of these kinds."""
+    """Replace all findings of these kinds by placeholders such as ``<EMAIL>``."""
     for pattern in PATTERNS:
         if pattern.kind in kinds and any(hint in text for hint in pattern.hints):
             text = _mask_kind(text, pattern, found)
@@ -222,7 +223,7 @@ def _mask_kind(text: str, pattern: Pattern, found: Counter[str]) -> str:
     pieces, last, position = [], 0, 0
     while match := pattern.regex.search(text, position):
         length = pattern.validate(match.group())
-        # What is none may begin before one: the next candidate may overlap it.
+        # An invalid candidate can overlap a valid one, so the search continues inside it.
         position = match.start() + (length or 1)
         if length:
             found[pattern.kind] += 1

@@ -1,4 +1,4 @@
-"""Quality filters: datatrove's Gopher, C4 and FineWeb rules with visible thresholds, and a preset for each kind."""
+"""Quality filters: datatrove's Gopher, C4 and FineWeb rules with explicit thresholds, and a preset for each kind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SENTENCE_END: Final = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+")
 
 
 class RegexTokenizer(WordTokenizer):  # type: ignore[misc]
-    """Words and sentences by regular expressions: no model to download."""
+    """Words and sentences by regular expressions, without a model to download."""
 
     def word_tokenize(self, text: str) -> list[str]:
         """Return words and punctuation marks."""
@@ -44,20 +44,20 @@ class RegexTokenizer(WordTokenizer):  # type: ignore[misc]
         return [sentence for sentence in _SENTENCE_END.split(text) if sentence.strip()]
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        """Return where the sentences stand."""
+        """Return the spans of sentences."""
         ends = [match.end() for match in _SENTENCE_END.finditer(text)]
         return list(zip([0, *ends], [*ends, len(text)], strict=True))
 
 
 class CodeQualityFilter:
-    """The rules of StarCoder's data: lines that people write, and some letters."""
+    """Rules of StarCoder's data: line lengths of handwritten code, and a minimum of letters."""
 
     def __init__(self, max_line_length: int, max_avg_line_length: float, min_alnum_ratio: float, **_: Any) -> None:
-        """Keep files within these."""
+        """Keep files within these limits."""
         self.max_line, self.max_avg, self.min_alnum = max_line_length, max_avg_line_length, min_alnum_ratio
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
-        """Judge a file."""
+        """Check a file."""
         lengths = [len(line) for line in document.text.splitlines()] or [0]
         if max(lengths) > self.max_line:
             return False, "line_too_long"
@@ -77,25 +77,25 @@ _FILTERS: Final[Mapping[str, type]] = {
 
 
 class Quality:
-    """One after another, the filters of a kind of source."""
+    """Filters of a kind of source, applied in order."""
 
     name = "quality"
 
     def __init__(self, thresholds: Mapping[str, Thresholds]) -> None:
-        """Build the filters; of rules that have a language, words are those of ``RegexTokenizer``."""
+        """Build the filters; language-dependent rules use the words of ``RegexTokenizer``."""
         tokenizer = RegexTokenizer()
         self._filters: list[tuple[str, BaseFilter]] = [
             (name, _FILTERS[name](**values, language=tokenizer)) for name, values in thresholds.items()
         ]
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Remove a document at the first rule that it breaks; C4 removes lines."""
+        """Remove a document at the first violated rule; C4 removes lines."""
         for name, quality_filter in self._filters:
             if not document.text.strip():
                 return f"{name} nothing left"
             try:
                 keeps, reason = get_filter_result(quality_filter.filter(document))
-            except ZeroDivisionError:  # Of a text without a word.
+            except ZeroDivisionError:  # For a text without words.
                 keeps, reason = False, "no words"
             if not keeps:
                 return f"{name} {reason}"
@@ -103,7 +103,7 @@ class Quality:
 
 
 def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str, Thresholds]:
-    """Return the filters of a kind with their thresholds, the user's where there are some.
+    """Return the filters of a kind with their thresholds, overridden by the user's.
 
     Raises:
         ConfigError: ``quality_thresholds`` names a kind, filter or threshold that there is not.

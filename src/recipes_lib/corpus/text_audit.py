@@ -1,4 +1,4 @@
-"""Audit of a sample of training texts: what cleaning would find in them."""
+"""Audit of a sample of training texts: findings of the cleaning steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_BYTES: Final = 1 << 22
 _SHARED_BY: Final = 10
 _MIN_WORDS_FOR_LANGUAGE: Final = 8
 _MIN_LANGUAGE_SHARE: Final = 0.02
-# What UTF-8 read as Latin-1 looks like, characters that replace lost ones, and control characters.
+# Patterns of UTF-8 decoded as Latin-1, replacement characters, and control characters.
 _GARBLED: Final = re.compile("Ã[\x80-\xbf]|â€|\ufffd|[\x00-\x08\x0e-\x1f]")
 
 
@@ -52,7 +52,7 @@ class Audit:
 
 
 def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
-    """Look at the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them; empty ones are those that cannot be read.
+    """Check the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them; empty ones are unreadable documents.
 
     Args:
         texts: A source's, in an order in which the first stand for all.
@@ -77,7 +77,7 @@ def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
 
 
 def _find_languages(sample: list[str], facts: list[str]) -> Iterator[str]:
-    """Add the languages to the facts; several, or single documents in others, are warnings."""
+    """Add the languages to the facts; several languages, or single documents in others, are warnings."""
     languages = count_languages(sample)
     shares = [(name, count / languages.total()) for name, count in languages.most_common()]
     told = [f"{name} {share:.0%}" for name, share in shares[:5]]
@@ -103,14 +103,14 @@ def _share(count: int, sample: list[str]) -> str:
 
 
 def count_languages(sample: list[str]) -> Counter[str]:
-    """Return how many texts are in each language; short ones and uncertain ones are left out."""
+    """Return the number of texts in each language; short and uncertain ones are excluded."""
     step, languages = Language([], 0.0, {}, None), Counter[str]()
     for text in sample:
         if len(text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE)) > _MIN_WORDS_FOR_LANGUAGE:
             document = Document(text=text, id="")
             try:
                 step.apply(document, Counter())
-            except ConfigError:  # Without a model nothing is said of languages.
+            except ConfigError:  # Without a model, languages are not reported.
                 return Counter()
             if document.metadata["language_score"] >= 0.65:
                 languages[document.metadata["language"]] += 1

@@ -1,4 +1,4 @@
-"""Steps that extract, repair and judge text: HTML, mojibake, language, a classifier of one's own, word lists."""
+"""Steps that extract, repair and filter text: HTML, mojibake, language, a user's classifier, word lists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_CLASSIFIED: Final = 20_000
 
 
 class Extract:
-    """Text of HTML by trafilatura, in a process of its own that a page cannot take with it."""
+    """HTML to text by trafilatura, in a separate process, so that a page cannot crash the task."""
 
     name = "extract"
 
@@ -34,7 +34,7 @@ class Extract:
         self._sandbox: ExtractorSandbox | None = None
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Replace a page by its text; other documents are left alone."""
+        """Replace a page by its text; other documents are unchanged."""
         if not document.metadata.pop(HTML, False):
             return None
         if self._sandbox is None:
@@ -46,7 +46,7 @@ class Extract:
             text = self._sandbox.process_document(document.text, _extract)
         except TimeoutError:
             return "timeout"
-        except Exception:  # Parsers of untrusted pages raise anything.
+        except Exception:  # Parsers of untrusted pages raise any error.
             return "not parsed"
         if not text:
             return "no text"
@@ -63,18 +63,18 @@ class Extract:
 def _extract(html: str) -> str | None:
     from trafilatura import extract
 
-    # Its own deduplication remembers earlier pages: the result would depend on the task that a page is in.
+    # Its own deduplication remembers earlier pages, so the result would depend on the task of a page.
     text: str | None = extract(html, favor_precision=True, include_comments=False, deduplicate=False)
     return text
 
 
 class FixText:
-    """Repair of mojibake and control characters (ftfy), and Unicode's composed form (NFC)."""
+    """Repair of mojibake and control characters (ftfy), and Unicode NFC."""
 
     name = "fix_text"
 
     def __init__(self) -> None:
-        """Fix what datatrove's formatter fixes."""
+        """Apply the same fixes as datatrove's formatter."""
         self._fix = FTFYFormatter()
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
@@ -87,7 +87,7 @@ Predict = Callable[[str], tuple[str, float]]
 
 
 class Language:
-    """Language identification; what is in no wanted language is removed."""
+    """Language identification; documents in other languages are removed."""
 
     name = "language"
 
@@ -97,7 +97,7 @@ class Language:
         self._path = path
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Note the language; remove others, and those that are uncertain."""
+        """Record the language; remove other and uncertain ones."""
         language, score = _load_language_model(self._path)(document.text)
         document.metadata |= {"language": language, "language_score": round(score, 4)}
         found[language] += 1
@@ -121,8 +121,8 @@ def _load_language_model(path: str | None) -> Predict:
 
 
 def _load_py3langid() -> Predict:
-    """Load py3langid, a little worse and three times slower, for machines without fastText."""
-    langid = importlib.import_module("py3langid.langid")  # Of no extra: where it is installed, it is used.
+    """Load py3langid, slightly worse and three times slower, for machines without fastText."""
+    langid = importlib.import_module("py3langid.langid")  # In no extra of this package; used if it is installed.
     identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
     def predict(text: str) -> tuple[str, float]:
@@ -152,21 +152,21 @@ def load_fasttext(path: str) -> Any:
 
 def _predict_fasttext(model: Any, text: str) -> tuple[str, float]:
     labels, scores = model.predict(text[:_MAX_CLASSIFIED].replace("\n", " "), k=1)
-    # Its scores pass 1 by rounding; a text without a known word has no label.
+    # Scores can exceed 1 by rounding; a text without known words has no label.
     return (labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))) if labels else ("unknown", 0.0)
 
 
 class Classifier:
-    """A fastText classifier; documents below the threshold of its label are removed."""
+    """fastText classifier; documents below the threshold of its label are removed."""
 
     name = "classifier"
 
     def __init__(self, path: str, label: str, threshold: float) -> None:
-        """Keep what the model at ``path`` calls ``label`` with a probability of at least ``threshold``."""
+        """Keep documents with a probability of ``label`` of at least ``threshold`` under the model at ``path``."""
         self._path, self._label, self._threshold = path, label, threshold
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Note the score; remove what is below the threshold."""
+        """Record the score; remove documents below the threshold."""
         labels, scores = load_fasttext(self._path).predict(document.text[:_MAX_CLASSIFIED].replace("\n", " "), k=-1)
         score = dict(zip(labels, map(float, scores), strict=True)).get(f"__label__{self._label}", 0.0)
         document.metadata["classifier_score"] = round(score, 4)
@@ -179,7 +179,7 @@ class Toxicity:
     name = "toxicity"
 
     def __init__(self, paths: list[str], keep_fraction: float) -> None:
-        """Read the lists; ``keep_fraction`` of such documents is kept.
+        """Read the lists; ``keep_fraction`` of matching documents is kept.
 
         Raises:
             DataError: A list cannot be read, or none has a word.
@@ -199,7 +199,7 @@ class Toxicity:
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Remove a document that has one."""
+        """Remove a matching document."""
         match = self._pattern.search(document.text.lower())
         if match is None:
             return None

@@ -1,1 +1,1 @@
-"""Rows of any known layout, turned once into token ids with a loss mask, packed and stored."""
+"""Rows of any supported layout, converted once to token ids with a loss mask, packed and stored."""

@@ -16,9 +16,9 @@ _NUMBER: Final = re.compile(
 
 
 def read_final_number(text: str) -> Decimal | None:
-    """Return the number after the last ``####``, as GSM8K marks it; without that mark the last one.
+    """Return the number after the last ``####``, as GSM8K marks it; without that mark, the last number.
 
-    ``None`` where there is none. Thousands may have commas; ``.5`` is 0.5, and the Unicode minus sign is a sign.
+    ``None`` if there is none. Thousands may have commas; ``.5`` is 0.5, and the Unicode minus sign is a sign.
 
     Source: ``tests/data/test_final_numbers.py``.
     """

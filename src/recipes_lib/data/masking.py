@@ -12,7 +12,7 @@ IGNORE_INDEX: Final = -100
 
 
 class MergedTokenError(ValueError):
-    """One token holds characters of both sides of a boundary; ``start`` and ``end`` are its characters."""
+    """One token has characters on both sides of a boundary; ``start`` and ``end`` are its characters."""
 
     def __init__(self, start: int, end: int) -> None:
         super().__init__(f"one token spans characters {start} to {end}")
@@ -21,9 +21,9 @@ class MergedTokenError(ValueError):
 
 
 def count_tokens_before(encoding: Encoding, text: str, character: int, special_ids: Collection[int]) -> int:
-    """Number of tokens that lie before a character: the index of the first token on its right.
+    """Number of tokens before a character: the index of the first token on its right.
 
-    Special tokens may swallow white space beside them (``lstrip``, ``rstrip``); swallowed white space is theirs.
+    Special tokens can absorb white space beside them (``lstrip``, ``rstrip``); absorbed white space belongs to them.
 
     Args:
         encoding: The tokenisation of ``text``.
@@ -37,7 +37,7 @@ def count_tokens_before(encoding: Encoding, text: str, character: int, special_i
     token = None
     for at in range(character, len(text)):
         token = encoding.char_to_token(at)
-        if token is not None:  # Normalisers and pre-tokenisers may drop a character.
+        if token is not None:  # Normalisers and pre-tokenisers can drop a character.
             break
     if token is None:
         return len(encoding)

@@ -1,4 +1,4 @@
-"""Prompts for sampling: token ids, and the further columns that reward functions receive."""
+"""Prompts for sampling: token ids, and the additional columns for reward functions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TURNS: Final = ("messages", "conversations", "chosen", "completion")
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """What the policy is asked.
+    """A prompt of the policy.
 
     Attributes:
         where: Its place, for errors.
@@ -72,9 +72,9 @@ class PromptData:
 def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
     """Read and tokenise the prompts of a run.
 
-    A row has a column ``prompt``, a text or messages; or it is a chat in any known layout, whose last answer is left
-    out; or it has a column ``question``, as GSM8K. Texts are given to the model as they are, chats and questions by its
-    template; a text ``prompt`` beside a chat is not read.
+    A row has a column ``prompt``, a string or messages; or it is a chat in any known layout, without its last answer;
+    or it has a column ``question``, as GSM8K. Strings are used unchanged, chats and questions are rendered by the
+    template; a string ``prompt`` beside a chat is ignored.
 
     Args:
         config: The run; a prompt and ``response_length`` tokens fit into ``max_length``, where that is set.
@@ -129,7 +129,7 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 class _Read(NamedTuple):
-    """A prompt as a canonical row without an answer, the row's other columns, and what the prompt says."""
+    """A prompt as a canonical row without an answer, the other columns, and the digest of the prompt."""
 
     row: Row
     columns: dict[str, Any]
@@ -137,7 +137,7 @@ class _Read(NamedTuple):
 
 
 def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
-    """Yield each prompt, or the problem that stands in its place.
+    """Yield each prompt, or the problem in its place.
 
     Raises:
         DataError: At the end: the source cannot be read further, or there is no row.
@@ -162,7 +162,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     prompt = raw.columns.get("prompt")
     turns = filter(None, map(raw.columns.get, _TURNS))
     if isinstance(prompt, str) and any(isinstance(value, list | tuple) for value in turns):
-        prompt = None  # The text of a chat that is there whole.
+        prompt = None  # A text that belongs to a chat.
     if prompt is None and isinstance(raw.columns.get("question"), str) and not any(map(raw.columns.get, _CHATS)):
         prompt = [{"role": "user", "content": raw.columns["question"]}]
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
@@ -188,7 +188,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
 
 
 def _refuse_mixed_forms(rows: Sequence[Row], name: str) -> None:
-    """Refuse plain texts among chats: a reward function is given all answers of a run in one form.
+    """Raise for plain texts among chats: a reward function gets all answers of a run in one form.
 
     Raises:
         DataError: There are both.
@@ -203,7 +203,7 @@ def _refuse_mixed_forms(rows: Sequence[Row], name: str) -> None:
 
 
 def _settle_columns(rows: Sequence[dict[str, Any]]) -> None:
-    """Give every row the columns of all rows, ``None`` where it has none, in the order in which they first appear."""
+    """Give every row the columns of all rows, ``None`` if missing, in the order of their first appearance."""
     names = dict.fromkeys(name for columns in rows for name in columns)
     for columns in rows:
         for name in names:
@@ -213,7 +213,7 @@ def _settle_columns(rows: Sequence[dict[str, Any]]) -> None:
 def _encode(
     rows: Sequence[_Read], encoder: RowEncoder, config: RecipeConfig, broken: BrokenRows, overlong: list[Problem]
 ) -> Iterator[PromptRow]:
-    """Yield the prompts that can be asked, and add to what is wrong with the others."""
+    """Yield the usable prompts, and collect the problems of the others."""
     max_length, response_length = config.tokens.max_length, config.rewards.response_length
     for row, columns, _ in rows:
         try:
@@ -233,9 +233,9 @@ def _encode(
 
 
 def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Collection[int]) -> list[int]:
-    """What ends answers to such prompts when they are trained on; of plain texts nothing: they end as text does.
+    """End tokens of answers to such prompts in training; none for plain texts, which end as texts do.
 
-    Rows with tools may have a template of their own, so one row of each kind is asked.
+    Rows with tools may use another template, so one row of each kind is rendered.
     """
     answered: dict[bool, Row] = {}
     for row in rows:

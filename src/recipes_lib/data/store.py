@@ -56,7 +56,7 @@ class PreparedSet:
 
     @property
     def train(self) -> datasets.Dataset:
-        """Rows to train on as numpy arrays, memory-mapped.
+        """Training rows as numpy arrays, memory-mapped.
 
         Packs have ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``; for pairs see ``prepare_pairs``.
         """
@@ -64,17 +64,17 @@ class PreparedSet:
 
     @property
     def eval(self) -> datasets.Dataset | None:
-        """Held-out rows, or ``None`` when nothing is held out."""
+        """Held-out rows, or ``None`` without any."""
         return self._load("eval") if _data_file(self.path, "eval").exists() else None
 
     def _load(self, split: str) -> datasets.Dataset:
-        import datasets  # seconds that a set which is only looked at does not need
+        import datasets  # The import takes seconds, which a set that is only inspected does not need.
 
         return datasets.Dataset.from_file(str(_data_file(self.path, split))).with_format("numpy")
 
 
 def join_rows(rows: datasets.Dataset, others: datasets.Dataset) -> datasets.Dataset:
-    """Rows of two sets of one kind, one behind the other; a margin that only one of them has is 0 in the other."""
+    """Concatenate rows of two sets of one kind; a margin that only one of them has is 0 in the other."""
     import datasets  # as above
 
     parts = [rows, others]
@@ -87,7 +87,7 @@ def join_rows(rows: datasets.Dataset, others: datasets.Dataset) -> datasets.Data
 
 
 def find_root(config: RecipeConfig) -> Path:
-    """The folder of prepared sets."""
+    """Return the folder of prepared sets."""
     return Path(expand_home(config.tokens.prepared_dir or _DEFAULT_ROOT))
 
 
@@ -97,7 +97,7 @@ def compute_key(inputs: Mapping[str, Any]) -> str:
 
 
 def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet | None:
-    """The complete set of that key, or ``None``; a damaged one counts as absent and is named in the log.
+    """Return the complete set with that key, or ``None``; a damaged one counts as absent and is logged.
 
     Args:
         root: Folder of prepared sets.
@@ -130,9 +130,9 @@ def make_set(
     resumes: bool = False,
     check_bytes: bool = False,
 ) -> PreparedSet:
-    """Find the set of a key, or build and publish it: atomically, and once for all processes that ask.
+    """Find the set of a key, or build and publish it, atomically and once for all processes.
 
-    Needs no process group. Should another machine have published the same key meanwhile, its set is kept.
+    Needs no process group. If another machine has published the same key in the meantime, its set is used.
 
     Args:
         root: Folder of prepared sets; made when missing.
@@ -152,7 +152,7 @@ def make_set(
     if local_rank:
         return wait_for_set(root, key)
     with hold_lock(root, key) as is_locked:
-        if found := find_set(root, key, check_bytes=check_bytes):  # made by the process that held the lock before
+        if found := find_set(root, key, check_bytes=check_bytes):  # Built by the process that held the lock before.
             return found
         is_kept = resumes and is_locked
         staging = choose_staging(root, key, is_kept=is_kept)
@@ -160,7 +160,7 @@ def make_set(
             manifest = {"key": key, "inputs": inputs, **build(staging)}
             with explain_disk_errors(root):
                 published = publish_set(staging, root, key, manifest, check_bytes=check_bytes)
-            is_kept = False  # Only another machine's set, published meanwhile, leaves it behind.
+            is_kept = False  # It exists only if another machine has published its set in the meantime.
             return published
         finally:
             if not is_kept:
@@ -168,7 +168,7 @@ def make_set(
 
 
 def wait_for_set(root: Path, key: str) -> PreparedSet:
-    """The set of that key, once the first process of the node has published it.
+    """Return the set of that key, once the first process of the node has published it.
 
     Args:
         root: Folder of prepared sets.
@@ -184,7 +184,7 @@ def wait_for_set(root: Path, key: str) -> PreparedSet:
             deadline = time.monotonic() + _SECONDS_TO_START
         elif time.monotonic() > deadline:
             found_problem = "the first process of this node has not prepared the data"
-            if held is None:  # Only its sign of life tells that it is at work.
+            if held is None:  # Only its heartbeat shows that it is working.
                 found_problem += (
                     f", nor shown for {_SECONDS_TO_START:.0f} s that it is at work (files cannot be locked there)"
                 )
@@ -194,7 +194,7 @@ def wait_for_set(root: Path, key: str) -> PreparedSet:
 
 
 def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
-    """The folder, hidden under ``root``, in which a set is written.
+    """Return the hidden folder under ``root`` in which a set is written.
 
     Args:
         root: Folder of prepared sets.
@@ -208,9 +208,9 @@ def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
 def publish_set(
     staging: Path, root: Path, key: str, manifest: Mapping[str, Any], *, check_bytes: bool = False
 ) -> PreparedSet:
-    """Writes the manifest of a prepared set, and renames its folder to its key atomically.
+    """Write the manifest of a prepared set, and atomically rename its folder to its key.
 
-    Should another process have published the same key meanwhile, its set is kept.
+    If another process has published the same key in the meantime, its set is kept.
 
     Args:
         staging: The folder, under ``root``; files whose names begin with a dot do not belong to the set.
@@ -236,10 +236,10 @@ def publish_set(
 
 @contextmanager
 def hold_lock(root: Path, key: str) -> Iterator[bool]:
-    """Keeps other processes from preparing the same key; the system frees the lock when its holder dies.
+    """Lock the preparation of a key; the system releases the lock when its holder dies.
 
-    On a file system without locks nobody waits here: the work is done twice and ``publish_set`` keeps one result. The
-    file is touched for as long as it takes, which ``read_beat`` sees.
+    On a file system without locks there is no waiting: the work is done twice, and ``publish_set`` keeps one result.
+    The file is touched as a heartbeat, which ``read_beat`` reads.
 
     Yields:
         Whether the key is locked.
@@ -261,12 +261,12 @@ def hold_lock(root: Path, key: str) -> Iterator[bool]:
                 yield False
             return
         for leftover in root.glob(f".{_set_path(root, key).name}.*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)  # Left by a killed process.
         yield True
 
 
 def is_locked(root: Path, key: str) -> bool | None:
-    """Whether a living process holds the key's lock; ``None`` on a file system without locks."""
+    """Return whether a living process holds the key's lock; ``None`` on a file system without locks."""
     try:
         file = _lock_path(root, key).open()
     except OSError:
@@ -277,9 +277,9 @@ def is_locked(root: Path, key: str) -> bool | None:
 
 
 def read_beat(root: Path, key: str) -> int:
-    """A number that keeps changing while a process prepares the key on a file system without locks.
+    """Heartbeat of the preparation of a key, for file systems without locks: a number that changes while it works.
 
-    To be compared with what it was, never with a clock: the file system's is another one. 0: nobody has begun.
+    Compare it with its earlier value, never with a clock: the file system has another one. 0: not started.
     """
     try:
         return _lock_path(root, key).stat().st_mtime_ns
@@ -289,7 +289,7 @@ def read_beat(root: Path, key: str) -> int:
 
 @contextmanager
 def _beating(file: Path) -> Iterator[None]:
-    """Touches a file again and again while the block lasts, and not when its process is dead."""
+    """Touch a file periodically within the block; it stops when the process dies."""
     over = threading.Event()
 
     def beat() -> None:
@@ -327,7 +327,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _publish(staging: Path, target: Path, key: str, *, check_bytes: bool) -> None:
-    """Moves ``staging`` to ``target`` unless a complete set is there already; a damaged one makes room."""
+    """Rename ``staging`` to ``target`` unless a complete set exists; a damaged one is replaced."""
     if find_set(target.parent, key, check_bytes=check_bytes) is not None:
         return
     shutil.rmtree(target, ignore_errors=True)
@@ -340,7 +340,7 @@ def _publish(staging: Path, target: Path, key: str, *, check_bytes: bool) -> Non
 
 
 def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> None:
-    """Write the rows of each split, as ``PreparedSet`` reads them.
+    """Write the rows of each split in the format of ``PreparedSet``.
 
     Args:
         staging: Folder of the set.
@@ -349,7 +349,7 @@ def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> N
     Raises:
         DataError: The disk is full or the folder cannot be written.
     """
-    import pyarrow as pa  # only who prepares pays for it
+    import pyarrow as pa  # Imported only if a set is built.
 
     with explain_disk_errors(staging.parent):
         for split, batches in splits.items():
@@ -363,7 +363,7 @@ def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> N
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes JSON values, and returns when they are on the disk."""
+    """Write JSON values, and return after fsync."""
     with path.open("w") as file:
         json.dump(value, file, indent=2, sort_keys=True)
         file.flush()
@@ -372,7 +372,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextmanager
 def explain_disk_errors(root: Path) -> Iterator[None]:
-    """Turns what goes wrong with the disk under ``root`` into an error for the user.
+    """Convert disk errors under ``root`` to an error for the user.
 
     Raises:
         DataError: The disk is full or ``root`` cannot be written.

@@ -1,1 +1,1 @@
-"""What ``make demo`` starts from: texts and chats of the Python standard library, a tokenizer, a random model."""
+"""Data of ``make demo``: texts and chats of the Python standard library, a tokenizer, a random model."""

@@ -1,4 +1,4 @@
-"""Texts and chats of the demo, from the sources of the running Python's standard library, which it does not import."""
+"""Texts and chats of the demo, parsed from the running Python's standard library without importing it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Definition:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module of the library: its dotted name, its docstring (perhaps empty), its documented definitions."""
+    """A module of the library: its dotted name, its docstring (possibly empty), its documented definitions."""
 
     name: str
     docstring: str
@@ -77,25 +77,25 @@ class Module:
 
     @property
     def held_out(self) -> bool:
-        """Whether nothing of it is trained on: decided by its name alone, so the same on every machine."""
+        """Whether the module is held out: a function of its name, so the same on every machine."""
         return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT_SHARE * 256
 
 
 class Split(NamedTuple, Generic[T]):
-    """What is trained on, and what is held out; nothing is in both."""
+    """Training and held-out texts or chats, without overlap."""
 
     train: list[T]
     held_out: list[T]
 
 
 def standard_library() -> tuple[Path, ...]:
-    """Where the running interpreter keeps its library: a folder, or the zip that an embedded Python has instead."""
+    """Location of the interpreter's library: a folder, or the zip of an embedded Python."""
     zipped = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
     return (Path(sysconfig.get_path("stdlib")), *(Path(entry) for entry in sys.path if Path(entry).name == zipped))
 
 
 def load_modules(roots: Iterable[Path]) -> list[Module]:
-    """Parse every module under folders and zip files, sorted by name; what is no Python of this version is left out.
+    """Parse every module below folders and zip files, sorted by name; sources of other Python versions are skipped.
 
     Raises:
         DataError: There are fewer than ``MIN_CHARACTERS`` of text.
@@ -122,7 +122,7 @@ def load_modules(roots: Iterable[Path]) -> list[Module]:
 
 
 def split_texts(modules: Sequence[Module], seed: int) -> Split[str]:
-    """Return every document once, whatever the module it was copied to, and some of the held-out modules apart."""
+    """Return every document once, even if several modules have a copy; some modules are held out."""
     train = {body: text for module in modules if not module.held_out for body, text in _iter_texts(module)}
     held_out = {body: text for module in modules if module.held_out for body, text in _iter_texts(module)}
     unseen = [text for body, text in held_out.items() if body not in train]
@@ -130,7 +130,7 @@ def split_texts(modules: Sequence[Module], seed: int) -> Split[str]:
 
 
 def _iter_texts(module: Module) -> Iterator[tuple[str, str]]:
-    """Yield each document without and with the name of the module above it."""
+    """Yield each document with and without the name of its module."""
     for body in filter(None, (module.docstring, *(definition.source for definition in module.definitions))):
         yield body, f"# {module.name}\n{body}\n"
 
@@ -152,14 +152,14 @@ def _iter_files(root: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
 
 
 def parse_module(name: str, data: bytes) -> Module | None:
-    """Return what the source of a module documents; ``None`` where this Python cannot read it."""
+    """Return the documentation in the source of a module; ``None`` if this Python cannot parse it."""
     try:
         text = decode_source(data)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # How the library escapes its strings is not the user's affair.
+            warnings.simplefilter("ignore")  # Invalid escapes in the library's strings are not the user's problem.
             tree = ast.parse(text)
         return Module(name, _read_docstring(tree), tuple(_iter_definitions(tree, text.split("\n"))))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two: nested beyond the parser's limits.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two: nesting beyond the parser's limits.
         return None
 
 
@@ -188,7 +188,7 @@ def _read_definition(node: _Function | ast.ClassDef, lines: list[str]) -> Defini
 
 
 def _find_end(node: _Function | ast.ClassDef) -> int | None:
-    """Return the last line of the documentation, and of a function the first lines of its body."""
+    """Return the last line of the documentation, and for a function the first lines of its body."""
     documented = node.body[0].end_lineno
     if isinstance(node, ast.ClassDef) or documented is None or node.end_lineno is None:
         return documented
@@ -196,7 +196,7 @@ def _find_end(node: _Function | ast.ClassDef) -> int | None:
 
 
 def _read_docstring(node: ast.Module | ast.ClassDef | _Function) -> str:
-    # Escapes may spell a lone surrogate, which no file can hold.
+    # Escapes can give a lone surrogate, which cannot be written to a file.
     return (ast.get_docstring(node) or "").encode("utf-8", "replace").decode()
 
 
@@ -228,7 +228,7 @@ class QuestionTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What was asked and what is right to answer."""
+    """A question and its right answer."""
 
     question: QuestionTemplate
     prompt: str
@@ -236,15 +236,15 @@ class Chat:
 
     @property
     def row(self) -> dict[str, Any]:
-        """As a row of the ``messages`` layout."""
+        """Return the row in the ``messages`` layout."""
         return {"messages": [{"role": "user", "content": self.prompt}, {"role": "assistant", "content": self.answer}]}
 
 
 def build_chats(modules: Iterable[Module], seed: int) -> Split[Chat]:
-    """Ask about every definition whatever has an answer, and about some of those of the held-out modules apart.
+    """Build chats about every documented definition; those of some modules are held out.
 
-    No definition's name and no documentation's first sentence is asked about in both lists. The held-out chats ask each
-    question in turn, so that the first few of them show every kind.
+    No definition name and no first sentence of documentation occurs in both lists. The held-out chats cycle through the
+    questions, so that the first few show every kind.
     """
     train: list[Definition] = []
     held_out: list[Definition] = []
@@ -264,7 +264,7 @@ def build_chats(modules: Iterable[Module], seed: int) -> Split[Chat]:
 
 
 def _ask(question: QuestionTemplate, definitions: Iterable[Definition]) -> Iterator[Chat]:
-    """Yield each chat once; methods of several classes share a first line, and the first one's answer counts."""
+    """Yield each chat once; for methods of several classes with the same first line, the first answer is used."""
     asked = set()
     for definition in definitions:
         subject, answer = question.subject(definition), question.answer(definition)

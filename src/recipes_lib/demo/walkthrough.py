@@ -89,7 +89,7 @@ print(ask([{{"role": "user", "content": {question!r}}}])[0]["generated_text"][-1
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 2048 tokens that can spell every text, with ChatML as its chat template."""
+    """Train a byte-level BPE tokenizer of 2048 tokens, with ChatML as its chat template."""
     tokenizer = train_tokenizer(
         texts, vocab_size=VOCAB_SIZE, special_tokens=CHATML_TOKENS, chat_template=CHATML_TEMPLATE
     )
@@ -98,14 +98,14 @@ def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(folder: Path, texts: Iterable[str]) -> int:
-    """Write the tokenizer; return the size of its vocabulary."""
+    """Write the tokenizer; return its vocabulary size."""
     tokenizer = build_tokenizer(texts)
     tokenizer.save_pretrained(folder)
     return len(tokenizer)
 
 
 def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
-    """Write a random Llama with a quarter of the pretrained model's weights, and the tokenizer; return how many."""
+    """Write a random Llama with a quarter of the pretrained model's weights, and the tokenizer; return their number."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -129,27 +129,27 @@ def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
 
 
 def shorten(chats: Iterable[Chat]) -> Iterator[Chat]:
-    """Yield the chats that a word or two can answer, asked to be brief."""
+    """Yield the chats with an answer of one or two words, with a request for brevity."""
     for chat in chats:
         if chat.question.brief and (said := re.match(chat.question.brief, chat.answer)):
             yield Chat(chat.question, f"Briefly: {chat.prompt}", f"{said[1].capitalize()}.")
 
 
 def ask(chat: Chat) -> dict[str, Any]:
-    """As a row of prompts: the question, and in a column of its own what is right to answer."""
+    """Return the row of a prompt: the question, and a column with the right answer."""
     return {"prompt": [{"role": "user", "content": chat.prompt}], "solution": chat.answer}
 
 
 def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
-    """Yield ``preference`` rows, in the order of the chats: a right answer and a wrong one to each prompt.
+    """Yield ``preference`` rows, in the order of the chats: a right and a wrong answer to each prompt.
 
-    Two chats that ask alike and have different answers lend each other theirs. So each answer is rejected as often as
-    it is chosen, and nothing but the prompt tells which is right. What finds no partner is left out.
+    Two chats with similar questions and different answers swap answers. So each answer is rejected as often as it is
+    chosen, and only the prompt determines the label. Chats without a partner are dropped.
     """
     waiting: defaultdict[QuestionTemplate, deque[int]] = defaultdict(deque)
     lenders: dict[int, int] = {}
     for number, chat in enumerate(chats):
-        alone = waiting[chat.question]  # All of them have the same answer: they would have met otherwise.
+        alone = waiting[chat.question]  # All remaining chats have the same answer.
         if alone and chats[alone[0]].answer != chat.answer:
             other = alone.popleft()
             lenders |= {number: other, other: number}
@@ -165,7 +165,7 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
 
 
 def run_demo(recipes: Path, output_dir: Path) -> int:
-    """Run every stage as a user would, then show what was learned; return the exit code of a stage that fails.
+    """Run every stage as a user would, then show the results; return the exit code of a failed stage.
 
     Args:
         recipes: Folder of the recipes, of ``configs/demo`` and of ``pipelines/demo.yaml``.
@@ -204,7 +204,7 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
 
 
 def open_folder(output_dir: Path) -> None:
-    """Make the folders for the data, and see that the disk holds what will be written.
+    """Create the data folders, and check the free disk space.
 
     Raises:
         ConfigError: It cannot be written, or lacks room.
@@ -225,7 +225,7 @@ def open_folder(output_dir: Path) -> None:
 
 
 def write_start(output_dir: Path) -> Iterator[str]:
-    """Write the data and the tokenizer, and say what was written."""
+    """Write the data and the tokenizer, and print a summary."""
     modules = load_modules(standard_library())
     texts, chats = split_texts(modules, SEED), build_chats(modules, SEED)
     few, few_held_out = chats.train[:MAX_CHATS], chats.held_out[:MAX_ANSWERED]
@@ -238,7 +238,7 @@ def write_start(output_dir: Path) -> Iterator[str]:
         "brief_held_out": [chat.row for chat in shorten(few_held_out)],
         "pairs": list(build_pairs(few)),
         "pairs_held_out": list(build_pairs(chats.held_out)),
-        # Others than those that the reward model learnt from.
+        # Other prompts than those of the reward model's training.
         "questions": [ask(chat) for chat in chats.train[MAX_CHATS : 2 * MAX_CHATS]],
         "questions_held_out": [ask(chat) for chat in few_held_out],
     }
@@ -255,7 +255,7 @@ def write_start(output_dir: Path) -> Iterator[str]:
 
 
 def show_figures(output_dir: Path, console: Console) -> None:
-    """Print what was measured on held-out modules, before and after each stage."""
+    """Print the metrics on held-out modules, before and after each stage."""
     table = Table("on held-out modules", "before", "after")
     for stage, label, key, form in FIGURES:
         table.add_row(f"{stage}: {label}", *(format(value, form) for value in read_ends(output_dir / stage, key)))
@@ -264,7 +264,7 @@ def show_figures(output_dir: Path, console: Console) -> None:
 
 
 def show_students(output_dir: Path, console: Console) -> None:
-    """Print the teacher and its student, with and without it, side by side."""
+    """Print the figures of the teacher and of its student, trained with and without it."""
     table = Table("bits for each byte of held-out modules", "before", "after")
     bits = {}
     for stage, label in STUDENTS.items():
@@ -285,7 +285,7 @@ def read_ends(run_dir: Path, key: str) -> tuple[float, float]:
 
 
 def show_verdict(output_dir: Path, console: Console) -> None:
-    """Print whether the reward model may serve PPO, and what is against it."""
+    """Print whether the reward model passes the gates for PPO, and which ones failed."""
     failed = read_record(output_dir / "reward" / "reward_report.json")["failed_gates"]
     console.print(f"\nMay the reward model serve PPO? {'Not yet:' if failed else 'Yes, it passes every gate.'}")
     for gate in failed:
@@ -293,7 +293,7 @@ def show_verdict(output_dir: Path, console: Console) -> None:
 
 
 def show_answers(output_dir: Path, console: Console) -> None:
-    """Print what the model wrote before and after each stage, and the truth."""
+    """Print the model's answers before and after each stage, and the right ones."""
     for stage, count in SHOWN.items():
         samples = [*filter(None, read_lines(output_dir / stage / "samples.jsonl"))]
         first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))
@@ -312,7 +312,7 @@ def _shorten(text: str) -> str:
 
 
 def show_places(output_dir: Path, stages: Iterable[str], console: Console) -> None:
-    """Print where the rest stands, and how to ask more."""
+    """Print the paths of the results, and how to sample from the models."""
     question = strip_chat(next(filter(None, read_lines(output_dir / "sft" / "samples.jsonl")))["prompt"])
     console.print("\nWhere to look: all stages, and of each the curves and every answer", style="bold")
     console.print(f"  {output_dir / 'index.html'}")

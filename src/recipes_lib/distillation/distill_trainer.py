@@ -1,4 +1,4 @@
-"""The distillation trainer: cross-entropy and divergence to a teacher over the SFT trainer."""
+"""Distillation trainer: the SFT trainer with cross-entropy plus divergence from a teacher."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TeacherSource:
 
 
 class DistillationTrainer(SFTTrainer):
-    """``SFTTrainer`` with the objective of ``compute_distillation``: a mean over the targets of the whole step.
+    """``SFTTrainer`` with the objective of ``compute_distillation``, averaged over the targets of the whole step.
 
     Source: ``tests/distillation/test_distill_trainer.py``, ``tests/distributed/test_distill.py``.
     """
@@ -68,7 +68,7 @@ class DistillationTrainer(SFTTrainer):
     def __init__(
         self, *, teaching: TeacherSource, distillation: DistillationConfig, is_own_teacher: bool, **kwargs: Any
     ) -> None:
-        """Set the trainer up.
+        """Initialise the trainer.
 
         Args:
             teaching: From ``prepare_teaching``; a teacher is in no optimizer and in no checkpoint.
@@ -80,15 +80,15 @@ class DistillationTrainer(SFTTrainer):
         teacher = teaching.teacher
         self.objective: Objective = build_objective(distillation)
         self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
-        # Before the one that writes, which puts down what the figures are by then.
+        # Before the callback that writes the log, so that its figures are complete by then.
         self.callback_handler.callbacks[1:1] = [self.figures, *self.answer_figures.callbacks]
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
-        # A teacher's layers can be run for themselves until it is sharded, in place.
+        # Layers of a teacher can be run separately only until it is sharded, in place.
         self.layers = LayerDistillation(teaching.layers, self.model, teacher, seed=self.args.seed)
         if teacher is not None:
-            # Its products in the student's precision, its weights sharded as the student's.
+            # The teacher computes in the student's precision and is sharded like the student.
             self.teacher = prepare_frozen(self.accelerator, teacher)
         self._is_first_step = True
         self._is_own_teacher = is_own_teacher
@@ -96,14 +96,14 @@ class DistillationTrainer(SFTTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:
-        """Take the micro-batches of a step, and say of which kind its loss is: of texts or of the student's answers."""
+        """Take the micro-batches of a step, either texts or the student's own answers."""
         taken = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.answers is not None and self.answers.is_due(self.state.global_step):
             self.guard.inputs.kind = ANSWERED
         return taken
 
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """As ``RecipeTrainer``; where it is due, the student answers the prompts itself."""
+        """As ``RecipeTrainer``; in on-policy steps the student samples the answers."""
         answers, step = self.answers, self.state.global_step
         taken = super().take_batches(batches)
         if answers is None or not answers.is_due(step):
@@ -121,15 +121,15 @@ class DistillationTrainer(SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return this process's share of the step's mean loss of a target."""
+        """Return this process's share of the step's mean loss per target."""
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
         record, answered = inputs.pop(TEACHER_FIELD, None), inputs.pop(ANSWERED, None)
         positions = inputs.pop(POSITIONS, None)
         with self.layers.collecting(labels, inputs["position_ids"]) as features:
             if record is None:
-                # Of its own answers a student learns nothing but what the teacher says of them.
+                # On its own answers the student trains only on the teacher's distribution.
                 objective = self.objective if answered is None else replace(self.objective, alpha=0.0)
-                # Its own answers are other targets than those that the loader has found.
+                # Sampled answers have other targets than those that the loader found.
                 found = positions if answered is None else None
                 output = score_beside_teacher(model, self.teacher, inputs, labels, objective, found)
             else:
@@ -153,12 +153,12 @@ class DistillationTrainer(SFTTrainer):
         return (loss, output) if return_outputs else loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as every recipe does, the projections of layers with the student."""
+        """Train as every recipe, with the layer projections attached to the student."""
         with self.layers.attached():
             return super().train(*args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer by name, the projections in a group of their own."""
+        """Build the optimizer by name, with the projections in a separate group."""
         is_new = self.optimizer is None
         optimizer = super().create_optimizer(model)
         if is_new:
@@ -166,23 +166,23 @@ class DistillationTrainer(SFTTrainer):
         return optimizer
 
     def name_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Name the student's, and the projections even while they are off."""
+        """Name the student's parameters, and the projections even while they are detached."""
         return {**super().name_parameters(), **self.layers.name_parameters()}
 
     def _stage(self, model: nn.Module, folder: str) -> Staged:
-        """Put a checkpoint of the student together, and the projections beside it."""
+        """Write a checkpoint of the student with the projections beside it."""
         with self.layers.detached():
             staged = super()._stage(model, folder)
         return self.layers.add_to(staged, self._saver)
 
     def load_weights(self, checkpoint: Path, by_upstream: Callable[[], object]) -> None:
-        """Read the student, whose files do not hold the projections that hang on it, and then those."""
+        """Load the student, whose files do not contain the attached projections, and then the projections."""
         with self.layers.detached():
             super().load_weights(checkpoint, by_upstream)
         self.layers.load(checkpoint)
 
     def build_stand_ins(self) -> dict[str, Any]:
-        """As ``RecipeTrainer``; an uncounted pass is not the first step, and computes the batches that it is given."""
+        """As ``RecipeTrainer``; an uncounted pass is not the first step, and uses the given batches."""
         figures = {"figures": TermMetrics(), "answer_figures": AnswerFigures()}
         return super().build_stand_ins() | figures | {"_is_first_step": False, "answers": None}
 
@@ -195,7 +195,7 @@ def prepare_teaching(
     vocabulary: VocabularyMap,
     collate: Collate,
 ) -> TeacherSource:
-    """Load the teacher, or read what is stored of it.
+    """Load the teacher, or open its stored probabilities.
 
     Args:
         config: The run.
@@ -221,7 +221,7 @@ def prepare_teaching(
 
 
 def build_objective(distillation: DistillationConfig) -> Objective:
-    """Return what the keys of a run say is to be learnt."""
+    """Build the objective from the keys of a run."""
     return Objective(
         alpha=distillation.distillation_alpha,
         beta=distillation.distillation_beta,
@@ -232,7 +232,7 @@ def build_objective(distillation: DistillationConfig) -> Objective:
 def verify_first_sums(
     sums: DistillationSums, dtype: torch.dtype, whose: str = "labels", *, is_own_teacher: bool
 ) -> str:
-    """Look at the first batch of a run, before any update.
+    """Check the sums of the first batch of a run, before any update.
 
     Args:
         sums: Of this process.

@@ -38,7 +38,7 @@ _RELATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TargetPositions:
-    """Where a batch has something to learn: the positions whose hidden states predict a target.
+    """Positions of a batch whose hidden states predict a target.
 
     Attributes:
         is_target: ``bool (B, L - 1)``.
@@ -49,11 +49,11 @@ class TargetPositions:
     lengths: list[int]
 
     def take(self, states: Tensor) -> Tensor:
-        """Return what a tensor ``(B, L, ...)`` has there, ``(N, ...)``."""
+        """Return the values of a tensor ``(B, L, ...)`` at these positions, ``(N, ...)``."""
         return states[:, :-1][self.is_target]
 
     def take_attention(self, attentions: Tensor) -> Tensor:
-        """Return what the mean head of ``(B, H, L, L)`` attends to from there, ``(N, L)``."""
+        """Return the head-averaged attention of ``(B, H, L, L)`` from these positions, ``(N, L)``."""
         return self.take(attentions.float().mean(dim=1))
 
 
@@ -73,7 +73,7 @@ class Comparison:
 
 
 def find_target_positions(labels: Tensor, position_ids: Tensor) -> TargetPositions:
-    """Return the places of the targets of a batch.
+    """Return the target positions of a batch.
 
     Args:
         labels: ``int64 (B, L)``, unshifted, negative where there is no target.
@@ -86,17 +86,17 @@ def find_target_positions(labels: Tensor, position_ids: Tensor) -> TargetPositio
 
 
 class LayerDistillation:
-    """The parts of the loss that compare layers, and the projections that they need.
+    """Layer losses and their projections.
 
-    A part is a sum over the targets, the mean of the layers that it compares; it is divided, as the rest of the loss,
-    by the targets of the whole step. The projections are trained as a part of the student, so that whatever sums,
-    clips, watches or compares its gradients does so with theirs; while anything is saved they are taken off.
+    Each loss is a sum over targets, averaged over the compared layers; like the rest of the loss, it is divided by the
+    number of targets of the whole step. The projections are attached to the student as a module, so that reduction,
+    clipping, guards and checks include their gradients; for saving they are detached.
 
     Source: ``tests/distillation/test_layer_features.py``, ``tests/distributed/test_distill.py``.
     """
 
     def __init__(self, config: LayersConfig, student: Any, teacher: Any, *, seed: int = 0) -> None:
-        """Settle which layers are compared, and begin the projections.
+        """Choose the compared layers, and initialise the projections.
 
         Args:
             config: Weights and layers.
@@ -125,12 +125,12 @@ class LayerDistillation:
 
     @property
     def is_used(self) -> bool:
-        """Whether any part has a weight."""
+        """Whether any loss has a weight."""
         return any(getattr(self.config, key) for key in WEIGHTS)
 
     @contextmanager
     def collecting(self, labels: Tensor, position_ids: Tensor) -> Iterator[Comparison | None]:
-        """Keep what leaves the layers that are compared, the student's and the teacher's, while both run once.
+        """Collect the outputs of the compared layers of student and teacher, for one forward pass of each.
 
         Args:
             labels: As for ``find_target_positions``.
@@ -149,7 +149,7 @@ class LayerDistillation:
                 self._teacher,
                 states=sorted({self._answers[number] for number in states}),
                 attentions=sorted({self._answers[number] for number in attentions}),
-                # Of the teacher nothing is kept that is not compared.
+                # Other outputs of the teacher are not stored.
                 read_states=places.take,
                 read_attentions=places.take_attention,
             ) as other,
@@ -157,7 +157,7 @@ class LayerDistillation:
             yield Comparison(places, own, other)
 
     def compute_parts(self, features: Comparison | None) -> dict[str, Tensor]:
-        """Return the sum of each part over the targets, a differentiable scalar, by its name.
+        """Return the sum of each loss over the targets, a differentiable scalar, by name.
 
         Args:
             features: From ``collecting``, after both have run.
@@ -168,7 +168,8 @@ class LayerDistillation:
         places, own, other = features.places, features.student, features.teacher
         for number in self._features:
             pair = places.take(own.states[number]), other.states[self._answers[number]]
-            # Under FSDP2 it is whole here: accelerate 1.15 leaves what is in no layer gathered after the forward pass.
+            # Under FSDP2 it is gathered here: accelerate 1.15 leaves modules outside of layers gathered after the
+            # forward pass.
             weight: Any = self._projections[str(number)].weight
             _add(parts, "feature", compute_feature_sum(*pair, weight, config.feature_loss), len(self._features))
         for number in self._relations:
@@ -182,13 +183,13 @@ class LayerDistillation:
         return parts
 
     def weigh(self, parts: Mapping[str, Tensor]) -> Tensor | float:
-        """Return the parts by their weights as one sum."""
+        """Return the weighted sum of the losses."""
         weighed = [part * float(getattr(self.config, f"{name}_weight")) for name, part in parts.items()]
         return sum(weighed, 0.0)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Let the projections be a part of the student while the context lasts."""
+        """Attach the projections to the student within the context."""
         if self._projections:
             self._student.add_module(PROJECTIONS, self._projections)
         try:
@@ -199,7 +200,7 @@ class LayerDistillation:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """While the context lasts the student is what is saved: itself."""
+        """Detach the projections within the context, so that the saved student does not contain them."""
         if not hasattr(self._student, PROJECTIONS):
             yield
             return
@@ -210,7 +211,7 @@ class LayerDistillation:
             self._student.add_module(PROJECTIONS, self._projections)
 
     def split_group(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the projections a group of their own: at their own rate, and without decay, which draws them to 0.
+        """Move the projections to their own parameter group, without weight decay, which would shrink them to 0.
 
         Args:
             optimizer: As built over the student with them, not yet prepared by accelerate; it must not have stepped.
@@ -224,7 +225,7 @@ class LayerDistillation:
                 optimizer.add_param_group({**group, "params": moved, "lr": rate, "weight_decay": 0.0})
 
     def add_to(self, staged: Staged, saver: CheckpointSaver) -> Staged:
-        """Have the projections written beside the student, where there are any; every process must call.
+        """Write the projections beside the student, if there are any; every process must call.
 
         Args:
             staged: A checkpoint of the student, without them.
@@ -244,7 +245,7 @@ class LayerDistillation:
         return replace(staged, tasks=[*staged.tasks, write])
 
     def load(self, checkpoint: Path) -> None:
-        """Read the projections of a checkpoint, where there are any."""
+        """Load the projections of a checkpoint, if there are any."""
         if self._projections:
             state = torch.load(checkpoint / PROJECTIONS_FILE, map_location="cpu", weights_only=True)
             with torch.no_grad():
@@ -257,7 +258,7 @@ class LayerDistillation:
 
 
 def choose_layers(config: LayersConfig, num_layers: int) -> tuple[list[int], list[int]]:
-    """Return which layers of a student are compared by their hidden states, and which by relations.
+    """Return the student layers compared by hidden states, and those compared by relations.
 
     Args:
         config: Weights and layers.
@@ -277,12 +278,12 @@ def choose_layers(config: LayersConfig, num_layers: int) -> tuple[list[int], lis
 
 
 def _build_projection(width: int, aim: int, generator: torch.Generator) -> nn.Linear:
-    """A matrix that leaves the root mean square of a state as it is: the identity where no width changes."""
+    """Matrix that preserves the root mean square of a state: the identity for equal widths."""
     projection = nn.Linear(width, aim, bias=False, device="meta").to_empty(device="cpu")
     if width == aim:
         nn.init.eye_(projection.weight)
     else:
-        # Of a wide state those directions are kept that fit, with their share of its size.
+        # For a wider state, the leading directions are kept, scaled to preserve the size.
         gain = math.sqrt(aim / min(width, aim))
         nn.init.orthogonal_(projection.weight, gain=gain, generator=generator)
     return projection

@@ -1,4 +1,4 @@
-"""On-policy distillation: in some steps the student samples answers and learns the teacher's distribution on them."""
+"""On-policy distillation: in some steps the student samples answers and trains on the teacher's distribution."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 
 def is_sampled_step(step: int, *, lmbda: float, seed: int) -> bool:
-    """Return whether the student writes the answers of a step itself.
+    """Return whether a step is on-policy.
 
-    Such steps are spread evenly, so that among any number of steps in a row their share is ``lmbda`` as nearly as can
-    be; the seed says with which of them it begins.
+    On-policy steps are evenly spaced, so that in any window their share is as close to ``lmbda`` as possible; the seed
+    sets the offset.
 
     Args:
         step: Its number in the run, from 0.
@@ -52,7 +52,7 @@ def is_sampled_step(step: int, *, lmbda: float, seed: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A document of a batch as something to answer.
+    """A document of a batch as a prompt.
 
     Attributes:
         row: Its row in the batch.
@@ -66,7 +66,7 @@ class Question:
 
 
 def read_questions(batch: Mapping[str, Any]) -> Iterator[Question]:
-    """Yield the documents of a collated batch that have an answer: the last tokens in a row that are targets.
+    """Yield the documents of a collated batch that have an answer: the last target tokens of a document.
 
     Args:
         batch: ``input_ids``, ``labels`` and ``position_ids``, ``(B, L)`` on the host; positions start anew at each
@@ -81,14 +81,14 @@ def read_questions(batch: Mapping[str, Any]) -> Iterator[Question]:
                 gaps = np.flatnonzero(np.diff(targets) > 1)
                 first = int(targets[gaps[-1] + 1 if len(gaps) else 0])
                 document = np.ascontiguousarray(ids[row, start:stop])
-                # Padding is a document of its own, so that the rest of the batch is not in it.
+                # Padding is a separate document, so that the rest of the batch does not include it.
                 digest = hashlib.blake2b(document.tobytes(), digest_size=8).digest()
                 yield Question(row, document[:first], int.from_bytes(digest, "big"))
 
 
 @dataclass(frozen=True, slots=True)
 class OnPolicyAnswers:
-    """Makes batches of the student's own answers out of batches of texts.
+    """Replaces the answers in batches of texts by the student's own.
 
     Attributes:
         lmbda: Share of steps.
@@ -114,14 +114,14 @@ class OnPolicyAnswers:
     collate: Collate
 
     def is_due(self, step: int) -> bool:
-        """Return whether step ``step``, from 0, is made from the student's own answers."""
+        """Return whether step ``step``, from 0, is on-policy."""
         return is_sampled_step(step, lmbda=self.lmbda, seed=self.seed)
 
     def replace(self, student: Any, batch: Batch, step: int) -> Batch:
         """Return a batch in which the last answer of each document is the student's, and the only target.
 
-        A document whose prompt leaves no room for an answer is left out. Where none is left, the batch stays and has no
-        target; so it does on a stop request, after which the step is not made.
+        Documents without room for an answer are dropped. If none is left, the batch is unchanged and without targets;
+        the same holds on a stop request, after which the step is not made.
 
         Args:
             student: Every process has all of its weights.
@@ -134,7 +134,7 @@ class OnPolicyAnswers:
         Source: ``tests/distillation/test_on_policy.py``.
         """
         WATCHDOG.enter("sampling answers")
-        # Wherever the loader has put it: the new one is made on the host.
+        # The loader's device; the new batch is built on the host.
         batch = {name: part.cpu() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
         room = math.inf if self.max_length is None else self.max_length - self.response_length
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
@@ -153,11 +153,11 @@ class OnPolicyAnswers:
         return {**self.collate(rows), **kept, ANSWERED: counts}
 
     def _answer(self, student: Any, questions: Sequence[Question], step: int) -> tuple[list[Ids], int]:
-        """The answer to each, its stop token included, and how many have one."""
+        """Return the answer to each prompt, with its stop token, and the number of finished answers."""
         stop_ids = read_stop_ids(student)
         sampling = Sampling(stop_ids, 0, self.response_length, self.temperature, leave_if_asked, self.num_tokens)
         backend = GenerateBackend(sampling, batch_size=self.batch_size, precision=self.precision)
-        # Prompts of like length in one batch: less padding, and answers do not depend on it.
+        # Batches have prompts of similar length, which reduces padding; answers do not depend on the order.
         order = sorted(range(len(questions)), key=lambda at: len(questions[at].prompt))
         answers: dict[int, Ids] = {}
         num_finished = 0
@@ -178,7 +178,7 @@ class OnPolicyAnswers:
 
 
 def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
-    """The documents of a row with new answers, as a prepared row."""
+    """Lay out the documents of a row with new answers, as a prepared row."""
     nothing = np.zeros(0, np.int64)
     documents = [np.concatenate([question.prompt, answer]) for question, answer in pairs]
     masks = [np.arange(len(question.prompt) + len(answer)) >= len(question.prompt) for question, answer in pairs]
@@ -190,19 +190,19 @@ def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
 
 
 class AnswerFigures:
-    """Figures of steps that learn from the student's own answers, apart from those of texts."""
+    """Figures of on-policy steps, separate from those of texts."""
 
     def __init__(self) -> None:
-        """Start with no answer."""
+        """Start without answers."""
         self._of_tokens, self._of_answers = TermMetrics(), TermMetrics()
 
     @property
     def callbacks(self) -> list[TrainerCallback]:
-        """What adds them to a logged step."""
+        """Callbacks that add the figures to a logged step."""
         return [self._of_tokens, self._of_answers]
 
     def add(self, sums: DistillationSums, answered: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
-        """Add a batch of this process; ``answered`` is its ``ANSWERED``, ``parts`` what its layers add to the loss."""
+        """Add a batch of this process; ``answered`` is its ``ANSWERED``, ``parts`` its layer losses."""
         self._of_tokens.add(
             {
                 **{f"on_policy/{name}": part.detach() for name, part in parts.items()},
@@ -225,7 +225,7 @@ def prepare_answers(
     vocabulary: VocabularyMap,
     collate: Collate,
 ) -> OnPolicyAnswers | None:
-    """Return what makes the batches of the steps of ``lmbda``; ``None`` where that is 0.
+    """Return the batch transform of on-policy steps; ``None`` if ``lmbda`` is 0.
 
     Args:
         config: The run.

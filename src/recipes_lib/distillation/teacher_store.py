@@ -1,4 +1,4 @@
-"""The teacher: loaded frozen, asked, and its top-k probabilities of every target stored on disk."""
+"""Teacher: loading, forward passes, and its stored top-k probabilities."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ComputeTop = Callable[[Sequence[Any]], tuple[TopLogps, npt.NDArray[np.int64]]]
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """How the record of a target is laid out.
+    """Binary layout of the record of a target.
 
     Attributes:
         k: Tokens in it.
@@ -74,7 +74,7 @@ class RecordFormat:
         return np.dtype([*tops, ("log_tail", "<f4"), ("target_logp", "<f2"), ("target", "<u2")])
 
     def encode(self, top: TopLogps, targets: npt.NDArray[np.integer]) -> Records:
-        """Return the records of ``N`` targets; each holds the lower bits of its target, to be recognised by."""
+        """Return the records of ``N`` targets; each has the lower bits of its target, for verification."""
         ids = top.ids.cpu().numpy()
         records = np.zeros(len(ids), self.dtype)
         records["target"] = targets & 0xFFFF
@@ -91,7 +91,7 @@ class RecordFormat:
         return records
 
     def decode(self, records: Records) -> TopLogps:
-        """Return what ``encode`` was given, rounded."""
+        """Return the arguments of ``encode``, rounded."""
         ids = records["low"].astype(np.int64)
         if bits := self.num_high_bits:
             shifts = np.arange(8 // bits, dtype=np.uint8) * bits
@@ -124,7 +124,7 @@ class StoreIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """Rows, each with the records of its targets.
+    """Rows with the records of their targets.
 
     Attributes:
         rows: The prepared ones.
@@ -325,7 +325,7 @@ def _name_shard(number: int) -> str:
 
 
 def map_teacher_vocabulary(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> VocabularyMap:
-    """Compare the teacher's tokenizer with the student's, before any weight is loaded.
+    """Compare the tokenizers of teacher and student, before any weight is loaded.
 
     Raises:
         ConfigError: As ``map_vocabulary``; or the teacher's tokenizer cannot be loaded.
@@ -341,7 +341,7 @@ def map_teacher_vocabulary(config: RecipeConfig, tokenizer: PreTrainedTokenizerB
 def load_teacher(
     config: RecipeConfig, attention: AttentionChoice, args: TrainingArguments, vocabulary: VocabularyMap
 ) -> PreTrainedModel:
-    """Load the teacher: frozen, in evaluation mode, reading and predicting the student's tokens.
+    """Load the teacher: frozen, in evaluation mode, with the student's vocabulary.
 
     Args:
         config: The run.
@@ -358,7 +358,7 @@ def load_teacher(
         model_config, _ = load_model_config(chosen)
         requested = replace(chosen, attn_implementation=attention.implementation)
         choose_attention(requested, model_config, args, packing=config.tokens.packing, flattens=True)
-        # Its rows are put into the student's order, which nobody could who has a share of them.
+        # Rows are permuted to the student's order, which is impossible on a sharded weight.
         with zero3_init_disabled():
             teacher = load_causal_lm(chosen, attention.implementation)
         teacher.requires_grad_(False)
@@ -374,14 +374,14 @@ def load_teacher(
 
 
 def is_own_teacher(config: RecipeConfig) -> bool:
-    """Return whether a student begins as a copy of its teacher."""
+    """Return whether the student starts as a copy of its teacher."""
     teacher, student = choose_teacher(config), config.model
     return (teacher.model_name_or_path, teacher.model_revision) == (student.model_name_or_path, student.model_revision)
 
 
 @torch.no_grad()
 def ask_teacher(teacher: Any, inputs: Mapping[str, Any], labels: Tensor, *, k: int, temperature: float) -> TopLogps:
-    """Return what a teacher says of the targets of a batch, row by row: its ``k`` likeliest tokens.
+    """Return the teacher's log-probabilities at the targets of a batch, row by row: its ``k`` most likely tokens.
 
     Args:
         teacher: As for ``models.heads.loss_head.score_beside_teacher``.

@@ -27,7 +27,7 @@ kernels from the Hub (``_vllm_flash_attn3_`` and a hash) register their operator
 
 
 def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what ``activation_checkpointing_enable`` takes for ``save_matmuls: true``; ``None`` without it.
+    """Return the arguments of ``activation_checkpointing_enable`` for ``save_matmuls: true``; ``None`` without it.
 
     Args:
         options: ``activation_checkpointing_kwargs``.
@@ -48,7 +48,7 @@ def read_selective(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def is_product(operator: Any) -> bool:
-    """Return whether ``save_matmuls: true`` keeps what an operator of torch returns."""
+    """Return whether ``save_matmuls: true`` saves the output of a torch operator."""
     return operator in _KEPT or any(part in operator.namespace for part in _KEPT_NAMESPACES)
 
 

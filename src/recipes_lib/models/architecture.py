@@ -1,4 +1,4 @@
-"""Models from random weights: an architecture from the recipe, completed by the tokenizer, initialised by a seed."""
+"""Models from random weights: architecture from the recipe, completed from the tokenizer, initialised by a seed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SPECIAL_TOKENS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 def find_model_config(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """The architecture of a run and how it generates: as the recipe writes it, or as its model has it.
+    """Model and generation configuration of a run, from the recipe or from its model.
 
     Raises:
         ConfigError: ``model_config`` is wrong, or the model's cannot be loaded.
@@ -54,10 +54,10 @@ def find_model_config(
 def build_model_config(
     architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> PreTrainedConfig:
-    """The configuration of a model that does not exist yet.
+    """Build the configuration of a new model.
 
-    What the recipe leaves out and the run knows is filled in: ``vocab_size`` (a row for every id of the tokenizer,
-    rounded up to a multiple of 64), the ids of the special tokens, and as many positions as a row has tokens.
+    Missing values are derived from the run: ``vocab_size`` (one row per token id, rounded up to a multiple of 64), the
+    ids of special tokens, and as many positions as a row has tokens.
 
     Args:
         architecture: ``model_config``: ``model_type`` and keys of its ``config.json``.
@@ -104,10 +104,10 @@ def start_causal_lm(
     part: PipelinePart | None = None,
     distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """The model that training starts from, in training mode: loaded, or initialised from ``seed``.
+    """Return the start model in training mode: loaded, or initialised from ``seed``.
 
-    Of a model that is loaded, no process reads more than its part; random weights are drawn whole on every host, so
-    that they are those of one process, and the others' let go.
+    Of a pretrained model, no process reads more than its shard. Random weights are initialised in full on every host,
+    so that they equal those of one process; unused ones are freed.
 
     Args:
         config: Which model.
@@ -126,12 +126,12 @@ def start_causal_lm(
         return load_causal_lm(config, attn_implementation, model_class=model_class, distribution=distribution)
     if distribution is not None:
         verify_tensor_parallel(model_config, distribution.tp_size or 1)
-    # Every process draws the same weights, whatever was drawn before.
+    # Every process initialises the same weights, whatever random numbers were used before.
     set_seed(seed)
     dtype = torch.float32 if config.dtype == "auto" else getattr(torch, config.dtype)
     build = model_class.from_config if part is None else model_class._from_config
     try:
-        # ZeRO-3 would draw others; the engine shares these out.
+        # Initialisation under ZeRO-3 would give other values; the engine shards these weights later.
         with zero3_init_disabled():
             model: PreTrainedModel = build(model_config, attn_implementation=attn_implementation, dtype=dtype)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:

@@ -27,7 +27,7 @@ from recipes_lib.models.inference import find_device
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are sampled, whatever samples them.
+    """Sampling options, independent of the engine.
 
     Attributes:
         stop_ids: Tokens that end an answer.
@@ -48,7 +48,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Answers to a batch of prompts, as the engine left them.
+    """Answers to a batch of prompts, as returned by the engine.
 
     Attributes:
         response_ids: ``int64 (B, T)`` on the CPU; behind an answer's stop token anything may stand.
@@ -60,7 +60,7 @@ class Generated:
 
 
 class Generator(Protocol):
-    """Samples answers.
+    """Interface of generation engines.
 
     Attributes:
         name: For the log.
@@ -76,7 +76,7 @@ class Generator(Protocol):
     batch_size: int | None
 
     def load(self, policy: Any) -> None:
-        """Take over the policy's weights as they are now; every process calls that answers next."""
+        """Load the current weights of the policy; every process that samples next must call."""
         ...
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
@@ -93,8 +93,8 @@ class Generator(Protocol):
 class GenerateBackend:
     """transformers' ``generate``: any model, any device.
 
-    Whenever half of a batch's answers have ended, the others continue without them, with the keys and values that they
-    have; so that a batch does not cost as much as if all of its answers were as long as the longest.
+    Once half of the answers of a batch have ended, the others continue without them, with their rows of the KV cache.
+    This limits the cost of one long answer in a batch.
 
     Source: ``GenerationMixin.generate``; answers as those of one plain call, and log-probabilities as those of the
     training graph, in ``tests/models/test_generation.py``.
@@ -105,7 +105,7 @@ class GenerateBackend:
     uses_policy = True
 
     def __init__(self, sampling: Sampling, *, batch_size: int, precision: Any) -> None:
-        """Prepare to answer.
+        """Prepare sampling.
 
         Args:
             sampling: How.
@@ -117,10 +117,10 @@ class GenerateBackend:
         self._precision: Any = precision
 
     def load(self, policy: Any) -> None:
-        """Do nothing: it is the policy itself that answers."""
+        """Do nothing: the policy itself samples."""
 
     def generate(self, policy: Any, prompts: Sequence[Sequence[int]], uniforms: Tensor) -> Generated:
-        """Answer every prompt once, as one left-padded batch that loses the answers that ended."""
+        """Answer every prompt once, as one left-padded batch from which finished answers are removed."""
         device = find_device(policy)
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
         uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
@@ -147,17 +147,18 @@ class GenerateBackend:
     def _continue(
         self, policy: Any, ids: Tensor, mask: Tensor, length: int, sampler: Any, cache: Any, half: HalfEnded
     ) -> Tensor:
-        """Up to ``length`` tokens more of each row, all of them with a cache until half of the rows have ended."""
+        """Generate up to ``length`` tokens for each row, with a KV cache, until half of the rows have ended."""
         reuse = {} if cache is None else {"past_key_values": cache, "stopping_criteria": StoppingCriteriaList([half])}
         context: AbstractContextManager[Any] = self._precision()
-        # Answers grow token by token: layers that are compiled for training would be compiled for each length.
+        # Sequence lengths change with every token: layers compiled for training would be recompiled for each.
         with torch.no_grad(), context, torch.compiler.set_stance("force_eager"):
             sequences: Tensor = policy.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 generation_config=build_plain_generation(self._sampling.stop_ids, self._sampling.pad_id, length),
                 logits_processor=LogitsProcessorList([sampler]),
-                # A sharded policy is held whole meanwhile: a rank with all its answers does not wait for others.
+                # A sharded policy is gathered during generation, so that ranks with finished answers need not wait for
+                # others.
                 synced_gpus=False,
                 **reuse,
             )
@@ -167,7 +168,7 @@ class GenerateBackend:
 def set_stop_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminators: Iterable[int]
 ) -> list[int]:
-    """Make ``model.generate`` stop at every token that training ends an answer with, and return those ids, sorted.
+    """Set the stop tokens of ``model.generate`` to all end tokens of training, and return those ids, sorted.
 
     Args:
         model: Its generation config keeps the stop tokens it had and gains the others; padding is the tokenizer's.
@@ -187,9 +188,9 @@ def set_stop_tokens(
 
 
 def _make_valid(generation: GenerationConfig) -> None:
-    """Sample where settings such as ``temperature`` ask for it and ``do_sample`` was left out.
+    """Set ``do_sample`` if settings such as ``temperature`` need it.
 
-    transformers saves a generation config with contradictions only as long as nothing was changed since it was loaded.
+    transformers saves an inconsistent generation config only if it is unchanged since loading.
     """
     validate: Callable[..., None] = generation.validate
     try:
@@ -206,14 +207,14 @@ def _make_valid(generation: GenerationConfig) -> None:
 
 
 def read_stop_ids(model: PreTrainedModel) -> list[int]:
-    """Return the tokens that ``model.generate`` stops at, as ``set_stop_tokens`` has set them."""
+    """Return the stop tokens of ``model.generate``, as set by ``set_stop_tokens``."""
     configured = model.generation_config.eos_token_id
     had = configured if isinstance(configured, list) else [configured]
     return sorted({*had} - {None})
 
 
 def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens: int) -> GenerationConfig:
-    """What takes the likeliest token each time, whatever sampling settings and penalties the model comes with.
+    """Return a configuration for greedy decoding, without the model's own sampling settings and penalties.
 
     Args:
         stop_ids: Tokens that end an answer; none ends it by length alone.
@@ -236,7 +237,7 @@ def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Prompts as ``input_ids`` and ``attention_mask``, both ``int64 (B, P)``, each ending at the right edge."""
+    """Left-pad prompts to ``input_ids`` and ``attention_mask``, both ``int64 (B, P)``."""
     longest = max(map(len, rows))
     input_ids = torch.tensor([[pad_id] * (longest - len(row)) + list(row) for row in rows])
     attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
@@ -244,7 +245,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor
 
 
 def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
-    """A cache for ``model.generate`` whose rows can be selected while answers are sampled.
+    """Build a KV cache for ``model.generate`` whose rows can be selected during generation.
 
     Args:
         model: A causal language model, or a PEFT model around it.
@@ -263,19 +264,19 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer's cache that writes the new token, where upstream's copies all that there were.
+    """KV cache of a layer, preallocated: it writes the new token, where upstream copies the whole cache.
 
     Source: transformers' ``DynamicLayer``, equal in ``tests/models/generation/test_generation_cache.py``.
     """
 
     def __init__(self, num_tokens: int) -> None:
-        """Make room for ``num_tokens`` at the first update."""
+        """Preallocate ``num_tokens`` at the first update."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
         self._rooms: list[Tensor] = []
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values, ``(B, H, L, D)`` each; views of the room."""
+        """Append, and return all keys and values, ``(B, H, L, D)`` each; views of the buffer."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         begin = self.get_seq_length()
@@ -292,30 +293,30 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in room of their own."""
+        """Keep these rows, in new buffers."""
         super().batch_select_indices(indices)
         self._rooms = []
 
 
 class HalfEnded(StoppingCriteria):
-    """Ends a generation when half of its rows have ended; ``has_ended`` says which, ``bool (B,)``."""
+    """Stops generation when half of its rows have ended; ``has_ended`` is ``bool (B,)``."""
 
     def __init__(self, stop_ids: Sequence[int], rows: Tensor) -> None:
-        """None of ``rows``, ``(B,)``, has ended yet."""
+        """Start with ``rows``, ``(B,)``, none of which has ended."""
         self.has_ended = torch.zeros_like(rows, dtype=torch.bool)
         self._stop_ids = torch.tensor(list(stop_ids), device=rows.device)
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
-        """Return whether to end, for every row alike."""
+        """Return whether to stop, the same for every row."""
         self.has_ended |= torch.isin(input_ids[:, -1], self._stop_ids)
         return (2 * self.has_ended.sum() >= len(self.has_ended)).expand(len(self.has_ended))
 
 
 class SampleByUniforms(LogitsProcessor):
-    """Samples exactly, by inverting the distribution at given numbers, and keeps what each token's log-probability was.
+    """Samples exactly by inverse transform sampling at given uniforms, and keeps the log-probability of each token.
 
-    So an answer does not depend on the batch it was sampled in, nor on the number of processes; and no logits of a
-    whole answer are ever held.
+    Therefore an answer depends neither on its batch nor on the number of processes, and full logits of an answer are
+    never stored.
     """
 
     def __init__(self, uniforms: Tensor, sampling: Sampling) -> None:
@@ -325,10 +326,10 @@ class SampleByUniforms(LogitsProcessor):
         self._logps: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Leave each row its sampled token alone."""
+        """Return scores of 0 for the sampled token and -inf for all others."""
         self._sampling.beat()
         logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
-        # In double precision: at the end of a large vocabulary single steps are too coarse for rare tokens.
+        # In double precision: at the end of a large vocabulary, float32 cumulative sums are too coarse for rare tokens.
         cumulative = logps.double().exp().cumsum(dim=-1)
         at = self._uniforms[:, len(self._logps), None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=logps.shape[-1] - 1)
@@ -341,10 +342,10 @@ class SampleByUniforms(LogitsProcessor):
 
 
 def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
-    """Which tokens belong to the answers, and which answers ended by themselves.
+    """Mask of answer tokens, and of answers that ended with a stop token.
 
-    The first stop token ends an answer and belongs to it; what a batched generation put behind it does not. Padding is
-    never told by its id.
+    The first stop token belongs to the answer; tokens after it are padding. Padding is never identified by its id,
+    which may be a stop token.
 
     Args:
         response_ids: ``int64 (B, T)``, generated tokens alone: a stop token of the prompt ends nothing.
@@ -359,7 +360,7 @@ def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tenso
 
 
 def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampling: Sampling) -> Generated:
-    """Answers that an engine returned one by one, tokens and log-probabilities of each, as one batch.
+    """Combine answers from an engine, tokens and log-probabilities of each, into a batch.
 
     Raises:
         RuntimeError: An answer was cut short: it neither ends with a stop token nor has the full length.
@@ -370,7 +371,7 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
     engine_logps = torch.zeros(len(answers), width)
     for row, (ids, logps) in enumerate(answers):
         if len(ids) < sampling.response_length and not (ids and ids[-1] in stops):
-            # What stands behind it would be taken for the answer.
+            # Later tokens would count as part of the answer.
             raise RuntimeError(
                 f"the engine ended an answer after {len(ids)} of {sampling.response_length} tokens without a stop token"
             )
@@ -380,7 +381,7 @@ def join_answers(answers: Sequence[tuple[Sequence[int], Sequence[float]]], sampl
 
 
 def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """The text of an answer as it continues its prompt, with the white space in between that decoders strip.
+    """Decode an answer as the continuation of its prompt, with the white space between them that decoders strip.
 
     Args:
         tokenizer: Of the policy.

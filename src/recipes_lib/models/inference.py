@@ -1,4 +1,4 @@
-"""Forward passes outside of training: the device, evaluation mode, precision of kernels, dropout, random states."""
+"""Forward passes outside of training: device, evaluation mode, kernel precision, dropout, random states."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from recipes_lib.models.attention.varlen import register_varlen
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards every module is in the mode it was in.
+    """Evaluation mode without gradients; afterwards every module has its previous mode.
 
-    Module by module, since a frozen part may be in evaluation mode on purpose.
+    Modes are restored per module, because a frozen part may be in evaluation mode on purpose.
 
     Source: ``tests/models/test_inference.py``.
     """
@@ -38,11 +38,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
-    """Have forward passes that no trainer has prepared run, whatever the kernel of the model.
+    """Context for forward passes without a trainer, with a precision that the attention kernel supports.
 
-    flash-attention multiplies in half precision only, so that products are in ``bfloat16``; and on GPUs only. While
-    weights wait on the host, as they do until they are sharded, ``varlen`` computes the same from the same batches. On
-    GPUs ``varlen`` too takes documents that share a row in half precision only; all else it computes as ``sdpa`` does.
+    flash-attention supports half precision only, so matrix products are in ``bfloat16``, and GPUs only: while weights
+    are on the host, as they are before sharding, ``varlen`` computes the same from the same batches. On GPUs,
+    ``varlen`` also needs half precision for packed documents; for everything else it computes as ``sdpa``.
 
     Args:
         model: Of transformers or PEFT.
@@ -68,7 +68,7 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
 
 
 def find_rounding_error(states: Tensor) -> float:
-    """Return by what share of itself a product behind ``states`` may be rounded: under autocast, more than they are.
+    """Return the relative rounding error of a matrix product on ``states``; larger under autocast.
 
     Args:
         states: Floating-point numbers of any shape; ask in the context in which they were computed.
@@ -81,7 +81,7 @@ def find_rounding_error(states: Tensor) -> float:
 
 
 def disable_dropout(model: nn.Module) -> int:
-    """Set every dropout of a model to 0, modules and the plain numbers that attention layers keep; return how many.
+    """Set all dropout of a model to 0, modules and probabilities stored in attention layers; return the number changed.
 
     Source: ``trl.trainer.utils.disable_dropout_in_model`` leaves the numbers, such as Llama's ``attention_dropout``;
     ``tests/models/test_dropout.py``.
@@ -99,14 +99,14 @@ def disable_dropout(model: nn.Module) -> int:
 
 
 def unwrap_adapter(model: Any) -> Any:
-    """Return the model inside a PEFT wrapper, its layers still under their adapters; any other model as it is."""
+    """Return the model inside a PEFT wrapper, with its adapter layers; any other model unchanged."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_device(model: nn.Module) -> torch.device:
-    """Return the device that a model computes on: what it is given and what it returns lie there.
+    """Return the device of a model's inputs and outputs.
 
-    Weights that FSDP2 offloads wait on the host; the mesh that shares them out says where they are gathered.
+    Weights offloaded by FSDP2 are on the host; their device mesh gives the device on which they are gathered.
 
     Source: torch ``CPUOffloadPolicy``; ``tests/models/test_inference.py``.
     """
@@ -119,10 +119,10 @@ def find_device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def inputs_moved_to_device(model: Any) -> Iterator[None]:
-    """Have a model whose weights wait elsewhere bring what it is given to where it computes.
+    """Context in which a model with offloaded weights moves its inputs to its compute device.
 
-    ``generate`` brings it to where the weights are. FSDP2 brings it back before the outermost call alone, and that is
-    ``generate`` itself.
+    ``generate`` moves inputs to the device of the weights, and FSDP2 moves them back only before the outermost call,
+    which is ``generate`` itself.
 
     Args:
         model: Of transformers or PEFT; where it computes where its weights are there is nothing to do.
@@ -147,7 +147,7 @@ def inputs_moved_to_device(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """The random states of Python, numpy, torch and every CUDA device at one moment."""
+    """Random states of Python, numpy, torch and every CUDA device."""
 
     _python: Any
     _numpy: Any
@@ -156,15 +156,15 @@ class RandomStates:
 
     @classmethod
     def read(cls) -> RandomStates:
-        """Return what they are now."""
-        # The global numpy generator, because data collators and libraries draw from it.
+        """Return the current states."""
+        # The global numpy generator, because data collators and libraries use it.
         numpy_state = np.random.get_state()  # noqa: NPY002
         is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         cuda_states = torch.cuda.get_rng_state_all() if is_used else []
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
 
     def restore(self) -> None:
-        """Make them what they were."""
+        """Restore the states."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._torch)
@@ -173,9 +173,9 @@ class RandomStates:
 
 @contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation without gradients; afterwards every mode and random state is what it was.
+    """Evaluate ``model`` without gradients; afterwards every mode and random state is restored.
 
-    The random states are Python's, numpy's, torch's and that of every CUDA device.
+    The random states are Python's, numpy's, torch's and those of every CUDA device.
 
     Source: ``tests/models/test_training_state.py``.
     """

@@ -49,10 +49,10 @@ _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
-    """The fast tokenizer, with the end-of-text and padding tokens and the chat template that the user asked for.
+    """Load the fast tokenizer, with the configured end-of-text token, padding token and chat template.
 
-    A tokenizer without a padding token pads with its end-of-text token: padding is told by length, never by id. No
-    token is ever added, so the model is never resized.
+    A tokenizer without a padding token pads with its end-of-text token: padding is identified by length, never by id.
+    Tokens are never added, so the model is never resized.
 
     Raises:
         ConfigError: It cannot be loaded or is not a fast one, has no end-of-text token, lacks a token that was asked
@@ -94,7 +94,7 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
 
 
 def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, GenerationConfig]:
-    """The model's configuration and how it generates, without its weights.
+    """Load the model and generation configuration, without weights.
 
     Raises:
         ConfigError: They cannot be loaded.
@@ -105,13 +105,13 @@ def load_model_config(config: ModelConfig) -> tuple[PreTrainedConfig, Generation
         model_config = AutoConfig.from_pretrained(name, **options)
         try:
             generation_config = GenerationConfig.from_pretrained(name, revision=config.model_revision or "main")
-        except OSError:  # Many models have none, and take what their configuration says.
+        except OSError:  # Many models have none; it is derived from the configuration.
             generation_config = GenerationConfig.from_model_config(model_config)
     return model_config, generation_config
 
 
 def choose_teacher(config: RecipeConfig) -> ModelConfig:
-    """Return the teacher as models are loaded: from its own name and revision, in its own precision."""
+    """Return the configuration for loading the teacher: its own name, revision and dtype."""
     distillation = config.distillation
     return replace(
         config.model,
@@ -131,7 +131,7 @@ def load_causal_lm(
     model_class: Any = AutoModelForCausalLM,
     distribution: DistributedConfig | None = None,
 ) -> PreTrainedModel:
-    """The model in training mode, every weight from the checkpoint, in the precision of the master weights.
+    """Load the model in training mode, with every weight from the checkpoint, in the dtype of the master weights.
 
     Args:
         config: Which model.
@@ -162,9 +162,9 @@ def load_pretrained(
     may_hold: Collection[str] = (),
     **options: Any,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model as ``load_causal_lm`` loads it, for any task, and the names of the weights that its checkpoint lacks.
+    """Load a model for any task as ``load_causal_lm``; also return the names of weights missing in its checkpoint.
 
-    What no text passes through is frozen.
+    Modules outside the text model are frozen.
 
     Args:
         auto_class: Of transformers, such as ``AutoModelForCausalLM``.
@@ -180,7 +180,7 @@ def load_pretrained(
     """
     verify_remote_code(config)
     name = str(config.model_name_or_path)
-    # transformers spends tens of GB on some indices that name no tensors of their files, before it finds that out.
+    # For an index whose names match no tensors of its files, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     with explained("model_name_or_path", name), without_report():
@@ -197,7 +197,7 @@ def load_pretrained(
         )
     model, info = loaded
     architecture, missing = type(model).__name__, set(info["missing_keys"])
-    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())  # In other parts of a pipeline.
+    elsewhere: frozenset[str] = getattr(model, "whole_names", frozenset())  # Weights of other pipeline stages.
     mismatched = {f"{key} {tuple(found)} for {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]}
     problems = [
         Problem(
@@ -214,17 +214,17 @@ def load_pretrained(
         raise ConfigError(*problems)
     freeze_outside_text(model)
     register_gather_hooks(model)
-    # transformers 5.23 keeps no trace of it; before, this was its own name for it.
+    # transformers 5.23 does not store the name; earlier versions stored it here.
     model.config._commit_hash = find_commit(name, config.model_revision)
     keep_differentiable(model)
-    # A cache switches the isolation of packed documents off; generate() has a setting of its own.
+    # A KV cache disables the isolation of packed documents; generate() has its own setting.
     model.config.use_cache = False
     model.train()
     return model, missing
 
 
 def find_commit(name: str, revision: str | None) -> str | None:
-    """Return the commit that a model of the Hub was loaded from, by what the cache holds; ``None`` for a folder.
+    """Return the Hub commit of a loaded model, from the local cache; ``None`` for a folder.
 
     Args:
         name: Hub id or folder.
@@ -243,9 +243,9 @@ def check_agreement(
     *,
     max_length: int | None = None,
 ) -> list[Problem]:
-    """Where model and tokenizer contradict each other: embedding rows, start of text, length.
+    """Contradictions between model and tokenizer: embedding rows, start token, length.
 
-    The end of text is not compared: ``set_stop_tokens`` makes generation stop where training ends.
+    End tokens are not compared, because ``set_stop_tokens`` sets those of training.
 
     Args:
         config: The model's configuration.
@@ -277,10 +277,10 @@ def check_agreement(
 def find_tokens_without_row(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[str], list[str]]:
-    """Tokens for which the model has no embedding: those that it must have one for, and those that it may do without.
+    """Tokens without an embedding row: required ones, and dispensable ones.
 
-    It may do without special tokens, such as the one that stands for an image where only text is read, unless they
-    begin, end or pad a row, or the chat template writes them.
+    Special tokens are dispensable, such as an image token for text-only data, unless they start, end or pad a row, or
+    occur in the chat template.
 
     Args:
         config: The model's configuration.
@@ -299,7 +299,7 @@ def find_tokens_without_row(
 
 
 def describe_spare_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What is said, behind a sentence, of the tokens that a model does without; nothing where it has them all."""
+    """Return a clause about dispensable tokens without an embedding; empty if there are none."""
     _, spare = find_tokens_without_row(config, tokenizer)
     return f"; no text may spell {list_first(sorted(spare))}, for which the model has no embedding" if spare else ""
 
@@ -310,19 +310,19 @@ def _load_options(config: ModelConfig) -> dict[str, Any]:
 
 @contextmanager
 def explained(key: str, name: str) -> Iterator[None]:
-    """Turn what transformers and the Hub raise for ``name`` into one ``ConfigError``, soon where the Hub is gone."""
+    """Convert errors of transformers and the Hub about ``name`` to a ``ConfigError``, soon if the Hub is down."""
     go_offline_unless_reachable(name)
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # Of broken files upstream's loaders raise any kind; tokenizers a bare Exception.
+    except Exception as error:  # For corrupt files upstream raises any type; tokenizers a bare Exception.
         raise ConfigError(Problem(key, *_explain(name, error))) from error
 
 
 @contextmanager
 def without_report() -> Iterator[None]:
-    """Keep transformers from printing which weights a checkpoint lacks: the caller checks that, and refuses."""
+    """Suppress transformers' report of missing weights, which the caller checks itself."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -336,7 +336,7 @@ def without_report() -> Iterator[None]:
 
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
-    """What was found and what to do."""
+    """Return the problem and its remedy."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -379,7 +379,7 @@ def _ids(token_id: int | list[int] | None) -> set[int]:
 
 
 def verify_remote_code(config: ModelConfig) -> None:
-    """Hold code of the Hub to a commit that was named, and so could be read.
+    """Require a pinned commit for code from the Hub, so that it can be reviewed.
 
     Raises:
         ConfigError: With ``trust_remote_code`` a repository is named without its commit; or a repository or folder
@@ -404,7 +404,7 @@ def verify_remote_code(config: ModelConfig) -> None:
 
 
 def list_code(folder: Path) -> set[str]:
-    """Return the files at the top of a folder with the code that its configurations name, and what that imports."""
+    """Return the code files of a folder that its configurations name, with their local imports."""
     references = [one for file in _NAMES_CODE for one in _list_references(folder / file) if "--" not in one]
     waiting = {f"{reference.split('.')[0]}.py" for reference in references}
     found: set[str] = set()
@@ -417,28 +417,28 @@ def list_code(folder: Path) -> set[str]:
 
 
 def _list_owners(name: str, revision: str | None) -> Iterator[str]:
-    """The repositories whose code a repository or folder names."""
+    """Return the repositories with code that a repository or folder refers to."""
     for file in _NAMES_CODE:
         try:
             path = cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
         except (OSError, ValueError):
-            continue  # Loading it fails next, with the reason.
+            continue  # Loading fails next, with the reason.
         for reference in _list_references(Path(path)) if path else ():
             if "--" in reference:
                 yield reference.split("--")[0]
 
 
 def _list_references(path: Path) -> Iterator[str]:
-    """The classes that a configuration names; none where it cannot be read."""
+    """Return the classes that a configuration names; empty if it is unreadable."""
     try:
         content = read_record(path)
     except DataError:
-        return  # Loading it fails next, with the reason.
+        return  # Loading fails next, with the reason.
     yield from _iterate_leaves(content.get("auto_map"))
 
 
 def _iterate_leaves(value: Any) -> Iterator[str]:
-    """The strings in a mapping or list; the classes of a tokenizer are two, the slow one and the fast one."""
+    """Yield the strings of a mapping or list; a tokenizer has two classes, slow and fast."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (dict, list)):

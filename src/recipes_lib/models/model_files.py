@@ -23,19 +23,19 @@ MODEL_FILES: Final = (
 
 
 def list_model_files(folder: Path) -> list[str]:
-    """Return the names of the files at the top of a folder that make its model."""
+    """Return the names of the model's files at the top of a folder."""
     top = [path.name for path in folder.iterdir() if path.is_file()]
     return sorted({name for pattern in MODEL_FILES for name in fnmatch.filter(top, pattern)})
 
 
 def is_model(folder: Path) -> bool:
-    """Return whether a folder holds a model or an adapter that Hugging Face tools load."""
+    """Return whether a folder has a model or an adapter that Hugging Face tools can load."""
     has_config = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     return has_config and bool(_list_weights(folder))
 
 
 def find_missing(folder: Path, names: Iterable[str]) -> str | None:
-    """Return what a folder lacks of a model that was saved in it; ``None``: nothing.
+    """Return the missing files of a saved model; ``None`` if it is complete.
 
     Args:
         folder: Folder of the model.
@@ -48,7 +48,7 @@ def find_missing(folder: Path, names: Iterable[str]) -> str | None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """Return what is wrong with the weights of a model: a shard that is missing, a file that is cut off; else ``None``.
+    """Return the damage of a model's weights, such as a missing shard or a truncated file; else ``None``.
 
     Only headers are read: saving has verified every tensor.
     """

@@ -1,4 +1,4 @@
-"""Quantised base models under an adapter, in 8 or 4 bits."""
+"""Quantised base models for adapters, in 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from recipes_lib.errors import ConfigError, Problem
 def build_quantization_config(
     config: QuantizationConfig, compute_dtype: torch.dtype, engine: str
 ) -> BitsAndBytesConfig | None:
-    """What ``load_causal_lm`` takes to load a quantised model (4 or 8 bits); ``None`` when that is not asked for.
+    """Build the quantisation configuration for ``load_causal_lm`` (4 or 8 bits); ``None`` without quantisation.
 
-    What shards weights takes floating-point numbers, and casts them to the compute precision on the way, which would
-    destroy packed 4-bit codes. So they are stored as numbers of that very precision there: the cast does nothing, and
-    all tensors of a layer are alike. Elsewhere they are bytes, as which torch 2.13's FSDP2 would take them, too.
+    Sharding needs floating-point tensors and casts them to the compute dtype, which would destroy packed 4-bit codes.
+    Therefore the codes are stored in exactly that dtype: the cast does nothing, and all tensors of a layer have one
+    dtype. Without sharding they are bytes, which FSDP2 of torch 2.13 would also accept.
 
-    What is not quantised (embeddings, norms, the output projection) keeps the ``dtype`` of the run. PEFT's
-    ``prepare_model_for_kbit_training`` would make it ``float32``; but it is frozen, so no small update can be lost in
-    it, norms compute in ``float32`` whatever they are kept in, and Llama 3 8B would take 2.1 GB more.
+    Unquantised modules (embeddings, norms, output projection) keep the run's ``dtype``. PEFT's
+    ``prepare_model_for_kbit_training`` would convert them to ``float32``. They are frozen, so no small updates are
+    lost, and norms compute in ``float32`` in any case; for Llama 3 8B, float32 would take 2.1 GB more.
 
     Args:
         config: Which bits.
@@ -46,7 +46,7 @@ def build_quantization_config(
         found = "it needs the package bitsandbytes, which is not installed"
         raise ConfigError(Problem(key, found, "pip install bitsandbytes"))
     if config.load_in_8bit:
-        # It says once a layer and step that products are in float16.
+        # Otherwise it warns once per layer and step that products are in float16.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)  # type: ignore[no-untyped-call]
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
@@ -59,10 +59,10 @@ def build_quantization_config(
 
 
 def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
-    """Count the bytes of a model once its linear layers but the output projection are quantised; ``None``: they stay.
+    """Return the bytes of a model with quantised linear layers except the output projection; ``None``: unquantised.
 
-    Four bits have a scale for each block of 64 weights, in ``float32``, or in a byte and one ``float32`` for 256 of
-    those; eight bits have one for each row.
+    4-bit weights have a scale per block of 64, in ``float32``, or in one byte plus one ``float32`` per 256 scales;
+    8-bit weights have one scale per row.
 
     Source: bitsandbytes ``quantize_4bit``, ``int8_vectorwise_quant``; ``tests/models/test_quantization.py``.
     """
@@ -82,10 +82,10 @@ def count_quantized_bytes(model: Any, config: QuantizationConfig) -> int | None:
 
 
 def keep_differentiable(model: nn.Module) -> None:
-    """Keep 4-bit layers from repacking their codes on a CPU that has AVX512-BF16.
+    """Prevent 4-bit layers from repacking their codes on a CPU with AVX512-BF16.
 
-    bitsandbytes does so in the first forward pass in evaluation mode, for a kernel that has no gradient; from then on
-    the layers below would get partial gradients, silently.
+    bitsandbytes does so in the first forward pass in evaluation mode, for a kernel without a gradient. Layers below
+    would then silently get incomplete gradients.
 
     Source: bitsandbytes ``Linear4bit.forward``; ``tests/models/test_quantization.py``.
     """

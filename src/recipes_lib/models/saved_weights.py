@@ -20,26 +20,26 @@ WEIGHTS: Final = "model.safetensors"
 
 
 class BrokenSaveError(RuntimeError):
-    """What was saved is not what was trained; the folder must not be used."""
+    """Saved weights differ from the trained ones; the folder must not be used."""
 
 
 def read_shapes(model: torch.nn.Module) -> dict[str, torch.Size]:
-    """Return the shape of every parameter by its name, tied ones once; whole shapes where weights are sharded."""
-    # DeepSpeed leaves an empty tensor in the place of one that it shards.
+    """Return the shape of every parameter by name, tied ones once; full shapes of sharded weights."""
+    # DeepSpeed replaces a sharded tensor by an empty one.
     return {name: getattr(tensor, "ds_shape", tensor.shape) for name, tensor in model.named_parameters()}
 
 
 def read_published_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """Return ``read_shapes`` by the names that ``save_pretrained`` gives the tensors.
+    """Return ``read_shapes`` with the tensor names of ``save_pretrained``.
 
-    They differ from the parameters' own where transformers computes several tensors as one, as in a mixture of experts.
+    They differ from parameter names where transformers fuses several tensors, as in mixture-of-experts models.
     """
     empty = {name: torch.empty(shape, device="meta") for name, shape in read_shapes(model).items()}
     return {name: tensor.shape for name, tensor in revert_weight_conversion(model, empty).items()}
 
 
 def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weights: str = WEIGHTS) -> int:
-    """Open saved weights again and return their number of parameters.
+    """Reload saved weights, verify them, and return their number of parameters.
 
     Args:
         folder: Folder with ``weights``, or with the shards of a model and their index.

@@ -20,7 +20,7 @@ Read = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerFeatures:
-    """What left the layers of a model in its last forward pass, by their number, from 1.
+    """Outputs of the layers in the last forward pass, by layer number, from 1.
 
     Attributes:
         states: Hidden states behind a layer, ``(B, L, D)``; of the last one behind the final norm, as upstream has it.
@@ -32,9 +32,9 @@ class LayerFeatures:
 
 
 def map_layers(num_student: int, num_teacher: int) -> tuple[int, ...]:
-    """Return for each layer ``k`` of a student, from 1, the layer of its teacher that it answers to.
+    """Return for each layer ``k`` of a student, from 1, the corresponding layer of its teacher.
 
-    It is ``k * num_teacher / num_student``, rounded half up: the last to the last, the others evenly spaced.
+    It is ``k * num_teacher / num_student``, rounded half up: last to last, the others evenly spaced.
 
     Source: Sun et al. 2019 (PKD-Skip, arXiv 1908.09355) and Jiao et al. 2020 (arXiv 1909.10351), where one number of
         layers divides the other; ``tests/models/test_structure.py``.
@@ -65,10 +65,10 @@ def collect_features(
     read_states: Read = lambda states: states,
     read_attentions: Read = lambda attentions: attentions,
 ) -> Iterator[LayerFeatures]:
-    """Keep what leaves some layers while the context lasts, of each forward pass in place of the one before.
+    """Collect the outputs of some layers within the context; each forward pass replaces the previous ones.
 
-    Of the layers that are not named nothing is kept, unlike with ``output_hidden_states``. Layers that are recomputed
-    in the backward pass are so outside of the context: with ``read_...`` functions that save for it, they would differ.
+    Other layers are not stored, unlike with ``output_hidden_states``. Recomputation in the backward pass happens
+    outside of the context, without the hooks: ``read_...`` functions that save tensors for it would make it differ.
 
     Args:
         model: A causal language model, without wrapper.
@@ -103,7 +103,7 @@ def collect_features(
 
 
 def verify_layers(model: Any, *, attentions: bool) -> None:
-    """Compare the collected features of every layer with what the model itself returns, on eight tokens.
+    """Compare the collected features of every layer with the hidden states that the model returns, on eight tokens.
 
     Args:
         model: A causal language model; its mode is left alone.
@@ -137,10 +137,10 @@ def _find_attention(layer: nn.Module) -> nn.Module:
 
 
 def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
-    """Leave a causal language model with some of its layers, in the order given, and its configuration to match.
+    """Reduce a causal language model and its configuration to some of its layers, in the given order.
 
-    Embeddings, final norm, output projection and all widths stay. Of what the configuration says layer by layer, such
-    as ``layer_types``, the entries of the layers that stay are kept.
+    Embeddings, final norm, output projection and all widths are unchanged. Per-layer lists of the configuration, such
+    as ``layer_types``, are reduced to the remaining layers.
 
     Args:
         model: Changed in place, in weights and configuration.
@@ -170,7 +170,7 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
 
 
 def compute_sample_logits(model: Any) -> Tensor:
-    """Return what a model says of sixteen tokens, ``(16, V)``."""
+    """Return the logits of sixteen tokens, ``(16, V)``."""
     vocab_size = model.config.get_text_config().vocab_size
     input_ids = torch.arange(1, 17, device=model.device)[None] % vocab_size
     with evaluating(model):
@@ -179,7 +179,7 @@ def compute_sample_logits(model: Any) -> Tensor:
 
 
 def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) -> None:
-    """Hold a student that was loaded again against the model that it was written from, to the bit.
+    """Compare a reloaded student with the pruned model in memory, bit by bit.
 
     Args:
         student: From ``folder``.
@@ -199,10 +199,10 @@ def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) ->
 
 
 def find_outside_text(model: Any) -> list[str]:
-    """Return the modules and parameters of a model through which no text passes, by their paths; the largest ones.
+    """Return the modules and parameters outside the text model, by path; the largest enclosing ones.
 
-    They are what its base holds beside its text model, such as a vision tower and what projects its features; none
-    where the configuration is one of text alone. The heads do not belong to the base.
+    These are parts of the base beside its text model, such as a vision tower and its projector; none for text-only
+    configurations. Heads do not belong to the base.
 
     Args:
         model: With its head, before an adapter is put around it.
@@ -222,12 +222,12 @@ def find_outside_text(model: Any) -> list[str]:
 
 
 def is_outside(path: str, parts: list[str]) -> bool:
-    """Return whether a path lies in one of ``find_outside_text``."""
+    """Return whether a path is inside one of ``find_outside_text``."""
     return any(f"{path}.".startswith(f"{part}.") for part in parts)
 
 
 def freeze_outside_text(model: Any) -> None:
-    """Keep what no text passes through as it is: it is saved with the model, and never trained."""
+    """Freeze the modules outside the text model; they are saved with the model, but not trained."""
     parts = find_outside_text(model)
     for name, parameter in model.named_parameters():
         if is_outside(name, parts):

@@ -1,4 +1,4 @@
-"""Vocabularies: byte-level BPE tokenizers trained on any texts, and the mapping of a teacher's to a student's."""
+"""Vocabularies: training of byte-level BPE tokenizers, and mapping of a teacher's vocabulary to a student's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _BATCH_CHARACTERS: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenUsage:
-    """How a tokenizer spelt some texts.
+    """Token statistics of a tokenizer on some texts.
 
     Attributes:
         num_bytes: UTF-8 bytes of the texts.
@@ -72,7 +72,7 @@ class TokenUsage:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes that a token stands for, on average; 0 when there were no texts."""
+        """Mean number of bytes per token; 0 without texts."""
         return self.num_bytes / max(int(self.counts.sum()), 1)
 
 
@@ -86,9 +86,9 @@ def train_tokenizer(
     chat_template: str | None = None,
     show_progress: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that can spell every text, with its end-of-text and padding tokens set.
+    """Train a byte-level BPE tokenizer that can encode every text, with end-of-text and padding tokens.
 
-    It depends on how often the pieces of the texts occur, and on neither their order nor the number of threads. Memory
+    The result depends only on the counts of word pieces, not on the order of texts or the number of threads. Memory
     grows with the number of different pieces, not with the texts, which are read once.
 
     Args:
@@ -130,7 +130,7 @@ def train_tokenizer(
 
 
 def measure_usage(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> TokenUsage:
-    """How a fast tokenizer spells ``texts``, read once, a few at a time; special tokens in them count as one token."""
+    """Measure a fast tokenizer on ``texts``, read once in batches; special tokens in them count as one token."""
     num_bytes, counts = 0, np.zeros(len(tokenizer), np.int64)
     for batch in _batch(texts):
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
@@ -147,7 +147,7 @@ def count_bytes(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMap:
-    """Where the teacher has the tokens of the student.
+    """Positions of the student's tokens in the teacher's vocabulary.
 
     Attributes:
         teacher_ids: For each id of the student's tokenizer that of the same token in the teacher's; for an id without a
@@ -158,12 +158,12 @@ class VocabularyMap:
 
     @property
     def is_identity(self) -> bool:
-        """Whether every token has one id in both."""
+        """Whether every token has the same id in both."""
         return all(own == other for own, other in enumerate(self.teacher_ids))
 
 
 def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, where: str) -> VocabularyMap:
-    """Find the student's tokens in the teacher's vocabulary, which may hold others besides.
+    """Map the student's tokens to the teacher's vocabulary, which may have additional ones.
 
     Args:
         student: A fast tokenizer.
@@ -197,9 +197,9 @@ def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenize
 
 
 def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: str) -> None:
-    """Rewrite a model to read and predict the student's tokens, and no others; proved on some of them.
+    """Convert a model to the student's vocabulary, and verify its logits on some tokens.
 
-    Rows of padding, and tokens that only the teacher has, are cut off.
+    Padding rows, and tokens that only the teacher has, are removed.
 
     Args:
         model: The teacher.
@@ -227,7 +227,7 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
     else:
         _take_rows(embedding, ids)
     projection.out_features = embedding.num_embeddings = len(ids)
-    embedding.padding_idx = None  # By an id that means something else now.
+    embedding.padding_idx = None  # These ids have another meaning now.
     model.config.get_text_config().vocab_size = len(ids)
     difference, scale = (_compute_logits(model, probe) - expected).abs().max(), expected.abs().max()
     if not difference <= scale * max(1e-4, 4 * torch.finfo(model.dtype).eps):
@@ -236,7 +236,7 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
 
 
 def _read_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """How text is cut into tokens, without the ids."""
+    """Return the tokenisation rules without the ids."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = dict(state["model"])
     vocabulary = model.pop("vocab", None)
@@ -246,7 +246,7 @@ def _read_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _take_rows(module: Any, ids: torch.Tensor) -> None:
-    """Leave of an embedding, or of an output projection, the rows of ``ids``."""
+    """Reduce an embedding, or an output projection, to the rows of ``ids``."""
     for name in ("weight", "bias"):
         values = getattr(module, name, None)
         if values is not None:
@@ -261,7 +261,7 @@ def _compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _split_at(texts: Iterable[str], special_tokens: Sequence[str]) -> Iterator[str]:
-    """Yield what stands between the special tokens of each text; a longer token is found before its beginning is."""
+    """Yield the text between the special tokens of each text; longer special tokens match first."""
     special = re.compile("|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))))
     for text in texts:
         yield from filter(None, special.split(text))

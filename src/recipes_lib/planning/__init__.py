@@ -1,1 +1,1 @@
-"""What a run will do, computed before it starts: steps, tokens, FLOPs, disk."""
+"""Plan of a run before it starts: steps, tokens, FLOPs, memory, disk."""

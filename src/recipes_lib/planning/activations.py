@@ -1,4 +1,4 @@
-"""What passes of a model keep in memory, counted on tensors without memory by the rules of a GPU."""
+"""Activation memory of models, counted on fake tensors with the rules of a GPU."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ AttentionInterface.register(CAUSAL, sdpa_attention_forward)
 
 
 class AutocastAsOnCuda(TorchFunctionMode):
-    """Runs the functions of ``FLOAT32_ON_CUDA`` in ``float32`` under a CPU's autocast.
+    """Run the functions of ``FLOAT32_ON_CUDA`` in ``float32`` under CPU autocast.
 
-    Of fake tensors on ``cuda`` a torch without CUDA builds no graph: it ends the process.
+    With fake tensors on ``cuda``, a torch without CUDA cannot build a graph: the process crashes.
     """
 
     def __torch_function__(
@@ -59,22 +59,22 @@ class AutocastAsOnCuda(TorchFunctionMode):
 
 @contextmanager
 def on_fakes(model: nn.Module, *, is_half: bool) -> Iterator[None]:
-    """Let a model compute on tensors without memory, in 16 bits as on CUDA if ``is_half``."""
-    # On a device of its own kind, autocast would not act.
+    """Context in which a model computes on fake tensors, with 16-bit autocast as on CUDA if ``is_half``."""
+    # Autocast would have no effect on a custom device.
     with (
         warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.autocast("cpu", torch.bfloat16, enabled=is_half),
         AutocastAsOnCuda(),
     ):
-        # PEFT asks where a weight lies, to tell shared ones; the answer is used for nothing here.
+        # PEFT queries the storage of a weight to find shared ones; the result is unused here.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         model.to_empty(device="cpu")
         yield
 
 
 def count_cache(policy: Any, length: int) -> int:
-    """Count the bytes of keys and values of a row of ``length`` tokens, by whatever the model caches."""
+    """Return the bytes of the KV cache of a row of ``length`` tokens."""
     with torch.no_grad():
         output = unwrap_adapter(policy).base_model(input_ids=torch.zeros(1, length, dtype=torch.int64), use_cache=True)
     held = (value for layer in output.past_key_values.layers for value in vars(layer).values())
@@ -82,7 +82,7 @@ def count_cache(policy: Any, length: int) -> int:
 
 
 class Checkpointing(NamedTuple):
-    """Which layers are computed again in the backward pass, and what of them stays.
+    """Which layers are recomputed in the backward pass, and which of their activations are saved.
 
     Attributes:
         every: Each layer whose index this divides; 0 for none.
@@ -112,7 +112,7 @@ def list_keys(mode: str) -> dict[str, Any]:
 
 
 class LayerBytes(NamedTuple):
-    """Bytes that the forward pass of a layer keeps for its backward pass.
+    """Bytes saved by the forward pass of a layer for its backward pass.
 
     Attributes:
         total: All of them, without checkpointing.
@@ -126,7 +126,7 @@ class LayerBytes(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Bytes that a forward pass keeps for the backward pass, parameters apart.
+    """Bytes saved by a forward pass for the backward pass, without parameters.
 
     Attributes:
         outside: Of what is in no layer.
@@ -142,12 +142,12 @@ class Activations(NamedTuple):
         return max(layer.total for layer in self.layers)
 
     def extend(self, num_layers: int) -> Activations:
-        """Return those of a model with so many layers, all of them like the last one here but for the first."""
+        """Return the activations of a model with this number of layers, all but the first equal to the last here."""
         last = self.layers[-1]
         return self._replace(layers=(*self.layers, *(last for _ in range(num_layers - len(self.layers)))))
 
     def count(self, checkpointing: Checkpointing, in_flight: float = 1) -> int:
-        """Return the bytes at the start of a backward pass, those of one layer that is computed again included.
+        """Return the peak bytes at the start of a backward pass, including those of one recomputed layer.
 
         Args:
             checkpointing: What is computed again.
@@ -160,21 +160,21 @@ class Activations(NamedTuple):
                 continue
             stays = (0 if checkpointing.offloads else layer.inputs) + checkpointing.keeps_products * layer.products
             kept += stays
-            # The input is there already, or fetched from the host; so are products that were kept.
+            # The input is saved already, or fetched from the host; so are saved products.
             rest = layer.total - (layer.products if checkpointing.keeps_products else 0)
             again = max(again, rest + (layer.inputs if checkpointing.offloads else 0))
         return round(in_flight * kept) + again
 
 
 class _Kept:
-    """A tensor that the backward pass needs."""
+    """A tensor saved for the backward pass."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def count_activations(model: Any, num_rows: int, length: int, num_predicted: int) -> Activations:
-    """Count what the loss of a model keeps for its backward pass.
+    """Count the activations saved by the loss of a model for its backward pass.
 
     Args:
         model: With a loss head; it is put into training mode.
@@ -183,7 +183,7 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
         num_predicted: Those of them that are predicted.
     """
     watched = _Products(model)
-    # What is dropped in the forward pass already, as nothing that is learnt needs it, does not count.
+    # Tensors freed during the forward pass, because no gradient needs them, do not count.
     kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
     before: list[int] = []
     layers: list[LayerBytes] = []
@@ -218,12 +218,12 @@ def count_activations(model: Any, num_rows: int, length: int, num_predicted: int
             token_logps=True,
         )
     total = count()
-    assert output.logps.requires_grad  # Until here it keeps them.
+    assert output.logps.requires_grad  # Keep the tensors alive until here.
     return Activations(total - sum(layer.total for layer in layers), tuple(layers))
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of matrix products and attention, as ``save_matmuls`` keeps them, and tells weights apart.
+    """Counts the bytes of matrix products and attention that ``save_matmuls`` saves, and identifies weights.
 
     Attributes:
         num_bytes: Of products, since it was set to 0.
@@ -234,7 +234,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_bytes = 0
         self.weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        # Kept, so that nothing else gets their place.
+        # Kept alive, so that no other tensor gets its id.
         self._copies: list[Tensor] = []
 
     def __torch_dispatch__(
@@ -251,7 +251,7 @@ class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _FusedNorm(torch.autograd.Function):
-    """Keeps what Liger's RMSNorm keeps: its input and a number a token."""
+    """Saves the same tensors as Liger's RMSNorm: its input and one number per token."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class _FusedNorm(torch.autograd.Function):
 
 
 class _FusedGate(torch.autograd.Function):
-    """Keeps what Liger's SwiGLU and GeGLU keep: both factors, not the activation."""
+    """Saves the same tensors as Liger's SwiGLU and GeGLU: both factors, but not the activation."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class _FusedGate(torch.autograd.Function):
 
 
 def fuse_as_liger(model: nn.Module) -> None:
-    """Let norms and gated MLPs keep what Liger's kernels would; the result of a pass is empty.
+    """Replace norms and gated MLPs by versions that save what Liger's kernels would; their outputs are empty.
 
     Source: Hsu et al. 2024 (Liger Kernel), section 3.2.
     """
@@ -289,7 +289,7 @@ def fuse_as_liger(model: nn.Module) -> None:
 
 
 def count_bytes(held: nn.Module | Iterable[Tensor]) -> int:
-    """Count the bytes of tensors, or of a module's parameters and buffers, each that is shared once."""
+    """Return the bytes of tensors, or of a module's parameters and buffers, shared ones counted once."""
     tensors = [*held.parameters(), *held.buffers()] if isinstance(held, nn.Module) else held
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 

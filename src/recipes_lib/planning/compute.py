@@ -1,4 +1,4 @@
-"""FLOPs of a training step, the sizes of models without weights, and the hours that they take."""
+"""FLOPs of training steps, sizes of models without weights, and training hours."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class TokenFlops:
 
 
 def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, is_frozen: bool = False) -> TokenFlops:
-    """Operations per token of training: ``3 * (2 * weights + attention)``, for any causal language model.
+    """FLOPs per token of training: ``3 * (2 * weights + attention)``, for any causal language model.
 
-    ``weights`` counts every matrix a token is multiplied with, of routed experts only the chosen ones; it is read off
-    the model built without memory, so that gated, biased, tied and shared layers need no case each. Attention is
-    ``2 * S * heads * (d_qk + d_v)`` a layer with ``S`` the sequence length, at most the window of a sliding layer.
+    ``weights`` counts every matrix that multiplies a token, of routed experts only the selected ones. It is read from
+    the model on the meta device, so that gated, biased, tied and shared layers need no special case. Attention is ``2 *
+    S * heads * (d_qk + d_v)`` per layer with ``S`` the sequence length, at most the window of a sliding layer.
 
     Args:
         config: The model's; nothing is downloaded.
@@ -100,12 +100,12 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all rows, filled up."""
+        """Tokens of all rows, including padding."""
         return self.num_rows * self.length
 
 
 def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_processes: int) -> Step:
-    """Count the operations of an optimizer step of a recipe that upstream's trainer runs.
+    """Count the FLOPs of an optimizer step of a recipe with upstream's trainer.
 
     Args:
         config: The run, with ``max_length``.
@@ -133,12 +133,12 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
 
 
 def has_live_reference(config: RecipeConfig) -> bool:
-    """Return whether each step of DPO asks the reference model."""
+    """Return whether each DPO step runs the reference model."""
     return config.recipe == "dpo" and not config.read("precompute_ref_log_probs")
 
 
 def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:
-    """Return how many of the weights multiply one token: none of a bias or a norm, the routed share of experts."""
+    """Return the number of weights that multiply one token: no biases and norms, the routed share of experts."""
     if parameter.ndim < 2:
         return 0
     names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -149,12 +149,12 @@ def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
-    """Return the forward operations per token of scores and weighted sums, over all layers."""
+    """Return the forward FLOPs per token of attention scores and weighted sums, over all layers."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     score_dim = getattr(config, "qk_head_dim", None) or head_dim
     value_dim = getattr(config, "v_head_dim", None) or head_dim
     windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
-    # A window without a list of layers is that of all of them, as Mistral's.
+    # A window without a list of layers applies to all of them, as in Mistral.
     kind = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
     layer_types = getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
     contexts = {"full_attention": sequence_length, "sliding_attention": windowed}
@@ -172,7 +172,7 @@ _SECONDS_PER_HOUR: Final = 3600
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Parameters of a model, each shared one counted once.
+    """Number of parameters of a model, shared ones counted once.
 
     Attributes:
         total: All of them.
@@ -186,7 +186,7 @@ class ModelSize:
 
 
 def compute_model_size(config: PretrainedConfig) -> ModelSize:
-    """Count the parameters of the model that training would build from ``config``; nothing is downloaded.
+    """Count the parameters of the model that training would build from ``config``, without downloads.
 
     Raises:
         ConfigError: No such model can be built.
@@ -212,7 +212,7 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1) - sum(
         table.numel() for table in tables if table.ndim > 1
     )
-    # A token that attends to nothing costs its matrix products alone, each weight once.
+    # A token without attention costs only its matrix products, each weight once.
     met = round(flops.body / (FORWARD_AND_BACKWARD * _FORWARD_FLOPS))
     return ModelSize(
         total=total,
@@ -222,7 +222,7 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
 
 
 def compute_training_flops(num_parameters: float, num_tokens: float) -> float:
-    """Return ``6 N D``, the usual estimate of a run's floating-point operations; attention is not in it.
+    """Return ``6 N D``, the usual estimate of a run's FLOPs, without attention.
 
     Args:
         num_parameters: ``N``; those that are active.
@@ -250,14 +250,14 @@ def compute_hours(num_flops: float, num_gpus: int, peak: float, mfu: float) -> f
 
 @functools.cache
 def read_shapes() -> Mapping[str, Mapping[str, Any]]:
-    """Return the sizes of models by Hub id, in the keys of their ``config.json``."""
+    """Return the shipped shapes of models by Hub id, with the keys of ``config.json``."""
     path = Path(__file__).with_name("shapes.yaml")
     shapes: dict[str, dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return shapes
 
 
 def find_shape(model: ModelConfig) -> PreTrainedConfig:
-    """Return the configuration of a model that a plan is made of: the one that is shipped, or the model's own.
+    """Return the configuration of the planned model: the shipped one, or the model's own.
 
     Raises:
         ConfigError: It is none of those that are shipped, and its own cannot be loaded.

@@ -1,4 +1,4 @@
-"""GPUs: peak, memory, bandwidth, link and power by name, and the share of the peak that kinds of training reach."""
+"""GPUs: peak FLOPS, memory, bandwidth, link and power by name, and published MFU of kinds of training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _read_devices() -> dict[str, dict[str, Any]]:
 
 
 def find_device(name: str) -> Device | None:
-    """Return the GPU of a name as a maker, ``nvidia-smi -L`` or a user writes it; ``None`` where it is not known.
+    """Return the GPU of a name, in the spelling of a vendor, ``nvidia-smi -L`` or a user; ``None`` if unknown.
 
     Args:
         name: A number of GB in it decides, as in ``A100-SXM4-80GB``, or is all there is, as in ``48GB``.
@@ -69,7 +69,7 @@ def find_device(name: str) -> Device | None:
     for pattern, row in _read_devices().items():
         if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
             memory, taken = row["memory"], row.get("taken", "")
-            # In the name of a GH200 the number is, or may be, the memory of the processor beside it.
+            # In the name of a GH200, the number may be the memory of its CPU.
             if told and not pattern.startswith("GH200"):
                 memory = float(told[1])
             if name.upper() != pattern:
@@ -88,7 +88,7 @@ def find_device(name: str) -> Device | None:
 
 
 def choose_device(name: str) -> Device:
-    """Return the GPU that a user names.
+    """Return the GPU of a user's name.
 
     Raises:
         ConfigError: It is not known; the nearest names are told.
@@ -106,7 +106,7 @@ def choose_device(name: str) -> Device:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Return the dense peak of one device in FLOP/s; ``None`` where it is not known: a CPU, ``float32``, a new GPU.
+    """Return the dense peak of one device in FLOP/s; ``None`` if unknown: a CPU, ``float32``, a new GPU.
 
     Args:
         device_name: As ``torch.cuda.get_device_name`` gives it, such as ``NVIDIA H100 80GB HBM3``.
@@ -119,7 +119,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def find_peak(device_name: str, config: RecipeConfig) -> float:
-    """Return the dense peak of one device in FLOP/s for the products of a run.
+    """Return the dense peak of one device in FLOP/s for the compute dtype of a run.
 
     Args:
         device_name: As for ``choose_device``.
@@ -143,12 +143,12 @@ def _choose_product_type(config: RecipeConfig) -> torch.dtype:
         return torch.float16
     if config.training.get("bf16") is not False:
         return torch.bfloat16
-    # Without autocast products have the type of the weights.
+    # Without autocast, products have the dtype of the weights.
     return torch.float32 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
 class Kind(NamedTuple):
-    """A class of training runs with one share of the peak.
+    """Class of training runs with a common MFU.
 
     Attributes:
         compiles: Whether layers are compiled.
@@ -166,13 +166,13 @@ class Kind(NamedTuple):
 
     @property
     def published(self) -> float:
-        """The published share of the peak; none is known of adapters alone."""
+        """Published MFU; there is none specifically for adapters."""
         return _TOKENS_PER_SECOND[self.compiles] * _FLOPS_PER_TOKEN / _PEAK
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured shares of the peak.
+    """Measured MFU of classes.
 
     Attributes:
         shares: By class of runs, without recomputation and quantization; at least one.
@@ -183,9 +183,9 @@ class Measured:
     source: str
 
     def estimate(self, kind: Kind) -> tuple[float, str]:
-        """Return the share of a class, of one that was not measured by the published ratio to the nearest; its source.
+        """Return the MFU of a class, or that of the nearest measured class times the published ratio; and its source.
 
-        Compilation changes the share more than an adapter does.
+        Compilation changes MFU more than an adapter does.
         """
         near = min(self.shares, key=lambda one: (one.compiles != kind.compiles, one != kind))
         told = f"by {self.source}"
@@ -195,7 +195,7 @@ class Measured:
 
 
 def find_efficiency(config: RecipeConfig, measured: Measured | None = None) -> tuple[float, str]:
-    """Return the share of the peak that a run may reach, and its source.
+    """Return the expected MFU of a run, and its source.
 
     Args:
         config: The run.
@@ -209,10 +209,10 @@ def find_efficiency(config: RecipeConfig, measured: Measured | None = None) -> t
 
 
 def find_overhead(config: RecipeConfig) -> tuple[float, list[str]]:
-    """Return the factor, at most 1, by which recomputation and quantization lower the share of the peak, and why.
+    """Return the factor, at most 1, by which recomputation and quantisation lower MFU, and the reason.
 
-    MFU counts the operations that a model needs. Recomputing a layer repeats one of the three passes of full training,
-    or of the two under an adapter.
+    MFU counts only the FLOPs that a model needs. Recomputing a layer repeats one of the three passes of full training,
+    or one of two with an adapter.
     """
     factor, told = 1.0, list[str]()
     options = config.training.get("activation_checkpointing_kwargs") or {}

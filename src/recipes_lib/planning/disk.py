@@ -32,7 +32,7 @@ _LIKE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"
 
 @dataclass(frozen=True, slots=True)
 class DiskPlan:
-    """What a run will write.
+    """Disk space that a run will use.
 
     Attributes:
         checkpoint_bytes: One checkpoint: weights and optimizer states.
@@ -56,7 +56,7 @@ def compute_disk(
     keep_every: int | None = None,
     num_learners: int = 1,
 ) -> DiskPlan:
-    """Count the bytes of a run's checkpoints from the number of parameters that it trains: no others are saved.
+    """Compute the bytes of a run's checkpoints from the number of trained parameters; no others are saved.
 
     Args:
         num_trained: Parameters of a learner: of a model, or of an adapter.
@@ -80,7 +80,7 @@ def plan_disk(
     keep_every: int | None = None,
     num_besides: int = 0,
 ) -> DiskPlan:
-    """Count the bytes of a run's checkpoints from those of one.
+    """Compute the bytes of a run's checkpoints from those of one.
 
     Args:
         checkpoint_bytes: Of one checkpoint.
@@ -105,7 +105,7 @@ def plan_disk(
 
 
 def verify_disk(plan: DiskPlan, output_dir: str) -> None:
-    """Refuse a run whose checkpoints do not fit.
+    """Raise if the checkpoints of a run do not fit.
 
     Raises:
         ConfigError: The disk of ``output_dir`` is too small.
@@ -122,7 +122,7 @@ def verify_disk(plan: DiskPlan, output_dir: str) -> None:
 
 
 def count_state_bytes(training: Mapping[str, Any], weight_bytes: int) -> float:
-    """Return the bytes of the optimizer's states for one parameter of ``weight_bytes``."""
+    """Return the bytes of optimizer states per parameter of ``weight_bytes``."""
     optim = str(read_training(training, "optim"))
     size: float = next((size for name, size in _OPTIMIZER_BYTES if name in optim), _DEFAULT_OPTIMIZER_BYTES)
     if optim == "sgd":

@@ -1,4 +1,4 @@
-"""Machines fail: how often to save, and which share of the hours is left for training."""
+"""Machine failures: optimal save interval, and the share of time left for training (goodput)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GPU_HOURS_BETWEEN_FAILURES: Final = 54 * 24 * 16_384 / 419
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """What interruptions cost a run; all in seconds.
+    """Cost of failures of a run; all in seconds.
 
     Attributes:
         mean_seconds: Mean time between failures of the whole job, which any GPU of it may end.
@@ -25,7 +25,7 @@ class Failures:
     restart_seconds: float
 
     def compute_interval(self) -> float:
-        """Return the seconds of training between two checkpoints that lose the least time.
+        """Return the optimal interval between checkpoints, in seconds of training.
 
         Source: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37,
         Young's ``sqrt(2 * save * mean)`` with two more terms; the mean itself where saving takes twice as long as that.
@@ -37,7 +37,7 @@ class Failures:
         return young * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.save_seconds
 
     def compute_goodput(self, interval: float) -> float:
-        """Return the expected share of the time that trains, in [0, 1]: no saving, restart or work done twice.
+        """Return the expected share of time for new progress, in [0, 1], without saving, restarts and lost work.
 
         Args:
             interval: Seconds of training between two checkpoints, above 0.

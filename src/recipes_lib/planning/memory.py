@@ -1,7 +1,7 @@
-"""GPU memory of a run by component, counted from architecture, recipe and layout: no weights, data or GPU.
+"""GPU memory of a run by component, from architecture, recipe and layout: no weights, data or GPU.
 
-``plan_memory`` names what one process holds, in bytes. Models are built on the device ``meta`` as training builds them;
-what a backward pass needs is counted in a forward pass on tensors without memory.
+``plan_memory`` gives the bytes of each component on one process. Models are built on the meta device as training builds
+them; activations are counted in a forward pass on fake tensors.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ _BUCKET_SIZE: Final = 500_000_000
 
 
 def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
-    """Yield the layouts that a run of so many processes may have."""
+    """Yield the possible layouts of a run with this number of processes."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
     if num_processes > 1:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
 def list_devices(gpu: str | None) -> dict[str, float]:
-    """Return the bytes of a GPU by name; ``None``: of the usual sizes.
+    """Return the bytes of a GPU by name; ``None``: of common sizes.
 
     Raises:
         ConfigError: The GPU is not known.
@@ -101,7 +101,7 @@ def plan_memory(
     is_half: bool | None = None,
     device_bytes: float = 80e9,
 ) -> MemoryPlan:
-    """Count the memory of one process of a run, of which nothing is loaded.
+    """Plan the memory of one process of a run, without loading anything.
 
     Args:
         config: The run.
@@ -122,7 +122,7 @@ def plan_memory(
     narrowed = layout.narrow(model_config)
     about, models, temporary, choices = count(config, narrowed, layout, is_half)
     num_gpus = layout.num_processes * layout.tensor * layout.context * layout.pipeline_stages
-    # The last is told of where none is chosen.
+    # Without a choice, the last kind is described.
     temporary |= next(reversed(choices.values()))
     temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if num_gpus > 1 else 0}
     held = {
@@ -146,7 +146,7 @@ def plan_memory(
 
 
 class Batch(NamedTuple):
-    """A micro-batch of one process.
+    """Micro-batch of one process.
 
     Attributes:
         num_rows: Its rows; of a pair each answer is one.
@@ -170,12 +170,12 @@ class Batch(NamedTuple):
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are predicted, of all rows."""
+        """Number of predicted tokens, over all rows."""
         return self.num_rows * self.num_predicted
 
 
 def read_checkpointing(config: RecipeConfig) -> Checkpointing:
-    """Return which layers the run computes again, by ``activation_checkpointing`` and its ``kwargs``, not ``auto``."""
+    """Return the recomputed layers of the run, from ``activation_checkpointing`` and its ``kwargs``, not ``auto``."""
     if not config.read("activation_checkpointing"):
         return Checkpointing()
     options = config.training.get("activation_checkpointing_kwargs") or {}
@@ -185,7 +185,7 @@ def read_checkpointing(config: RecipeConfig) -> Checkpointing:
 
 
 def settle_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig:
-    """Return a run with the activation checkpointing that its plan has chosen for a device, if it was to choose one."""
+    """Resolve ``auto`` to the activation checkpointing that the plan chose for a device."""
     if not plan.checkpointing:
         return config
     return dataclasses.replace(config, training={**config.training, **list_keys(plan.checkpointing)})
@@ -197,7 +197,7 @@ what it holds by the kind of activation checkpointing: all kinds where the recip
 
 
 def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
-    """Count a recipe that upstream's trainer runs: one model is trained, others are read."""
+    """Plan a recipe with upstream's trainer: one trained model and frozen ones."""
     is_reward = config.recipe == "reward"
     with torch.device("meta"):
         kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
@@ -212,7 +212,8 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     temporary = _count_exchange(config, model, layout, is_half=is_half)
     if layout.shards.weights != 1:
         parts = map(_count_parts, (model, *frozen.values()))
-        # The next layer is fetched while one computes; the layers of a pipeline stage stay until the last micro-batch.
+        # The next layer is prefetched during compute; layers of a pipeline stage stay gathered until the last
+        # micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
     kept = count_kept(config, model_config, layout, is_half=is_half)
@@ -227,7 +228,7 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
 
 
 def _list_checkpointing(config: RecipeConfig) -> dict[str, Checkpointing]:
-    """The kinds of checkpointing that a run may have: all of them, or that of the recipe."""
+    """Possible kinds of checkpointing of a run: all of them, or that of the recipe."""
     if config.read("activation_checkpointing") == AUTO:
         return {name: checkpointing for name, (checkpointing, _) in MODES.items()}
     return {"": read_checkpointing(config)}
@@ -236,7 +237,7 @@ def _list_checkpointing(config: RecipeConfig) -> dict[str, Checkpointing]:
 def _count_other_keys(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, checkpointing: Checkpointing, width: int
 ) -> dict[str, int]:
-    """Count keys and values that were gathered for the attention of layers that are not computed again."""
+    """Count gathered keys and values for the attention of layers that are not recomputed."""
     if not layout.gathers_keys:
         return {}
     text: Any = model_config.get_text_config()
@@ -250,7 +251,7 @@ def _count_other_keys(
 
 
 def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, is_half: bool) -> dict[str, int]:
-    """Count what a layout needs to add up gradients, and autocast to multiply in 16 bits."""
+    """Count the buffers of a layout's gradient reduction, and of autocast's 16-bit copies."""
     keeps_master = layout.is_deepspeed and is_half
     gradients = _count_trained(_find_trained(model), config, keeps_master=keeps_master).gradients
     temporary = {}
@@ -271,7 +272,7 @@ def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, i
 def count_kept(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool, num_built: int = 3
 ) -> Activations:
-    """Return the bytes that a micro-batch keeps for its backward pass, independent of where the weights are.
+    """Return the bytes that a micro-batch saves for its backward pass, independent of the placement of weights.
 
     Args:
         config: The run.
@@ -284,11 +285,11 @@ def count_kept(
         ConfigError: The adapter does not fit the model.
     """
     num_layers: int = model_config.get_text_config().num_hidden_layers
-    # Below the first adapter nothing needs a gradient, so the first layer keeps less than the others.
+    # Below the first adapter there are no gradients, so the first layer saves less than the others.
     shortened = shorten(model_config, min(num_layers, num_built))
     batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
     with torch.device("meta"):
-        # Under autocast hidden states have the precision of the weights, under FSDP2 and ZeRO that of the products.
+        # Under autocast hidden states have the dtype of the weights, under FSDP2 and ZeRO the compute dtype.
         casts_weights = is_half and (layout.shards.weights != 1 or layout.is_deepspeed)
         dtype = "bfloat16" if casts_weights else config.model.dtype
         model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
@@ -302,7 +303,7 @@ def count_kept(
 
 
 def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the models without gradients, by name; the base model under an adapter among them."""
+    """Yield the frozen models by name, including the base model of an adapter."""
     if config.adapter.use_peft:
         yield "frozen base", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     elif has_live_reference(config):
@@ -313,17 +314,17 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
 
 
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
-    """The phases of an iteration; vLLM reads nothing of the policy while it samples."""
+    """Phases of an iteration; a colocated vLLM does not use the policy's weights while sampling."""
     phases, engine = dict(PHASES), config.engine
     if engine.use_vllm:
         asleep = (ENGINE, ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
-        # The policy goes over a layer at a time.
+        # The policy is sent one layer at a time.
         phases["sampling"] = (GATHERED.format("a layer"), *asleep)
     return phases
 
 
 def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
-    """Count a run of reinforcement learning, whose phases do not hold everything at once."""
+    """Plan a run of reinforcement learning, whose phases have different components."""
     text, micro = model_config.get_text_config(), Batch.of(config, layout)
     batch = config.read("per_device_eval_batch_size")
     with torch.device("meta"):
@@ -335,7 +336,7 @@ def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layo
         gathered = {
             "sampling": 0 if config.engine.use_vllm else width * (sum(layers) + ends),
             "scoring": models["reward model"].weights,
-            # This layer, the next, which is fetched meanwhile, and the output projection.
+            # This layer, the prefetched next one, and the output projection.
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
         temporary |= {GATHERED.format(name): size for name, size in gathered.items()}
@@ -354,7 +355,7 @@ def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layo
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str, dict[str, Held], Any]:
-    """Build what ``load_actor_critic`` and ``load_rewards`` load, on the device ``meta``; RLOO and GRPO have no critic.
+    """Build the models of ``load_actor_critic`` and ``load_rewards`` on the meta device; RLOO and GRPO have no critic.
 
     Returns:
         Which models share a base model, in words; their bytes; and the policy with a loss head.
@@ -383,7 +384,7 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str
 
 
 def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:
-    """Parameters of a critic of its own: of the model that it starts from, or of the policy's."""
+    """Parameters of a separate critic: of its start model, or of the policy's."""
     named = config.critic.critic_model_name_or_path or config.rewards.reward_model_name_or_path
     critic_config = _look_at(named, None, model_config)
     critic: nn.Module = _build(AutoModelForSequenceClassification, critic_config, config.model.dtype)
@@ -397,7 +398,7 @@ def _count_own_reward(config: RecipeConfig, model_config: PreTrainedConfig) -> i
 
 
 def _look_at(name: str | None, revision: str | None, otherwise: PreTrainedConfig) -> PreTrainedConfig:
-    """Configuration of a model, or of the base of an adapter; ``otherwise`` where none is named or at hand."""
+    """Configuration of a model, or of the base of an adapter; ``otherwise`` if there is none available."""
     if name is None:
         return otherwise
     named = ModelConfig(model_name_or_path=name, model_revision=revision)
@@ -414,7 +415,7 @@ def _find_shared_reward(config: RecipeConfig, model_config: PreTrainedConfig) ->
     is_quantized = config.quantization.load_in_4bit or config.quantization.load_in_8bit
     try:
         return None if name is None else find_shareable(name, revision, model_config, is_quantized=is_quantized)[0]
-    except ConfigError:  # Not trained yet, for example: taken to be a model of its own.
+    except ConfigError:  # For example not trained yet: counted as a separate model.
         return None
 
 
@@ -424,7 +425,7 @@ def _count_stored(config: RecipeConfig, model: Any) -> int:
 
 
 def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_master: bool = False) -> Held:
-    """Bytes of what is trained; ``keeps_master``: in 16 bits, with 32-bit weights among the optimizer states."""
+    """Bytes of trained parameters; ``keeps_master``: in 16 bits, with 32-bit master weights in the optimizer states."""
     trained = list(parameters)
     if keeps_master:
         number = sum(tensor.numel() for tensor in trained)
@@ -437,7 +438,7 @@ def _count_trained(parameters: Iterable[Tensor], config: RecipeConfig, *, keeps_
 def _count_parts(
     module: nn.Module, choose: Callable[[nn.Module], Iterable[Tensor]] = nn.Module.parameters
 ) -> tuple[list[int], int]:
-    """Parameters of each layer, and of what is in no layer: embeddings, output projection, last norm."""
+    """Parameters of each layer, and of modules outside of layers: embeddings, output projection, final norm."""
     whole, *layers = (sum(chosen.numel() for chosen in choose(part)) for part in (module, *list_layers(module)))
     return layers, whole - sum(layers)
 
@@ -454,7 +455,7 @@ def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
 
 
 def _count_width(config: RecipeConfig, model_config: PreTrainedConfig, is_half: bool) -> int:
-    """Bytes of a number in a product; without autocast products have the type of the weights."""
+    """Bytes per number of the compute dtype; without autocast that of the weights."""
     return 2 if is_half else _find_dtype(model_config, config.model.dtype).itemsize
 
 
@@ -463,5 +464,5 @@ def _find_trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _list_role(adapted: nn.Module, head: nn.Module, role: str) -> list[nn.Parameter]:
-    """Parameters of an adapter that is not the active one, and of its head."""
+    """Parameters of an inactive adapter, and of its head."""
     return [*head.parameters(), *(p for name, p in adapted.named_parameters() if f".{role}." in name)]

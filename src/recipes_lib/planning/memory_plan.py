@@ -1,4 +1,4 @@
-"""What a process holds of a GPU: layouts, the components of its memory by name and formula, and the verdict."""
+"""Memory plan of a process: layouts, components with name and formula, phases and verdict."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FORMULAS: Final[Mapping[str, str]] = {
 
 
 class Held(NamedTuple):
-    """Bytes of a model, or of what stands for it on another's base model; or how many processes share each of them."""
+    """Bytes of a model or an adapter on a shared base; and the number of processes that shard it."""
 
     weights: int = 0
     gradients: int = 0
@@ -130,7 +130,7 @@ class Layout:
         return f"accelerate_configs/{self.launch_file}.yaml: {how}"
 
     def narrow(self, model_config: PreTrainedConfig) -> PreTrainedConfig:
-        """Return the model that one process computes: heads, MLP and vocabulary of its tensors, layers of its stage.
+        """Return the part of the model that one process computes: heads, MLP and vocabulary shards, stage layers.
 
         Raises:
             ConfigError: The model does not divide.
@@ -145,13 +145,13 @@ class Layout:
         if self.pipeline_stages > 1:
             (layers,) = PipelinePart(0, self.pipeline_stages).share_layers(text.num_hidden_layers)
             narrowed = shorten(narrowed, len(layers))
-            # The first stage has the embedding, the last one the projection: none has both.
+            # The first stage has the embedding, the last one the projection: neither has both.
             narrowed.tie_word_embeddings = True
         return narrowed
 
 
 def shorten(model_config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """The same model with fewer layers, since all keep alike."""
+    """Return the same model with fewer layers, because all save the same."""
     shortened = copy.deepcopy(model_config)
     settings = shortened.get_text_config()
     settings.num_hidden_layers = num_layers
@@ -206,13 +206,13 @@ class MemoryPlan:
 
     @property
     def allocated(self) -> int:
-        """Bytes of the largest phase that PyTorch allocates: all but the context, NCCL's buffers and the reserve."""
+        """Bytes of the largest phase that PyTorch allocates: without CUDA context, NCCL buffers and reserve."""
         return self.peak - sum(self.components.get(name, 0) for name in (CONTEXT, COMMUNICATION, RESERVE))
 
     def place(self, device_bytes: float) -> MemoryPlan:
-        """Return the plan on a device of this size: chunks of logits and an engine's cache grow; with a reserve.
+        """Return the plan for a device of this size, which determines logit chunks, engine cache and reserve.
 
-        Of several kinds of activation checkpointing it takes the fastest that leaves ``_MARGIN``, or else the last.
+        Of several kinds of activation checkpointing it uses the fastest that leaves ``_MARGIN`` free, or else the last.
         """
         if not self.choices:
             return self._place(device_bytes)
@@ -236,7 +236,7 @@ class MemoryPlan:
         return dataclasses.replace(plan, components={**components, RESERVE: round(_RESERVED * (plan.peak - foreign))})
 
     def explain_choice(self, device_bytes: float) -> str:
-        """Return what each kind of activation checkpointing would hold of a device of this size, up to the chosen."""
+        """Return the memory of each kind of activation checkpointing on a device of this size, up to the chosen one."""
         told = []
         for name, sizes in self.choices.items():
             one = dataclasses.replace(self, choices={name: sizes}).place(device_bytes)
@@ -246,7 +246,7 @@ class MemoryPlan:
         return f"{', '.join(told)}; {(1 - _MARGIN) * device_bytes / 1e9:.1f} GB may be planned"
 
     def fits(self, device_bytes: float) -> bool:
-        """Return whether a device of this size holds the run, and an engine's share of it the engine."""
+        """Return whether the run fits a device of this size, and an engine its share of it."""
         if self.engine_share * device_bytes < self.components.get(ENGINE, 0) + self.engine_row:
             return False
         return self.place(device_bytes).peak <= device_bytes

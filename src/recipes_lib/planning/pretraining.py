@@ -16,7 +16,7 @@ Phase = tuple[int, Sequence[float]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PretrainingPlan:
-    """What a run will do at every step; ``check``, ``plan`` and training read the same one.
+    """Plan of a pretraining run for every step; ``check``, ``plan`` and training use the same one.
 
     Attributes:
         max_length: Tokens in a row.
@@ -79,7 +79,7 @@ def plan_pretraining(
         **_read_length(config, num_windows, max_length),
     )
     curriculum = pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
-    # A phase begins with the first whole row after its tokens; one that begins after the end never does.
+    # A phase begins with the first whole row after its tokens; a phase after the end of the run never begins.
     phases = [
         (math.ceil(phase["start_tokens"] / max_length), _add_replayed(phase["weights"], weights))
         for phase in curriculum
@@ -95,7 +95,7 @@ def plan_pretraining(
 
 
 def _add_replayed(phase: Sequence[float], weights: Sequence[float]) -> Sequence[float]:
-    """The weights of a phase, and of what is replayed."""
+    """The weights of a phase, with those of replayed sources."""
     replayed = weights[len(phase) :]
     if not replayed:
         return phase
@@ -103,14 +103,14 @@ def _add_replayed(phase: Sequence[float], weights: Sequence[float]) -> Sequence[
 
 
 def count_run_tokens(config: RecipeConfig, world_size: int) -> int | None:
-    """Return the tokens of a run whose length does not depend on its data; ``None`` for one given in epochs."""
+    """Return the tokens of a run if its length does not depend on its data; ``None`` for one in epochs."""
     if config.pretraining.max_tokens is None and config.read("max_steps") <= 0:
         return None
     return plan_pretraining(config, world_size).num_tokens
 
 
 def _read_length(config: RecipeConfig, num_windows: int | None, max_length: int) -> dict[str, Any]:
-    """The length of a run as ``compute_row_starts`` takes it."""
+    """The length of a run in the form for ``compute_row_starts``."""
     if config.pretraining.max_tokens is not None:
         return {"num_tokens": config.pretraining.max_tokens}
     if (max_steps := config.read("max_steps")) > 0:

@@ -76,10 +76,10 @@ def estimate_iteration(
 ) -> Iteration:
     """Estimate an iteration of PPO, RLOO or GRPO.
 
-    A token of a batch of answers reads the weights once and the keys and values of every answer, at the full bandwidth
-    of the memory, or computes at the peak, or waits for the host, whichever takes longest. Reading and learning are
-    FLOPs at ``mfu``, reading without recomputation; critic, reference and reward model count as models of the policy's
-    size. An engine's host time, transfers of weights to it and traffic between GPUs are left out.
+    Each decoding step of a batch reads the weights once and the KV cache of every answer, at full memory bandwidth; or
+    computes at the peak; or waits for the host, whichever takes longest. Log-probabilities and updates are FLOPs at
+    ``mfu``, the former without recomputation; critic, reference and reward model count as models of the policy's size.
+    Host time of an engine, weight transfers to it and traffic between GPUs are ignored.
 
     Args:
         config: The run.

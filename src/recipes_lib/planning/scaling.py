@@ -1,4 +1,4 @@
-"""Scaling laws of loss, parameters and tokens: fitted to runs, or as published; optimal sizes, with intervals."""
+"""Scaling laws of loss, parameters and tokens: fitted to runs or published; optimal sizes, with intervals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class Optimum(NamedTuple):
-    """The best use of a number of operations.
+    """Compute-optimal allocation of a FLOP budget.
 
     Attributes:
         num_parameters: ``N``.
@@ -60,12 +60,12 @@ class Law:
     token_exponent: float
 
     def compute_loss(self, num_parameters: float, num_tokens: float) -> float:
-        """Return the expected loss in nats a token."""
+        """Return the expected loss in nats per token."""
         size = self.size_factor / num_parameters**self.size_exponent
         return float(self.irreducible + size + self.token_factor / num_tokens**self.token_exponent)
 
     def find_optimum(self, num_flops: float) -> Optimum:
-        """Return the parameters and tokens of least loss for so many operations.
+        """Return the parameters and tokens with the lowest loss for a FLOP budget.
 
         Source: Hoffmann et al. 2022, equation 4.
         """
@@ -76,7 +76,7 @@ class Law:
         return Optimum(num_parameters, num_tokens, self.compute_loss(num_parameters, num_tokens))
 
     def find_overtrained(self, loss: float, num_parameters: float) -> float:
-        """Return the tokens by which a smaller model reaches a loss; infinite where it never does.
+        """Return the tokens with which a smaller model reaches a loss; infinite if it never does.
 
         Source: Sardana et al. 2023, equation 2, solved for the tokens.
         """
@@ -92,7 +92,7 @@ PUBLISHED: Final[Mapping[str, Law]] = {
 
 
 class Run(NamedTuple):
-    """What is known of a run that has decayed its rate to the end.
+    """A run with a completed learning-rate decay.
 
     Attributes:
         num_parameters: With or without embeddings, as all runs of a fit have it.
@@ -112,7 +112,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A law of one's own runs.
+    """A law fitted to the user's runs.
 
     Attributes:
         law: The best.
@@ -135,7 +135,7 @@ class Fit:
             raise ConfigError(Problem("fit", found, "fit again with --resamples 200, for an interval"))
 
     def compute_interval(self, read: Any) -> tuple[float, float] | None:
-        """Return the 5th and 95th percentile of what ``read`` returns of a law; ``None`` without resampled runs."""
+        """Return the 5th and 95th percentile of ``read`` over resampled laws; ``None`` without resampling."""
         if not self.resampled:
             return None
         low, high = np.percentile([read(law) for law in self.resampled], _INTERVAL)
@@ -174,7 +174,7 @@ def _solve(logs: Array, start: Array) -> tuple[Array, float]:
 
 
 def _judge(values: Array, logs: Array) -> tuple[float, Array]:
-    """Return the sum of Huber losses and its gradient, of ``log A, log B, log E, alpha, beta``."""
+    """Return the sum of Huber losses and its gradient with respect to ``log A, log B, log E, alpha, beta``."""
     log_size, log_token, log_rest, alpha, beta = values
     size, token, loss = logs.T
     terms = np.stack([log_size - alpha * size, log_token - beta * token, np.full_like(size, log_rest)])

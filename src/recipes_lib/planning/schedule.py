@@ -34,11 +34,11 @@ def compute_row_starts(
     ramp_tokens: int | None = None,
     ramp_start: float = 1.0,
 ) -> RowStarts:
-    """Return the rows trained on before each optimizer step of a run, ``int64 (num_steps + 1,)``.
+    """Return the number of rows before each optimizer step of a run, ``int64 (num_steps + 1,)``.
 
-    On the ramp the wanted share of the full batch grows linearly in tokens, from ``ramp_start`` to 1 over
-    ``ramp_tokens``; a step takes the share that is wanted at its first token, rounded up to whole micro-steps. No step
-    depends on the length of the run: a longer run has the same beginning.
+    On the batch ramp, the share of the full batch grows linearly in tokens, from ``ramp_start`` to 1 over
+    ``ramp_tokens``. A step uses the share at its first token, rounded up to whole micro-batches. No step depends on the
+    length of the run: a longer run has the same beginning.
 
     Args:
         max_length: Tokens in a row.
@@ -60,14 +60,14 @@ def compute_row_starts(
     sizes = range(first_size, accumulation + 1)
     counts: list[int] = []
     tokens = 0
-    # All steps of one size at once: there are at most `accumulation` sizes, and may be millions of steps.
+    # All steps of one size at once: there are at most `accumulation` sizes, but possibly millions of steps.
     for size in sizes:
         step_tokens = size * rows_per_micro_step * max_length
         count = -(-(num_tokens - tokens) // step_tokens) if num_tokens is not None else (num_steps or 0) - sum(counts)
         if ramp_tokens is not None and size < accumulation:
             last_token = _find_last_token(size, accumulation, ramp_tokens, ramp_start)
             count = min(count, (last_token - tokens) // step_tokens + 1)
-        # Never below 0: what was taken too much is less than one step of the size before, and this one is larger.
+        # Never below 0: the surplus is less than one step of the previous size, and this size is larger.
         counts.append(count)
         tokens += count * step_tokens
     if sum(counts) > _MAX_STEPS:
@@ -79,18 +79,18 @@ def compute_row_starts(
 
 
 def count_micro_steps(accumulation: int, share: float) -> int:
-    """Return the micro-steps of an optimizer step that wants ``share`` (above 0) of the full batch: rounded up."""
+    """Return the micro-batches of an optimizer step with ``share`` (above 0) of the full batch, rounded up."""
     return math.ceil(_read_share(share) * accumulation)
 
 
 def _find_last_token(size: int, accumulation: int, ramp_tokens: int, ramp_start: float) -> int:
-    """Return the last token of the ramp at which ``size`` micro-steps, fewer than ``accumulation``, are enough."""
+    """Return the last token of the ramp at which ``size`` micro-batches, fewer than ``accumulation``, are enough."""
     start = _read_share(ramp_start)
     return math.floor(ramp_tokens * (Fraction(size, accumulation) - start) / (1 - start))
 
 
 def _read_share(share: float) -> Fraction:
-    """Return the share as it is written: multiplied as a float, 0.07 of 100 is 7.000000000000001 and would take 8."""
+    """Return the share as an exact decimal: as a float, 0.07 of 100 is 7.000000000000001, which would round up to 8."""
     return Fraction(str(share))
 
 
@@ -112,7 +112,7 @@ _BATCH_EXPONENTS: Final[Mapping[str, float]] = {"constant": 0.0, "sqrt": 0.5, "l
 def compute_learning_rates(
     peak: float, training: Mapping[str, Any], num_steps: int, num_warmup_steps: int, steps: Sequence[int]
 ) -> list[float] | None:
-    """Return the learning rate that each of ``steps`` will use, by the schedule that the Trainer will build.
+    """Return the learning rate of each of ``steps``, by the schedule that the Trainer builds.
 
     Args:
         peak: ``learning_rate``.
@@ -191,14 +191,15 @@ class Schedule:
 
     @property
     def num_warmup_steps(self) -> int:
-        """Optimizer steps that begin before the warm-up is over."""
+        """Number of optimizer steps that begin during the warm-up."""
         return int(np.searchsorted(self.token_starts[:-1], self.warmup_tokens))
 
     @property
     def first_decay_step(self) -> int | None:
-        """``warmup_stable_decay``: the step that the decay begins at, the last to have the peak; otherwise ``None``.
+        """First step of the decay of ``warmup_stable_decay``, the last with the peak learning rate; otherwise ``None``.
 
-        A checkpoint of this many steps, or of fewer, resumes in a longer run as if it had always been the longer one.
+        A checkpoint of at most this many steps can be resumed in a longer run, with the same result as a longer run
+        from the start.
         """
         if self.kind != "warmup_stable_decay":
             return None
@@ -209,7 +210,7 @@ class Schedule:
         return float(self.factors([step])[0])
 
     def factors(self, steps: Sequence[int] | _Tokens) -> _Factors:
-        """Return the factor of each of ``steps``, counted from 0: ``float64`` in [0, 1], as many as there are steps.
+        """Return the factor of each of ``steps``, counted from 0: ``float64`` in [0, 1], one per step.
 
         Past the end of the run batches are full, and the factor is the floor; that of ``constant`` is 1.
         """
@@ -219,13 +220,13 @@ class Schedule:
         past = self.token_starts[-1] + (asked - self.num_steps) * self.full_tokens
         tokens = np.where(is_past, past, self.token_starts[inside])
         batch = np.where(is_past, self.full_tokens, self.token_starts[inside + 1] - self.token_starts[inside])
-        # A warm-up that counted from `t` alone would spend the first step on a rate of 0.
+        # With `t` alone, the first step of the warm-up would have a learning rate of 0.
         rising = np.minimum(1.0, (tokens + batch) / max(self.warmup_tokens, 1))
         factor = np.where(tokens < self.warmup_tokens, rising, self._compute_falling(tokens))
         return np.asarray(factor * (batch / self.full_tokens) ** self.batch_exponent)
 
     def _compute_falling(self, tokens: _Tokens) -> _Factors:
-        """Return the factor after the warm-up by tokens trained on, before it is scaled by the batch."""
+        """Return the factor after the warm-up by trained tokens, before scaling by the batch size."""
         end = int(self.token_starts[-1])
         if self.kind == "inverse_sqrt":
             scale = max(self.warmup_tokens, int(self.token_starts[1]))
@@ -233,7 +234,7 @@ class Schedule:
         shape, begin = self.kind, self.warmup_tokens
         if self.kind == "warmup_stable_decay":
             shape, begin = self.decay_type, end - self.decay_tokens
-        # A warm-up as long as the run leaves nothing to divide by; all that follows it is past the end.
+        # For a warm-up as long as the run, the divisor would be 0; all later steps are past the end.
         progress = np.where(tokens >= end, 1.0, np.clip((tokens - begin) / max(end - begin, 1), 0.0, 1.0))
         return np.asarray(_SHAPES[shape](progress, self.min_ratio))
 
@@ -274,10 +275,10 @@ def build_schedule(
 
 
 def agree_until(first: Schedule, second: Schedule, step: int) -> bool:
-    """Return whether two schedules give the same factor, to the bit, at every step below ``step``.
+    """Return whether two schedules have bit-identical factors at every step below ``step``.
 
-    A run may resume from a checkpoint of ``n`` steps with another schedule if both agree below ``n + 1``: the state of
-    the optimizer already holds the rate of the next step.
+    A run may resume from a checkpoint of ``n`` steps with another schedule if both agree below ``n + 1``: the optimizer
+    state already has the learning rate of the next step.
     """
     steps = np.arange(step)
     return bool(np.array_equal(first.factors(steps), second.factors(steps)))
@@ -288,7 +289,7 @@ def _count_warmup_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], 
         return schedule.warmup_tokens
     num_steps = len(token_starts) - 1
     num_warmup_steps = compute_warmup_steps(read_training(training, "warmup_steps"), num_steps)
-    # One that is longer than the run needs more tokens than the run has, however many.
+    # A ramp longer than the run needs more tokens than the run has.
     return int(token_starts[num_warmup_steps] if num_warmup_steps <= num_steps else token_starts[-1] + 1)
 
 
@@ -299,7 +300,7 @@ def _count_decay_tokens(schedule: ScheduleConfig, token_starts: _Tokens) -> int:
 
 
 def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], token_starts: _Tokens) -> int:
-    """Return the tokens of a full batch, which a run that ends on the ramp never takes; its first step tells."""
+    """Return the tokens of a full batch, which a run that ends on the ramp never uses; computed from its first step."""
     first = int(token_starts[1])
     if schedule.batch_ramp_tokens is None:
         return first
@@ -309,7 +310,7 @@ def _count_full_tokens(schedule: ScheduleConfig, training: Mapping[str, Any], to
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """How many optimizer steps a run takes and what one of them holds.
+    """Number of optimizer steps of a run, and the content of a step.
 
     Attributes:
         num_steps: Optimizer steps of the whole run.
@@ -327,7 +328,7 @@ class StepPlan:
 
 
 def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size: int) -> StepPlan:
-    """Count the optimizer steps of a run from the number of prepared rows; ``num_rows`` None means streaming.
+    """Compute the optimizer steps of a run from the number of prepared rows; ``num_rows`` None means streaming.
 
     Source: transformers ``Trainer.set_initial_training_values`` and ``TrainingArguments.get_warmup_steps``;
     see ``tests/planning/test_steps.py``, which asks the Trainer itself.
@@ -358,7 +359,7 @@ def compute_steps(num_rows: int | None, training: Mapping[str, Any], world_size:
 
 
 def compute_warmup_steps(warmup_steps: float, num_steps: int) -> int:
-    """Return the warm-up in optimizer steps: a value below 1 is a share of ``num_steps``, rounded up."""
+    """Return the warm-up in optimizer steps: a value below 1 is a fraction of ``num_steps``, rounded up."""
     return int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps)
 
 
@@ -378,7 +379,7 @@ class GroupPlan:
 
 
 def plan_groups(num_prompts: int, config: RecipeConfig, world_size: int) -> GroupPlan:
-    """Count the answers and steps of a run over ``num_prompts`` prompts; what does not fill a generation is left out.
+    """Count answers and steps of a run over ``num_prompts`` prompts; an incomplete generation is dropped.
 
     Source: ``RepeatSampler`` and ``get_train_dataloader`` of TRL's trainers; ``tests/planning/test_groups.py`` asks
     them.

@@ -1,4 +1,4 @@
-"""Search for a plan: layouts x micro-batches x checkpointing x compilation, for the fastest or cheapest that fits."""
+"""Plan search over layouts, micro-batches, checkpointing and compilation, for the fastest or cheapest that fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HOST_BYTES: Final = 25e9
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run a recipe.
+    """One configuration of a run.
 
     Attributes:
         layout: Of a launch file.
@@ -45,7 +45,7 @@ class Candidate:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a micro-batch."""
+        """Rows per micro-batch."""
         return int(self.keys["per_device_train_batch_size"])
 
 
@@ -58,7 +58,7 @@ def search(
     peak: float,
     measured: Measured | None = None,
 ) -> list[Candidate]:
-    """Return every way to make an optimizer step of ``num_rows`` rows, those that fit first, the fastest first.
+    """Return every configuration of an optimizer step of ``num_rows`` rows; fitting ones first, the fastest first.
 
     Args:
         config: The run; its micro-batch, accumulation, checkpointing and compilation are searched.
@@ -91,13 +91,13 @@ def search(
                     all_keys = {**batch, **keys, "torch_compile": compiles}
                     share, _ = find_efficiency(_change(config, all_keys), measured)
                     seconds = 3600 * compute_hours(num_flops, _count_gpus(layout), peak, share)
-                    # Communication and compute overlap; host work follows.
+                    # Communication overlaps with compute; host work does not.
                     seconds = max(seconds, busy[0]) + busy[1]
                     fits = placed.peak <= device.memory
                     found.append(Candidate(layout, all_keys, mode, placed, fits, seconds))
             if all(placed.peak > device.memory for _, _, placed in options):
-                break  # Larger micro-batches hold more.
-    # Of equals the larger micro-batch, whose products fill the GPU better; of those that do not fit, the nearest.
+                break  # Larger micro-batches need more memory.
+    # Among equals, the larger micro-batch, which uses the GPU better; among those that do not fit, the nearest.
     found.sort(key=lambda one: (not one.fits, round(one.seconds, 3) if one.fits else one.memory.peak, -one.num_rows))
     return found
 
@@ -113,7 +113,7 @@ def _change(config: RecipeConfig, keys: Mapping[str, Any]) -> RecipeConfig:
 def _list_modes(
     config: RecipeConfig, model_config: PreTrainedConfig, memory: MemoryPlan, device: Device
 ) -> Iterator[tuple[dict[str, Any], str, MemoryPlan]]:
-    """Yield the keys of each kind of checkpointing, its name, and what a process then holds."""
+    """Yield the keys of each kind of checkpointing, its name, and the memory of a process."""
     layout, is_half = memory.layout, config.training.get("bf16") is not False
     kept = count_kept(config, layout.narrow(model_config), layout, is_half=is_half)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
@@ -124,17 +124,17 @@ def _list_modes(
 
 
 def _count_traffic_seconds(config: RecipeConfig, size: int, layout: Layout, device: Device) -> tuple[float, float]:
-    """Seconds of an optimizer step on the links between GPUs, and on that to the host."""
+    """Seconds of an optimizer step on the links between GPUs, and to the host."""
     link = min(device.link, NETWORK_BYTES) if _count_gpus(layout) > _GPUS_OF_A_MACHINE else device.link
     sent, moved = count_traffic(config, size, layout)
     return sent / link if link else 0.0, moved / _HOST_BYTES
 
 
 def count_traffic(config: RecipeConfig, num_parameters: int, layout: Layout) -> tuple[float, float]:
-    """Return the bytes that a GPU sends to others, and exchanges with its host, in an optimizer step.
+    """Return the bytes that a GPU sends to others, and exchanges with its host, per optimizer step.
 
-    Weights are gathered in 16 bits for both passes of a micro-batch; gradients are summed in 32 bits, by DDP for each
-    step, by FSDP2 for each micro-batch. A frozen model under an adapter has none.
+    Weights are gathered in 16 bits for both passes of a micro-batch. Gradients are reduced in 32 bits, by DDP once per
+    step, by FSDP2 once per micro-batch. A frozen model under an adapter has none.
 
     Args:
         config: The run.

@@ -1,4 +1,4 @@
-"""The bench that a machine is proved on: its device, offline inputs of random text, and runs of recipes on them."""
+"""Test bench of ``recipes prove``: device, offline inputs of random text, and runs of recipes on them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TAIL: Final = 12
 
 
 class WrongResultError(Exception):
-    """What was computed is not what it should be."""
+    """The result of a computation is wrong."""
 
 
 _LIMIT_SECONDS: Final = 600
@@ -49,7 +49,7 @@ _LIMIT_SECONDS: Final = 600
 
 
 def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path, limit: float = _LIMIT_SECONDS) -> int:
-    """Run Python in a process of its own, which an error of the device ends without ending this one.
+    """Run Python in a separate process, so that a device error does not end this one.
 
     Raises:
         WrongResultError: It did not end within ``limit`` seconds; it has been killed.
@@ -66,7 +66,7 @@ def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path,
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What checks run on.
+    """Environment of the checks.
 
     Attributes:
         folder: Of inputs, runs and logs.
@@ -84,11 +84,11 @@ class Bench:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether there is a GPU."""
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def describe(self) -> str:
-        """Return what results stand for: the device, versions of packages, and the sizes of the checks."""
+        """Return the conditions of the results: device, versions of packages, sizes of the checks."""
         versions = ", ".join(f"{name} {version}" for name, version in read_versions().items())
         return f"{name_device()}, {'small' if self.is_small else 'full'} sizes, {versions}"
 
@@ -102,7 +102,7 @@ class Bench:
         by: Sequence[str] = (),
         **keys: Any,
     ) -> Path:
-        """Run a recipe and return its folder; its log stands beside it.
+        """Run a recipe and return its folder; its log is beside it.
 
         Args:
             recipe: The recipe.
@@ -130,12 +130,12 @@ class Bench:
         return output
 
     def train(self, recipe: str, name: str, **options: Any) -> list[Event]:
-        """As ``run``; return what ``metrics.jsonl`` says of its training steps."""
+        """As ``run``; return the training steps of ``metrics.jsonl``."""
         lines = (self.run(recipe, name, **options) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [event for event in map(json.loads, lines) if event["kind"] == "train"]
 
     def name_inputs(self, recipe: str) -> dict[str, Any]:
-        """Return the keys of a recipe's model and data, which are written where they are not there."""
+        """Return the keys of a recipe's model and data, which are written if they do not exist."""
         inputs = write_inputs(self.folder / "inputs")
         data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents"}.get(recipe, "chats")
         named: dict[str, Any] = {"dataset_name": inputs / f"{data}.jsonl", "prepared_dir": self.folder / "prepared"}
@@ -146,12 +146,12 @@ class Bench:
 
 
 def name_device() -> str:
-    """Return the name of the GPU, or of the processor where there is none."""
+    """Return the name of the GPU, or of the processor without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write models, a byte-level tokenizer and rows of random words, the same each time; return their folder."""
+    """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
     if (folder / "documents.jsonl").exists():
         return folder
     tokenizer = _build_tokenizer()

@@ -1,4 +1,4 @@
-"""The checks of ``recipes prove``, most telling first: each gives figures, or says what is wrong."""
+"""Checks of ``recipes prove``, the most important first: each returns figures or raises an error."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class Check:
     min_gpus: int = 0
 
     def find_obstacle(self, bench: Bench) -> str:
-        """Return what is absent that the check needs; nothing where all is there."""
+        """Return the missing requirement of the check, if any."""
         if bench.num_gpus < (least := max(self.min_gpus, int(bool(self.package)))):
             return f"needs {least} GPUs" if least > 1 else "there is no GPU"
         return f"{self.package} is not installed" if self.package and not find_spec(self.package) else ""
 
 
 def look_at_environment(bench: Bench) -> Figures:
-    """Versions, the device, and what it reaches in matrix products (FLOP/s) and copies (bytes/s)."""
+    """Versions, the device, and its throughput in matrix products (FLOP/s) and copies (bytes/s)."""
     size, dtype = (512, torch.float32) if bench.is_small else (8192, torch.bfloat16)
     matrix = torch.randn(size, size, device=bench.device, dtype=dtype)
     seconds = measure_seconds(lambda: matrix @ matrix, bench)
@@ -84,7 +84,7 @@ def _read_driver() -> str:
 
 
 def measure_seconds(compute: Callable[[], Any], bench: Bench, repeats: int = 10) -> float:
-    """Return the median time of a call, in seconds, the device's work ended."""
+    """Return the median time of a call in seconds, with device synchronisation."""
     times = []
     for _ in range(3 + repeats):
         began = time.perf_counter()
@@ -116,7 +116,7 @@ def _set_up(bench: Bench, recipe: str, **keys: Any) -> dict[str, Any]:
 
 
 def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
-    """Losses of a recipe's steps on the device in ``float32`` and in bfloat16, against the CPU's in ``float32``."""
+    """Losses of a recipe on the device in ``float32`` and bfloat16, compared with the CPU in ``float32``."""
     runs = {
         name: bench.train(recipe, f"{recipe}-{name}", on_device=name != "cpu", **_set_up(bench, recipe, bf16=precision))
         for name, precision in (("cpu", "false"), ("fp32", "false"), ("bf16", "true"))
@@ -130,7 +130,7 @@ def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
 
 
 def measure_gap(expected: Sequence[Event], found: Sequence[Event]) -> float:
-    """Return the largest relative difference of two runs' losses; they have the same steps.
+    """Return the largest relative difference of the losses of two runs with the same steps.
 
     Raises:
         WrongResultError: They do not.
@@ -142,7 +142,7 @@ def measure_gap(expected: Sequence[Event], found: Sequence[Event]) -> float:
 
 
 def resume_exactly(bench: Bench) -> Figures:
-    """A run as it would be after a kill at half of its steps, resumed, against the run itself: losses to the bit."""
+    """Compare a run resumed from half of its steps, as after a kill, with an uninterrupted one: equal losses."""
     keys = {**_set_up(bench, "sft"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = bench.train("sft", "resume-whole", **keys)
     source, target = (bench.folder / "runs" / name for name in ("resume-whole", "resume-cut"))
@@ -165,9 +165,9 @@ _SCALE: Final = 60
 
 
 def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
-    """Return a small Llama with a loss head on the device, the same weights each time, in training mode."""
+    """Build a small Llama with a loss head on the device, always with the same weights, in training mode."""
     torch.manual_seed(0)
-    width = 128 if bench.is_small else 512  # Heads of 32 or, as in models that are trained, of 128.
+    width = 128 if bench.is_small else 512  # Head dimension 32 or, as in real models, 128.
     config = LlamaConfig(
         **{"vocab_size": 256, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, **shape},
         num_attention_heads=4,
@@ -219,7 +219,7 @@ def _compare(expected: Sequence[Tensor], found: Sequence[Tensor], bench: Bench, 
 
 
 def compare_attention(kernel: str, bench: Bench) -> Figures:
-    """Loss and gradients of packed rows under an attention kernel, against those of sdpa under a mask."""
+    """Compare loss and gradients of packed rows of an attention kernel with those of sdpa with a mask."""
     expected = compute_packed(build_model(bench, "sdpa"), bench, is_flat=False)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     choice = choose_kernel(LlamaConfig(), kernel, device=bench.device, compute_dtype=dtype, packing=True)
@@ -228,7 +228,7 @@ def compare_attention(kernel: str, bench: Bench) -> Figures:
 
 
 def compare_layers(change: Callable[[Any], Any], bench: Bench) -> Figures:
-    """Loss and gradients of packed rows with layers that are compiled, recomputed or of other kernels."""
+    """Compare loss and gradients of packed rows with compiled, recomputed or replaced layers."""
     register_varlen()
     model = build_model(bench, "varlen")
     expected = compute_packed(model, bench, is_flat=True)
@@ -249,7 +249,7 @@ def _use_liger(model: Any) -> None:
 
 
 def compare_loss_head(bench: Bench) -> Figures:
-    """The chunked loss against whole logits, torch's and Liger's: values, gradients and time for three vocabularies."""
+    """Compare the chunked loss with full logits, torch's and Liger's: values, gradients, time; three vocabularies."""
     figures: dict[str, Any] = {}
     num_tokens, width = (64, 32) if bench.is_small else (8192, 4096)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
@@ -288,7 +288,7 @@ def compare_loss_head(bench: Bench) -> Figures:
 def _list_other_heads(
     hidden: Tensor, weight: Tensor, targets: Tensor, bench: Bench
 ) -> Mapping[str, Callable[[], Tensor]]:
-    """Torch's own chunked loss, which came with torch 2.13, and Liger's, whose kernels run on GPUs alone."""
+    """Torch's own chunked loss, since torch 2.13, and Liger's, whose kernels need a GPU."""
     ways: dict[str, Callable[[], Tensor]] = {}
     if hasattr(functional, "linear_cross_entropy"):
         compute: Any = functional.linear_cross_entropy
@@ -301,7 +301,7 @@ def _list_other_heads(
 
 
 def measure_decoding(bench: Bench) -> Figures:
-    """Tokens a second of ``generate`` by batch size, greedy, with a cache, in the shape of 124M."""
+    """Measure tokens per second of greedy ``generate`` with a KV cache by batch size, in the shape of 124M."""
     width, mlp, layers, _, vocabulary = (*SHAPE.values(), 320) if bench.is_small else _SHAPES["124M"][0]
     shape = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocabulary}
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
@@ -316,7 +316,7 @@ def measure_decoding(bench: Bench) -> Figures:
 
 
 def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
-    """Losses of SFT on all GPUs by a launch file in ``float32``, against one GPU with the same global batch."""
+    """Compare losses of SFT on all GPUs in ``float32`` with those of one GPU with the same global batch size."""
     count = bench.num_gpus
     keys = {**_set_up(bench, "sft", bf16="false"), "per_device_train_batch_size": 1}
     alone = bench.train("sft", f"{launch_file}-alone", **{**keys, "gradient_accumulation_steps": count})
@@ -330,7 +330,7 @@ def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
 
 
 def count_synchronisations(recipe: str, bench: Bench) -> Figures:
-    """How often the host waits for the device in a step, by the warnings of torch's synchronisation debugger."""
+    """Count host synchronisations per step, by the warnings of torch's synchronisation debugger."""
     few, many = (_count_in_a_step(bench, recipe, count) for count in (1, 3))
     if many > few or many > _ALLOWED:
         found = (
@@ -344,20 +344,20 @@ def _count_in_a_step(bench: Bench, recipe: str, num_micro_batches: int) -> float
     keys = {**_set_up(bench, recipe), "gradient_accumulation_steps": num_micro_batches, "logging_steps": 1000}
     watched = ("-W", "always", "-m", "recipes_lib.proving.scripts")
     counts = []
-    # What a run does once is in both.
+    # One-time synchronisations of a run are in both counts.
     for num_steps in (2, 6):
         name = f"synchronisations-{recipe}-{num_micro_batches}-{num_steps}"
         output = bench.run(recipe, name, by=watched, **{**keys, "max_steps": num_steps})
         told = output.with_suffix(".log").read_text(encoding="utf-8", errors="replace")
         counts.append(told.count("called a synchronizing CUDA operation"))
-        # The process makes one on purpose: none in the log means that warnings were lost, not that none were made.
+        # The process makes one on purpose: if it is not in the log, warnings were lost.
         if not counts[-1]:
             raise WrongResultError(f"the synchronisation made on purpose is not in {output.with_suffix('.log')}")
     return (counts[1] - counts[0]) / 4
 
 
 _SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
-    # Name -> width, width of the MLP, layers, heads, vocabulary; rows of a micro-batch; tokens of a row.
+    # Name -> hidden size, MLP size, layers, heads, vocabulary; rows per micro-batch; tokens per row.
     "124M": ((768, 2048, 12, 12, 50_304), 16, 1024),
     "1B": ((2048, 8192, 16, 32, 32_000), 4, 2048),
 }
@@ -370,7 +370,7 @@ _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def measure_throughput(shape: str, bench: Bench) -> Figures:
-    """Tokens a second, MFU and peak memory of pretraining, ours in each form against transformers' trainer."""
+    """Measure throughput, MFU and peak memory of pretraining, each of our variants against transformers' trainer."""
     sizes, num_rows, length = _SHAPES[shape]
     if bench.is_small:
         sizes, num_rows, length = (*SHAPE.values(), 320), 2, 32
@@ -408,7 +408,7 @@ def measure_throughput(shape: str, bench: Bench) -> Figures:
 
 
 def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
-    """Return the bytes that a run is planned to allocate, without what CUDA takes for itself and the reserve.
+    """Return the planned PyTorch allocation of a run, without CUDA context and reserve.
 
     Args:
         bench: Where it runs; of a CPU those of a GPU with 80 GB.
@@ -417,7 +417,7 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
     """
     flags = {**bench.name_inputs(recipe), "output_dir": bench.folder, **keys}
     config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
-    # Liger's kernels are on by default where they can be.
+    # Liger's kernels are on by default if they are supported.
     if "use_liger_kernel" not in keys and bench.is_cuda and find_spec("liger_kernel"):
         config = replace(config, training={**config.training, "use_liger_kernel": True})
     size = torch.cuda.get_device_properties(bench.device).total_memory if bench.is_cuda else 80e9
@@ -425,7 +425,7 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
 
 
 def list_checks() -> Iterable[Check]:
-    """Yield every check, most telling first."""
+    """Yield every check, the most important first."""
     yield Check("environment", "versions, device, matrix products, copies", look_at_environment)
     for recipe in _OF_RECIPE:
         yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))

@@ -1,4 +1,4 @@
-"""Rows of ``recipes prove``: kept as they come, resumed, and shown as a table and as a page."""
+"""Rows of ``recipes prove``: appended to a file, resumed, and formatted as a table and a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The result of a check.
+    """Result of a check.
 
     Attributes:
         machine: What it ran on, as ``Bench.describe`` says: on another one it is no result.
@@ -48,14 +48,14 @@ class Row:
 
 
 def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
-    """Run a check, whatever it raises, unless something that it needs is absent or no time is left."""
+    """Run a check and catch any error; skip it if a requirement is missing or no time is left."""
     obstacle = check.find_obstacle(bench) or ("" if seconds_left > 0 else "no time is left; run the command again")
     if obstacle:
         return Row(bench.describe(), check.name, check.what, SKIPPED, 0.0, {}, obstacle)
     began, figures, reason = time.perf_counter(), {}, ""
     try:
         figures = dict(check.run(bench))
-    except Exception as error:  # Of a driver or a package it may be of any kind.
+    except Exception as error:  # Errors of a driver or a package can have any type.
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
     if bench.is_cuda:
         torch.cuda.empty_cache()
@@ -65,20 +65,20 @@ def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
 
 
 def read_rows(folder: Path, machine: str | None = None) -> dict[str, Row]:
-    """Return the last row of each check by name, on one machine or on any; a line that a kill cut off is none."""
+    """Return the last row of each check by name, on one machine or on any; a truncated line is skipped."""
     lines = [line for line in read_lines(folder / ROWS_FILE) if line and line.keys() == Row.__dataclass_fields__.keys()]
     return {line["check"]: Row(**line) for line in lines if machine in (None, line["machine"])}
 
 
 def add_row(folder: Path, row: Row) -> None:
-    """Write a row down, so that a run that is cut off resumes behind it."""
+    """Append a row, so that an interrupted run can resume."""
     with (folder / ROWS_FILE).open("a+", encoding="utf-8") as stream:
-        # Behind a line that a kill cut off, a row begins on a line of its own.
+        # After a line truncated by a kill, a row begins on a new line.
         stream.write("\n" + json.dumps(asdict(row)) + "\n")
 
 
 def format_row(row: Row) -> str:
-    """Return a line for the terminal."""
+    """Format a row for the terminal."""
     told = row.reason.splitlines()[0] if row.reason else _format_figures(dict(islice(row.figures.items(), _SHOWN)))
     return f"{row.status:8}{row.check:28}{row.seconds:7.1f} s  {told}"
 

@@ -1,6 +1,6 @@
-"""What a check starts in a process of its own: ``python -m recipes_lib.proving.scripts``.
+"""Scripts that checks start in a separate process: ``python -m recipes_lib.proving.scripts``.
 
-``RECIPE FLAG ...`` runs a recipe while torch warns of every host synchronisation; ``JSON`` trains on random tokens by
+``RECIPE FLAG ...`` runs a recipe with warnings for every host synchronisation; ``JSON`` trains on random tokens with
 transformers' own trainer, for comparison.
 """
 
@@ -19,21 +19,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 
 
 class Clock(TrainerCallback):
-    """Notes when each step ends, the device's work done."""
+    """Records the end of each step, after synchronisation."""
 
     def __init__(self) -> None:
-        """Note nothing yet."""
+        """Start without steps."""
         self.times: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the device and note the time."""
+        """Synchronise and record the time."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.times.append(time.perf_counter())
 
 
 def train_by_peer(given: dict[str, Any]) -> None:
-    """Train as told and write ``peer.json``: tokens a second and peak memory in GB."""
+    """Train with transformers' trainer and write ``peer.json``: tokens per second and peak memory in GB."""
     shape = dict(given["model"])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -65,13 +65,13 @@ def train_by_peer(given: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Do what the arguments say."""
+    """Run the script of the arguments."""
     if arguments[0].startswith("{"):
         train_by_peer(json.loads(arguments[0]))
         return
     sys.argv = arguments
     torch.cuda.set_sync_debug_mode("warn")
-    torch.ones((), device="cuda").item()  # One that must be in the log, or warnings are lost.
+    torch.ones((), device="cuda").item()  # A synchronisation on purpose: if it is not in the log, warnings are lost.
     runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -1,4 +1,4 @@
-"""Charts of a run, as SVG that follows the page's colours and as PNG."""
+"""Charts of a run, as SVG in the page's colours and as PNG."""
 
 from __future__ import annotations
 
@@ -138,13 +138,13 @@ class Plan:
 
 
 def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
-    """Draw every chart that the run has points for, and write the PNGs to ``folder``."""
+    """Draw every chart with data, and write the PNGs to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     return [draw_chart(plan, folder) for plan in _plan_charts(run) if any(line.curve for line in plan.lines)]
 
 
 def _plan_charts(run: RunFiles) -> list[Plan]:
-    """Plan the charts of every recipe, in the order of the page; those that a run has no points for are left out."""
+    """Plan the charts of every recipe, in the order of the page; charts without data are omitted."""
     train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
 
     def both(name: str) -> list[Line]:
@@ -163,7 +163,8 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
         "divergence and cross-entropy mixed": is_distilled,
         "cross-entropy and load balancing of experts": balances,
     }
-    # Held-out text is measured by cross-entropy alone: another definition, which has a chart of its own.
+    # Held-out text is measured by cross-entropy only: other recipes have another definition of loss, with its own
+    # chart.
     mixed_unit = next((words for words, applies in parts.items() if applies), "")
     loss_alarms, norm_alarms = (find_non_finite_steps(run.train, name) for name in ("loss", "grad_norm"))
     held_out_alarms = find_non_finite_steps(run.evaluations, "eval_loss")
@@ -227,7 +228,7 @@ def _plan_rl(run: RunFiles) -> list[Plan]:
 
 
 def _draw_sets(run: RunFiles) -> list[Line]:
-    """Return a line for each held-out set that has a loss of its own, by its name."""
+    """Return a line for each named held-out set."""
     names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
     colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
     return [
@@ -237,7 +238,7 @@ def _draw_sets(run: RunFiles) -> list[Line]:
 
 
 def draw_chart(plan: Plan, folder: Path) -> Chart:
-    """Draw a chart that has points, and write its PNG to ``folder``, which is there."""
+    """Draw a chart with data, and write its PNG to the existing ``folder``."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": plan.name}):
         figure = Figure(figsize=(9.2, 3.1) if plan.is_wide else (4.5, 2.5), layout="constrained")
         axes = figure.add_subplot()
@@ -252,7 +253,7 @@ def draw_chart(plan: Plan, folder: Path) -> Chart:
 def save_figure(figure: Figure, path: Path) -> str:
     """Write a figure to ``path`` as a PNG, and return it as an ``<svg>`` element in the page's colours.
 
-    The element is hidden from readers that have the text beside it.
+    The element is hidden from screen readers, which have the text beside it.
     """
     figure.savefig(path, dpi=160, facecolor=PNG_BACKGROUND)
     buffer = io.StringIO()
@@ -297,16 +298,16 @@ def _finish(axes: Axes, plan: Plan) -> None:
     for step in plan.alarms:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
     if plan.has_legend and sum(bool(line.label and line.curve) for line in plan.lines) > 1:
-        # Beside the unit, where no curve runs.
+        # Beside the unit, where there is no curve.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=2, **place)
 
 
 def smooth(curve: Curve) -> Curve:
-    """Return the median of a twentieth of the curve around each of its points, at no more than 400 of them.
+    """Running median over a twentieth of the curve, at no more than 400 points.
 
     A median has neither the lag of a running mean nor its shoulders beside a spike. At the beginning, where curves are
-    steep, the stretch is shorter.
+    steep, the window is shorter.
     """
     reach = max(1, len(curve) // 40)
     stride = -(-len(curve) // MAX_SMOOTHED)
@@ -318,7 +319,7 @@ def smooth(curve: Curve) -> Curve:
 
 
 def thin_out(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """Return at most ``max_points`` points of the curve: its ends, and the extremes of equal stretches."""
+    """Reduce a curve to at most ``max_points`` points: its ends, and the extremes of equal intervals."""
     if len(curve) <= max_points:
         return curve
     size = -(-len(curve) * 2 // (max_points - 2))
@@ -379,5 +380,5 @@ def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], co
 
 
 def _choose_unit(largest: float) -> tuple[float, str]:
-    """Return the largest unit that is not larger than the number, and its name."""
+    """Return the largest unit that is at most the number, and its name."""
     return next(((size, name) for size, name in _UNITS if largest >= size), (1.0, "units"))

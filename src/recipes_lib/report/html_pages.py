@@ -1,4 +1,4 @@
-"""Pages from templates that need no network, and those of corpora, evaluations and scored rows."""
+"""Offline HTML pages from templates, and those of corpora, evaluations and scored rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
 def write_page(
     path: Path, template: str, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any
 ) -> Path:
-    """Write a page and return its path; everything that comes from data or configuration is escaped.
+    """Write a page and return its path; all text from data or configuration is escaped.
 
     Args:
         path: The page.
@@ -49,7 +49,7 @@ def write_page(
 
 
 def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Sequence[Record]]) -> Path:
-    """Write ``report.html`` of a corpus and return its path: what each step removed and why, with samples.
+    """Write ``report.html`` of a corpus and return its path: removals of each step with reasons and samples.
 
     Args:
         folder: The corpus.
@@ -85,7 +85,7 @@ def _format_share(part: int, whole: int) -> str:
 def write_eval_report(folder: Path) -> Path:
     """Write ``report.html`` of an evaluation and return its path: scores, and questions with answers and verdicts.
 
-    A script of its own filters the questions.
+    An inline script filters the questions.
 
     Raises:
         DataError: The folder holds no evaluation.
@@ -99,7 +99,7 @@ def write_eval_report(folder: Path) -> Path:
 
 
 def judge(row: Record) -> str:
-    """Return ``right`` or ``wrong`` by the first score of a question that is 0 or 1; nothing where none is."""
+    """Return ``right`` or ``wrong`` by the first score of a question that is 0 or 1; empty without one."""
     verdict = next((value for value in row["scores"].values() if value in (0, 1)), None)
     return "" if verdict is None else "right" if verdict else "wrong"
 
@@ -143,7 +143,7 @@ def write_score_report(scored: Path, column: str) -> Path:
 
 
 def _show_row(row: Mapping[str, Any]) -> str:
-    """The row as a person reads it, cut: turns under their roles, other columns by name."""
+    """Format a row for reading, truncated: turns by role, other columns by name."""
     parts = []
     for name, value in row.items():
         if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):

@@ -33,7 +33,7 @@ _MAX_SPARK_POINTS: Final = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One output: of a run, a corpus, an evaluation or another stage of a pipeline.
+    """One output of a run, a corpus, an evaluation or another stage of a pipeline.
 
     Attributes:
         name: Of the stage, or of the folder below the one that is looked at.
@@ -65,7 +65,7 @@ class Entry:
 
 
 def list_entries(folder: Path) -> list[Entry]:
-    """Return the stages of a pipeline in their order, else the outputs below a folder by name.
+    """Return the stages of a pipeline in order, or else the outputs below a folder by name.
 
     Raises:
         DataError: There are none.
@@ -82,7 +82,7 @@ def list_entries(folder: Path) -> list[Entry]:
 
 
 def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the outputs in a folder, those within an output left out."""
+    """Yield the outputs in a folder, without outputs nested in another."""
     try:
         children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())
     except OSError:
@@ -115,11 +115,22 @@ def describe_output(path: Path, name: str) -> Entry:
         run = read_run(path)
         return Entry(**known, **summarize(run))
     kind = "corpus" if (path / "corpus.json").is_file() else "eval" if (path / "eval.json").is_file() else ""
-    return Entry(**known, kind=kind, status="done" if kind else "")
+    return Entry(**known, **_find_score(path), kind=kind, status="done" if kind else "")
+
+
+def _find_score(path: Path) -> dict[str, Any]:
+    """Return the fields of an ``Entry`` of the first benchmark score, of a group if there is one; none without any."""
+    with suppress(DataError):
+        record = read_record(path / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
+        for task, found in [*record["groups"].items(), *record["tasks"].items()]:
+            for metric, score in (found.get("scores") or {}).items() if isinstance(found, dict) else ():
+                if isinstance(score, dict) and (value := read_number(score, "value")) is not None:
+                    return {"figure": f"{record['model'].get('name')}: {task} {metric}", "after": value}
+    return {}
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
-    """Return the fields of an ``Entry`` that a run's files say: kind, status, step, figure, seconds and curve."""
+    """Return the fields of an ``Entry`` from a run's files: kind, status, step, figure, seconds and curve."""
     last = run.train[-1] if run.train else {}
     facts: dict[str, Any] = {
         "kind": str(run.facts.get("stage", "")),
@@ -136,7 +147,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
 
 
 def describe_result(run: RunFiles) -> str:
-    """Return in a few words what a run reached and how long it took: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min``."""
+    """Return result and duration of a run in a few words: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min``."""
     entry = Entry(name=run.name, path=Path(), **summarize(run))
     parts = [show_figure(entry)] if entry.figure else []
     parts += [f"{entry.step:,} step{'s' * (entry.step != 1)}"] if entry.step is not None else []
@@ -144,13 +155,13 @@ def describe_result(run: RunFiles) -> str:
 
 
 def show_figure(entry: Entry) -> str:
-    """Return ``eval_loss 5.01 -> 2.14``; nothing where there is no figure."""
+    """Return ``eval_loss 5.01 -> 2.14``; empty without a figure."""
     before = "" if entry.before is None else f"{entry.before:.4g} -> "
     return f"{entry.figure} {before}{entry.after:.4g}" if entry.after is not None else ""
 
 
 def draw_spark(curve: Sequence[tuple[int, float]]) -> str:
-    """Return the points of a polyline that fits 120 x 28; nothing of fewer than two points."""
+    """Return the points of a polyline of 120 x 28; empty for fewer than two points."""
     if len(curve) < 2:
         return ""
     stride = -(-len(curve) // _MAX_SPARK_POINTS)
@@ -168,7 +179,7 @@ def draw_spark(curve: Sequence[tuple[int, float]]) -> str:
 def write_overview(folder: Path) -> Path:
     """Write ``index.html`` of a pipeline or of a folder of runs, and return its path.
 
-    The page needs no network; a script of its own sorts the table. What comes from names and records is escaped.
+    The page works offline; an inline script sorts the table. Names and record values are escaped.
 
     Raises:
         DataError: As ``list_entries``.
@@ -216,6 +227,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines whose columns stand below each other."""
+    """Format rows as aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

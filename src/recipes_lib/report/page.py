@@ -77,10 +77,10 @@ class KeyFigure:
 
 
 def build_report(run_dir: Path) -> Path:
-    """Write ``report.html`` and ``report/*.png`` into a run directory and return the path of the page.
+    """Write ``report.html`` and ``report/*.png`` to a run directory and return the path of the page.
 
-    The page needs no network and no script, and stays below a megabyte. Whatever a run has not (yet) written is left
-    out; everything that comes from data or configuration is escaped.
+    The page works offline without scripts, and is smaller than a megabyte. Missing parts of a run are omitted; all text
+    from data or configuration is escaped.
 
     Raises:
         DataError: ``run_dir`` holds no run.
@@ -125,7 +125,7 @@ def _describe_extent(run: RunFiles) -> str:
 
 
 def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    """Yield the key metrics of RL; nothing for other runs."""
+    """Yield the key metrics of RL; none for other runs."""
     for name, (label, template) in _OF_RL.items():
         if curve := read_curve(run.train, name):
             (first_step, first), (_, last) = curve[0], curve[-1]
@@ -135,7 +135,7 @@ def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
     yield from _choose_held_out_figures(run.evaluations)
-    # A clipped surrogate does not measure the distance of a policy.
+    # A clipped surrogate loss is no measure of the policy's change.
     is_rl = bool(read_curve(run.train, "objective/score"))
     if (loss := read_curve(run.train, "loss")) and not is_rl:
         yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
@@ -169,7 +169,7 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
 
 
 def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:
-    """Yield the latest value of everything evaluated, the user's own metrics too, with the first beside it."""
+    """Yield the latest value of every evaluation metric, including the user's own, with the first value beside it."""
     own = {name for record in evaluations for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
     labels = {**_HELD_OUT, **{name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}}
     for name, (label, template) in labels.items():
@@ -187,7 +187,7 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
         by_prompt.setdefault(str(sample.get("prompt", "")), {})[sample["step"]] = sample
     prompts = list(by_prompt.items())
     if _find_rewards(samples):
-        # The best ones and the worst ones, by what the last answer earns.
+        # The best and the worst ones, by the reward of the last answer.
         last = [(prompt, answers, _read_reward(answers[max(answers)])) for prompt, answers in prompts]
         known = sorted((row for row in last if row[2] is not None), key=lambda row: row[2] or 0.0, reverse=True)
         prompts = [(prompt, answers) for prompt, answers, _ in known]
@@ -251,7 +251,7 @@ def _compare_with_plan(facts: Record) -> Iterator[str]:
 
 
 def _is_record(name: str, value: str) -> bool:
-    """Return whether a fact is there to be compared by programs: hashes, versions, lists of files."""
+    """Return whether a fact is for comparison by programs: hashes, versions, lists of files."""
     return bool(_DIGEST.search(value)) or name.startswith(("versions ", "data ", "model files"))
 
 
@@ -261,12 +261,12 @@ def _list_config(facts: Record) -> list[tuple[str, str, str]]:
     if not isinstance(config, dict):
         return []
     rows = [(name, _show_value(value), str(origins.get(name, ""))) for name, value in sorted(config.items())]
-    # What someone chose comes first; sorting is stable.
+    # Values set by the user come first; sorting is stable.
     return sorted(rows, key=lambda row: row[2] in ("", "default"))
 
 
 def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested facts, each with its path in words."""
+    """Yield the leaves of nested facts, each with a readable path."""
     for name, value in facts.items():
         words = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, dict):
@@ -293,7 +293,7 @@ def _format_count(number: float) -> str:
 
 
 def find_problems(run: RunFiles) -> list[str]:
-    """Return what is wrong or doubtful about a run, one sentence each, the gravest first; empty when nothing is."""
+    """Return the problems of a run, one sentence each, the most serious first; empty without any."""
     return [
         *_judge_end(run),
         *_judge_rollbacks(run),
@@ -370,7 +370,7 @@ def _judge_gradients(run: RunFiles) -> list[str]:
     if len(curve) < 10:
         return []
     bound = SPIKE_FACTOR * statistics.median(value for _, value in curve)
-    # The first tenth is warm-up, where large gradients are in order.
+    # The first tenth is warm-up, where large gradients are normal.
     spikes = [step for step, value in curve[len(curve) // 10 :] if value > bound]
     return [f"The gradient norm exceeded ten times its median at {_list_steps(spikes)}."] if spikes else []
 

@@ -50,7 +50,7 @@ _NAME = "reliability"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Scores of P held-out pairs, as the head gives them: normalised ones would be calibrated to something else.
+    """Scores of P held-out pairs, not normalised, because calibration refers to the head's output.
 
     Attributes:
         chosen: ``(P,)``.
@@ -88,9 +88,9 @@ class HeldOutScores:
 
 
 def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
-    """The figures of a reward model as JSON values, ``None`` where one is not defined.
+    """Figures of a reward model as JSON values, ``None`` if undefined.
 
-    A tie, two equal scores, counts as half a pair won: it is a coin's toss. In the probes only a lower score counts.
+    A tie, two equal scores, counts as half a pair. In the probes only a lower score counts.
 
     Source: each figure against scipy, a closed form or a hand-made number in ``tests/report/test_reward_report.py``.
     """
@@ -118,7 +118,7 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
 
 
 def check_gates(report: Mapping[str, Any]) -> list[str]:
-    """What keeps a reward model from serving PPO, a sentence each: the figure, its bound, and what to do.
+    """Return the failed gates of a reward model, a sentence each: the figure, its bound, and the remedy.
 
     Source: the gates' bounds are those of ``docs/reward.md``.
     """
@@ -160,14 +160,14 @@ def check_gates(report: Mapping[str, Any]) -> list[str]:
 
 
 def compute_accuracy(margins: Floats) -> dict[str, Any]:
-    """Share of pairs whose chosen answer has the higher score, with the ends of its 95 % interval."""
+    """Share of pairs with a higher score of the chosen answer, with the bounds of its 95 % interval."""
     num_won = float((margins > 0).sum() + 0.5 * (margins == 0).sum())
     low, high = compute_wilson_interval(num_won, len(margins))
     return {"accuracy": num_won / len(margins), "accuracy_low": low, "accuracy_high": high}
 
 
 def compute_wilson_interval(num_won: float, num: int) -> tuple[float, float]:
-    """Ends of the 95 % interval of a share, from how many of ``num`` were won; ties are halves.
+    """Bounds of the 95 % Wilson interval of a share, from the wins among ``num``; ties are halves.
 
     Source: Wilson 1927; ``scipy.stats.binomtest(...).proportion_ci(method="wilson")``.
     """
@@ -178,11 +178,11 @@ def compute_wilson_interval(num_won: float, num: int) -> tuple[float, float]:
 
 
 def compute_calibration(margins: Floats) -> tuple[list[dict[str, Any]], float]:
-    """The reliability table and its expected calibration error, in units of probability.
+    """Reliability table and expected calibration error, in units of probability.
 
-    Each pair is seen in both orders, for the chosen answer always wins: ``sigmoid(margin)`` with a win, and
-    ``1 - sigmoid(margin)`` without. A bin of the table holds the probabilities predicted from ``from`` up to ``to``,
-    their mean, and the share of wins; the error is the mean distance of the two, weighted by the bins' numbers.
+    Each pair is used in both orders, because otherwise the chosen answer always wins: ``sigmoid(margin)`` with a win,
+    and ``1 - sigmoid(margin)`` without. A bin of the table has the predicted probabilities between ``from`` and ``to``,
+    their mean, and the share of wins; the error is the mean distance of the two, weighted by the sizes of the bins.
 
     Source: Guo et al. 2017, equation 3, over the 15 equal bins that it uses.
     """
@@ -199,11 +199,11 @@ def compute_calibration(margins: Floats) -> tuple[list[dict[str, Any]], float]:
 
 
 def compute_ece_by_chance(margins: Floats) -> float:
-    """The calibration error that a perfectly calibrated model with these predictions is expected to show.
+    """Expected calibration error of a perfectly calibrated model with these predictions.
 
-    The wins of a bin deviate from their predictions with the variance ``sum p (1 - p)`` over its pairs; of a normal
-    deviation the mean size is ``sqrt(2 / pi)`` of its standard one. The middle bin is its own mirror image, and never
-    deviates.
+    The wins of a bin deviate from their predictions with the variance ``sum p (1 - p)`` over its pairs; the mean
+    absolute value of a normal deviation is ``sqrt(2 / pi)`` of its standard deviation. The middle bin is its own mirror
+    image, and never deviates.
     """
     predicted, bins = _bin_predictions(margins)
     variances = np.bincount(bins, weights=predicted * (1 - predicted), minlength=NUM_BINS)
@@ -212,10 +212,10 @@ def compute_ece_by_chance(margins: Floats) -> float:
 
 
 def fit_temperature(margins: Floats) -> float | None:
-    """The temperature by which scores must be divided for the lowest negative log-likelihood.
+    """Temperature that minimises the negative log-likelihood of the scores divided by it.
 
-    Above 1 the model is too sure. ``None`` where no temperature is the best: scores that order no pair wrongly are best
-    near 0, and scores whose mean margin is not positive at no finite one.
+    Above 1 the model is overconfident. ``None`` if there is no optimum: scores without wrong orders are best near 0,
+    and scores with a mean margin of at most 0 at no finite temperature.
     """
     if margins.mean() <= 0 or margins.min() >= 0:
         return None
@@ -233,7 +233,7 @@ def fit_temperature(margins: Floats) -> float | None:
 
 
 def compute_correlation(first: Floats, second: Floats) -> float | None:
-    """Pearson's correlation; ``None`` where one side does not vary."""
+    """Pearson correlation; ``None`` if one variable is constant."""
     first, second = first - first.mean(), second - second.mean()
     size = math.sqrt(float(first @ first) * float(second @ second))
     return float(first @ second) / size if size else None
@@ -250,7 +250,7 @@ def _sigmoid(values: Floats) -> Floats:
 
 
 def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
-    """The probability that an answer is the chosen one, ``(2P,)``: chosen ones first, then rejected; and its bin."""
+    """Probability that an answer is the chosen one, ``(2P,)``: chosen answers first, then rejected; and its bin."""
     predicted = _sigmoid(np.concatenate([margins, -margins]))
     return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
 
@@ -275,16 +275,16 @@ def _group_by_source(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
 
 
 def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]:
-    """How many scores lie in each of thirty equal bins."""
+    """Number of scores in each of thirty equal bins."""
     edges = np.histogram_bin_edges(both, bins=NUM_HISTOGRAM_BINS)
     counts = {name: np.histogram(getattr(scores, name), edges)[0].tolist() for name in ("chosen", "rejected")}
     return {"edges": edges.tolist(), **counts}
 
 
 def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
-    """How far length explains scores: over answers, over answers to the same prompt, and over pairs.
+    """Correlation of length and score: over answers, over answers to the same prompt, and over pairs.
 
-    ``slope`` is the margin that a chosen answer gains with each token by which it is longer, by least squares.
+    ``slope`` is the change of the margin per additional token of the chosen answer, by least squares.
     """
     difference = np.asarray(scores.chosen_lengths - scores.rejected_lengths, dtype=np.float64)
     is_shorter = difference < 0
@@ -310,7 +310,7 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
 
 def _subtract_means(values: Floats | Ints, groups: Ints) -> Floats:
     means = np.bincount(groups, weights=values) / np.bincount(groups)
-    # What is nothing but rounding must not be given ranks.
+    # Differences that are only rounding must not get ranks.
     return np.asarray(np.round(values - means[groups], 9))
 
 
@@ -333,7 +333,7 @@ def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:
 def draw_reliability(report: Mapping[str, Any], folder: Path) -> Chart:
     """Draw the reliability of a reward model beside the histogram of its scores, and write the PNG to ``folder``.
 
-    Of the two orders in which a pair is seen, the one with the likelier win is shown: the other mirrors it.
+    Of both orders of a pair, the one with the more likely win is shown: the other is its mirror image.
 
     Args:
         report: From ``build_reward_report``, or read again from JSON.
@@ -406,7 +406,7 @@ MAX_PAIRS: Final = 1000
 def score_held_out(
     reward_model: RewardModel, pairs: Sequence[Pair], *, sources: Sequence[str] | None = None
 ) -> HeldOutScores:
-    """Scores of held-out pairs and of their altered forms, eight answers a pair, in units of the head.
+    """Scores of held-out pairs and of their altered forms, eight answers per pair, not normalised.
 
     Args:
         reward_model: Whose.
@@ -435,10 +435,10 @@ def score_held_out(
 
 
 def choose_other_prompts(prompts: Sequence[Hashable]) -> list[int | None]:
-    """For each row the number of one whose prompt it gets instead: another prompt, and each row's is given once.
+    """Choose another row's prompt for each row: a different prompt, and each row's prompt is used once.
 
-    Rows are ordered by prompt and turned on by as many as share the most frequent one, which leaves no row its own
-    prompt unless more than half of all rows share it; those that would keep theirs get ``None``.
+    Rows are sorted by prompt and rotated by the count of the most frequent one. No row keeps its own prompt, unless
+    more than half of all rows share it; those rows get ``None``.
     """
     first = {prompt: at for at, prompt in reversed([*enumerate(prompts)])}
     order = sorted(range(len(prompts)), key=lambda row: first[prompts[row]])
@@ -461,7 +461,7 @@ def _swap_prompts(parts: Sequence[Sequence[TokenIds]]) -> dict[str, list[TokenId
 def _alter_chosen(
     parts: Sequence[Sequence[TokenIds]], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[TokenIds | None]]:
-    """Chosen answers behind their prompts, altered; but for the first kind they end as they did."""
+    """Chosen answers after their prompts, altered; except for the first kind, the end is unchanged."""
     altered: dict[str, list[TokenIds | None]] = {}
     gap = _encode(tokenizer, _WHITE_SPACE)
     end_tokens = find_end_tokens(tokenizer)
@@ -500,7 +500,7 @@ class PairRows(Protocol):
 
 
 def settle_scale(reward_model: RewardModel, pairs: PairRows) -> None:
-    """Store mean and deviation of the scores of chosen training answers with the model, which scores by them then.
+    """Store mean and standard deviation of the scores of chosen training answers with the model, for normalisation.
 
     Args:
         reward_model: After training; its configuration is saved with it afterwards. Where its weights are sharded
@@ -518,7 +518,7 @@ def settle_scale(reward_model: RewardModel, pairs: PairRows) -> None:
 def write_verdict(
     reward_model: RewardModel, pairs: PairRows | None, folder: Path, *, is_main: bool = True
 ) -> Sequence[str] | None:
-    """Score held-out pairs, as they are and altered, and write ``reward_report.json``.
+    """Score held-out pairs, unchanged and altered, and write ``reward_report.json``.
 
     Args:
         reward_model: After ``settle_scale``; where its weights are sharded every process must call.
@@ -547,7 +547,7 @@ def write_verdict(
 
 
 def read_verdict(folder: Path) -> Mapping[str, Any] | None:
-    """Return what ``write_verdict`` wrote into a run's directory; ``None`` where there is nothing whole."""
+    """Return the verdict of ``write_verdict`` in a run's directory; ``None`` without a complete one."""
     with suppress(DataError):
         return read_record(folder / REWARD_FILE, {"failed_gates": list})
     return None

@@ -1,4 +1,4 @@
-"""``recipes report A B --compare``: curves of several runs over each other, key figures and keys with differences."""
+"""``recipes report A B --compare``: overlaid curves of several runs, and differences of figures and keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNIMPORTANT: Final = ("output_dir", "prepared_dir", "run_name")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of a figure or a key: its value in each run, and of a figure the differences from the first run's."""
+    """A figure or key: its value in each run, and for a figure the differences from the first run."""
 
     name: str
     values: Sequence[str]
@@ -45,9 +45,9 @@ class Row:
 
 
 def write_comparison(folders: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares runs, the first of which is the base, and return its path.
+    """Write a page that compares runs with the first one, and return its path.
 
-    The page needs no network and no script; everything that comes from data or configuration is escaped.
+    The page works offline without scripts; all text from data or configuration is escaped.
 
     Args:
         folders: Output directories, two to four.
@@ -84,7 +84,7 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
 
 def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: bool) -> list[Chart]:
-    """Draw a chart of each figure that a run has, with a curve for each run.
+    """Draw one chart per figure, with a curve for each run.
 
     Args:
         runs: By name.
@@ -100,7 +100,7 @@ def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: boo
             for (label, run), colour in zip(runs.items(), _COLOURS, strict=False)
         ]
         if any(line.curve for line in lines):
-            # The legend is the page's: names of folders are long.
+            # The page has the legend, because names of folders are long.
             charts.append(draw_chart(Plan(name.replace("/", "_"), name, lines, unit, has_legend=False), folder))
     return charts
 
@@ -114,7 +114,7 @@ def _read(run: RunFiles, name: str) -> list[tuple[int, float]]:
 
 
 def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Row]:
-    """Return what each run reached: every held-out figure, the training loss, steps, tokens, time and memory.
+    """Return the final figures of each run: every held-out figure, the training loss, steps, tokens, time and memory.
 
     Args:
         runs: The first is the base.
@@ -127,7 +127,7 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
         if not is_one_recipe and name in _LOSSES:
             continue
         curves = [_read(run, name) for run in runs]
-        # A training curve is noisy: its last median, as the page of a run has it.
+        # A training curve is noisy: its last running median, as on the page of a run.
         ends = [(smooth(curve) if name == "loss" else curve)[-1][1] if curve else None for curve in curves]
         rows.append(_build_row(name, ends))
     last = [run.train[-1] if run.train else {} for run in runs]
@@ -150,13 +150,13 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
         else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base else "")
         for value in values[1:]
     ]
-    # Counts are read to their last digit, other figures to the fifth.
+    # Counts are shown exactly, other figures with five digits.
     shown = ["" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}" for value in values]
     return Row(name, shown, differences)
 
 
 def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:
-    """Return the keys of the configurations whose values differ, those alone that decide what is computed."""
+    """Return the keys with different values, restricted to keys that affect results."""
     configs: list[dict[str, Any]] = []
     for run in runs:
         config = run.facts.get("config")

@@ -1,4 +1,4 @@
-"""The files of an output directory, read tolerantly."""
+"""Files of an output directory, with tolerant reading."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunFiles:
 
     @property
     def metrics(self) -> list[Record]:
-        """Every logged step and evaluation in order, as ``pandas.DataFrame`` takes them."""
+        """Every logged step and evaluation in order, for ``pandas.DataFrame``."""
         return sorted([*self.train, *self.evaluations], key=lambda event: int(event["step"]))
 
 
@@ -72,7 +72,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 class Score(NamedTuple):
-    """A benchmark score: its standard error, the dataset, in words how it was asked, and whether of all questions."""
+    """A benchmark score: standard error, dataset, description of the prompts, and whether it covers all questions."""
 
     task: str
     metric: str
@@ -101,7 +101,7 @@ def list_scores(facts: Record) -> Iterator[Score]:
 
 
 def read_number(record: Record, name: str) -> float | None:
-    """Return a figure of a record, NaN and infinities included; ``None`` where it is missing or no number."""
+    """Return a figure of a record, NaN and infinities included; ``None`` if it is missing or not a number."""
     return parse_number(record.get(name))
 
 
@@ -137,6 +137,6 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _keep_last(records: Sequence[Record], *names: str) -> list[Record]:
-    """Return the records ordered by step; of those alike in ``names`` the last: a resumed run logs again."""
+    """Return the records ordered by step; of those equal in ``names`` the last, because a resumed run logs again."""
     kept = {tuple(str(record.get(name)) for name in names): record for record in records}
     return sorted(kept.values(), key=lambda record: int(record["step"]))

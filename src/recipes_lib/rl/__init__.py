@@ -1,1 +1,1 @@
-"""Reinforcement learning from rewards: rollouts, rewards, the mathematics of PPO, and its loop."""
+"""Reinforcement learning from rewards: rollouts, rewards, losses, and the training loop of PPO, RLOO and GRPO."""

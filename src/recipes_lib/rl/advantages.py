@@ -1,7 +1,7 @@
 """Advantages and returns of sampled answers as pure tensor functions: GAE, leave-one-out, group mean.
 
-Everywhere ``B`` answers have up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True where a token of an answer stands.
-What stands where it is False never counts.
+Tensors have ``B`` answers of up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True at the tokens of an answer. Values
+at other positions are ignored.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from recipes_lib.config.schema import PPOConfig
 from recipes_lib.rl.rollout import Rollout
 
 ROUNDING: Final = 8 * torch.finfo(torch.float32).eps
-"""Share of the largest reward by which equal ones may differ: a reward model reads answers in batches of any shape."""
+"""Relative tolerance for equal rewards: scores of a reward model depend on the batch shape, by rounding."""
 GROUP_EPSILON: Final = 1e-4
-"""Added to a standard deviation of rewards before it divides; TRL's."""
+"""Added to the standard deviation of rewards before division, as in TRL."""
 
 
 def estimate_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """``log p - log q`` of each sampled token, in nats: the estimator k1 of ``KL(p || q)``, which may be negative.
+    """``log p - log q`` of each sampled token, in nats: the k1 estimator of ``KL(p || q)``, which can be negative.
 
-    The only one that may stand in a reward: the gradient of its expectation is that of KL, while k3's is off by ``q -
-    p`` and k2's has no such relation.
+    k1 is the only valid estimator inside a reward: the gradient of its expectation is that of KL, while k3's is wrong
+    by ``q - p`` and k2's is unrelated.
 
     Source: Schulman 2020, "Approximating KL divergence"; gradients in ``tests/rl/test_advantages.py``.
     """
@@ -33,14 +33,14 @@ def estimate_kl(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 
 def penalise_missing_end(scores: Tensor, finished: Tensor, penalty: float) -> Tensor:
-    """Scores ``(B,)`` less ``penalty`` where an answer ran into the limit; ``finished`` is ``bool (B,)``."""
+    """Subtract ``penalty`` from scores ``(B,)`` of truncated answers; ``finished`` is ``bool (B,)``."""
     return scores - penalty * (~finished).to(scores.dtype)
 
 
 def compute_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Reward of each token, ``(B, T)``: ``-kl_coef * kl``, and the score besides at an answer's last token.
+    """Reward of each token, ``(B, T)``: ``-kl_coef * kl``, plus the score at the last token of the answer.
 
-    Their sum over an answer is its score less ``kl_coef`` times its KL.
+    The sum over an answer is its score minus ``kl_coef`` times its KL.
 
     Args:
         scores: One for each answer, ``(B,)``.
@@ -62,8 +62,7 @@ def compute_advantages(
     """Generalised advantage estimates and returns, both ``(B, T)`` and 0 outside the answers.
 
     ``A_t = delta_t + gamma lam A_{t+1}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``; after the last token both are 0.
-    Tokens outside an answer, also between its tokens, are passed over: neither do they contribute nor do they cut off
-    what comes after.
+    Masked tokens, also inside an answer, are skipped: they contribute nothing and do not interrupt the recursion.
 
     Args:
         rewards: ``(B, T)``.
@@ -88,7 +87,7 @@ def compute_advantages(
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Values ``(B, T)`` with mean 0 and variance 1 over all answers' tokens, 0 elsewhere.
 
-    A single token, or tokens all alike, become 0, or keep their mean.
+    A single token, or equal values, give 0, or their mean if ``shift_mean`` is False.
 
     Args:
         values: Of a whole rollout, over all processes.
@@ -105,7 +104,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 
 
 def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tensor:
-    """Each answer's reward less the mean of its group, ``(B,)``: GRPO's advantage.
+    """Reward minus the group mean, ``(B,)``, optionally divided by a standard deviation: GRPO's advantage.
 
     Args:
         rewards: ``(B,)``; answers to one prompt stand together. NaN of an answer that is not scored: it is excluded
@@ -127,19 +126,19 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
 
 
 def find_flat_groups(rewards: Tensor) -> Tensor:
-    """Whether no answer of a group earns more than another but for rounding, ``bool (groups,)``: it teaches nothing.
+    """Whether the rewards of a group are equal up to rounding, ``bool (groups,)``: such a group gives no gradient.
 
     Args:
         rewards: ``(groups, answers)``; NaN of an answer that is not scored, which tells nothing apart.
     """
     lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
     highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
-    # Of a group of which nothing is known the difference is minus infinity.
+    # A group without any reward has the difference -inf, and so counts as flat.
     return ~(highest - lowest > ROUNDING * torch.maximum(lowest.abs(), highest.abs()))
 
 
 def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: bool = False) -> Tensor:
-    """Each answer's reward less the mean of the other answers to its prompt, ``(B,)``: RLOO's advantage.
+    """Reward minus the mean of the other answers to the same prompt, ``(B,)``: RLOO's advantage.
 
     Args:
         rewards: As for ``compute_group_advantages``, ``beta`` times the KL of the whole answer subtracted. An answer
@@ -158,14 +157,14 @@ def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: 
 
 
 def _compute_deviation(values: Tensor) -> Tensor:
-    """Unbiased standard deviation of each row's numbers that are not NaN, ``(rows, 1)``."""
+    """Unbiased standard deviation of the values of each row that are not NaN, ``(rows, 1)``."""
     count = (~values.isnan()).sum(dim=1, keepdim=True)
     squares = (values - values.nanmean(dim=1, keepdim=True)).square().nansum(dim=1, keepdim=True)
     return (squares / (count - 1)).sqrt()
 
 
 def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Share of the variance of returns that the critic explains: 1 is all, 0 what a constant would, below 0 worse."""
+    """Explained variance of returns by the critic: 1 is perfect, 0 equals a constant, negative is worse."""
     kept_values, kept_returns = values[mask], returns[mask]
     variance = kept_returns.var(unbiased=False)
     if variance == 0:
@@ -174,14 +173,14 @@ def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) ->
 
 
 class KLController:
-    """The KL coefficient: fixed, or adapted so that the KL of an answer comes to a target.
+    """KL coefficient: fixed, or adapted to a target KL per answer.
 
     Attributes:
         kl_coef: The current coefficient.
     """
 
     def __init__(self, kl_coef: float, *, target_per_sequence: float | None, horizon: float) -> None:
-        """Begin at ``kl_coef``.
+        """Start at ``kl_coef``.
 
         Args:
             kl_coef: The initial coefficient.
@@ -193,7 +192,7 @@ class KLController:
         self._horizon = horizon
 
     def update(self, kl_per_sequence: float, num_answers: int) -> None:
-        """Raise or lower the coefficient after ``num_answers`` answers with this mean KL, in nats an answer.
+        """Update the coefficient after ``num_answers`` answers with this mean KL, in nats per answer.
 
         Source: Ziegler et al. 2019, section 2.2: the relative error is cut off at 0.2.
         """
@@ -204,7 +203,7 @@ class KLController:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What an iteration learns from.
+    """Training targets of an iteration.
 
     Attributes:
         advantages: Whitened, ``(B, T)``; 0 where nothing is learnt.
@@ -220,7 +219,7 @@ class Targets:
 
 
 def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef: float) -> Targets:
-    """Work out advantages and returns of all answers of an iteration.
+    """Compute advantages and returns of all answers of an iteration.
 
     Args:
         rollout: All answers, of all processes.

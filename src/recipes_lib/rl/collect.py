@@ -38,27 +38,27 @@ OFF_POLICY_SHARE: Final = "rollout/off_policy_share"
 
 
 class Ahead:
-    """Answers that a thread asks an engine of its own for, while something else is computed; one batch at a time.
+    """Asynchronous sampling: a thread requests answers from a separate engine during other work; one batch at a time.
 
     Source: ``tests/rl/test_collect.py``.
     """
 
     def __init__(self) -> None:
-        """Ask for nothing yet."""
+        """Start without a request."""
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._asked: Future[Generated] | None = None
 
     def ask(self, generate: Callable[[], Generated]) -> None:
-        """Begin to sample."""
+        """Start sampling."""
         self._asked = self._pool.submit(generate)
 
     def wait(self) -> None:
-        """Wait until the engine has nothing to do, so that it may get other weights."""
+        """Wait until the engine is idle, so that its weights can be replaced."""
         if self._asked is not None:
             self._asked.exception()
 
     def take(self) -> Generated | None:
-        """Return the answers when they are there; ``None`` if none were asked for. Every process must call.
+        """Return the answers when they are complete; ``None`` without a request. Every process must call.
 
         Raises:
             ConfigError: The engine failed.
@@ -66,20 +66,21 @@ class Ahead:
         """
         asked, self._asked, answers = self._asked, None, None
         if asked is not None:
-            # Who leaves meets here those who have their answers: what follows is done by all together.
+            # Ranks that leave on a stop request meet here the ranks that have their answers: the next collective is
+            # joint.
             with suppress(LeftError):
                 answers = asked.result()
             stop_if_agreed()
         return answers
 
     def close(self) -> None:
-        """Ask for nothing more, and wait for nothing."""
+        """Accept no more requests, without waiting."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Collector:
-    """Collects answers on one process.
+    """Collects answers on one process: sampling, scoring, log-probabilities and values.
 
     Attributes:
         models: Policy, critic, reference.
@@ -117,7 +118,7 @@ class Collector:
         is_loaded: bool = False,
         following: tuple[Sequence[PromptRow], Sequence[int]] | None = None,
     ) -> tuple[Rollout, dict[str, float]]:
-        """Answer prompts and say everything of the answers that the updates need.
+        """Sample answers to prompts, score them, and compute the log-probabilities and values that the updates need.
 
         Args:
             prompts: At least one.
@@ -138,7 +139,7 @@ class Collector:
         early = None if self.ahead is None else self.ahead.take()
         if not is_loaded:
             self._load()
-        # An engine that serves all processes has the weights when the one that sends them has sent them.
+        # A shared engine has the new weights only once the sending rank has finished.
         barrier()
         began = time.perf_counter()
         rollout = self._sample(list(prompts), numbers, early)
@@ -160,12 +161,12 @@ class Collector:
         return rollout, {f"time/{name}": value for name, value in seconds.items()} | share
 
     def close(self) -> None:
-        """Sample nothing more ahead."""
+        """Stop asynchronous sampling."""
         if self.ahead is not None:
             self.ahead.close()
 
     def answer(self, prompts: Sequence[PromptRow], numbers: Sequence[int]) -> tuple[Rollout, list[str]]:
-        """Answer prompts and score the answers; return them, and as texts without special tokens.
+        """Sample and score answers; return them as tokens, and as texts without special tokens.
 
         Args:
             prompts: At least one.
@@ -192,7 +193,7 @@ class Collector:
 
     def _sample(self, prompts: list[PromptRow], numbers: Sequence[int], early: Generated | None = None) -> Rollout:
         WATCHDOG.enter("sampling answers")
-        # Prompts of like length in one batch: less padding, and answers do not depend on it.
+        # Batches have prompts of similar length, which reduces padding; answers do not depend on the order.
         order = list(range(len(prompts)))
         if early is None:
             order.sort(key=lambda row: len(prompts[row].input_ids))
@@ -205,7 +206,7 @@ class Collector:
                 asked, theirs = [prompts[row] for row in rows], [numbers[row] for row in rows]
                 answered = self._generate(policy, asked, theirs) if early is None else early
                 width = answered.response_ids.shape[1]
-                # A batch stays below the limit only when all of its answers ended: what stands behind them is masked.
+                # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
                 ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
         mask, finished = mask_answers(ids, self.models.stop_ids)
         none = torch.zeros(len(prompts))
@@ -232,8 +233,8 @@ class Collector:
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
         WATCHDOG.enter("scoring answers")
-        # Rewards that draw from a global generator draw what they would have drawn in a run without a stop. Seeded
-        # here, because what a library loads at its first use may draw too.
+        # Rewards that use global random generators must give the same values as in a run without interruption. The seed
+        # is set here, because a library may also draw numbers when it is loaded at its first use.
         set_seed((self.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
@@ -265,7 +266,7 @@ class Collector:
         return dataclasses.replace(rollout, logps=old, ref_logps=ref, values=values)
 
     def _map(self, rollout: Rollout, compute: Callable[[Sequences], Tensor]) -> Tensor:
-        """What ``compute`` gives for every answer, ``float32 (B, T)``, without gradients."""
+        """Apply ``compute`` to all answers, ``float32 (B, T)``, without gradients."""
         result = torch.zeros(rollout.mask.shape)
         parts: Iterable[list[int]] = rollout.cut(self.batch_size)
         with torch.no_grad(), self.precision():
@@ -279,7 +280,7 @@ class Collector:
 def read_answers(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptRow], answers: Sequence[list[int]]
 ) -> list[str]:
-    """The texts of answers without special tokens; after a plain prompt they continue it as the tokens do."""
+    """Texts of answers without special tokens; after a plain prompt, decoded as its continuation."""
     return [
         read_continuation(tokenizer, prompt.input_ids, ids)
         if isinstance(prompt.content, str)

@@ -26,7 +26,7 @@ from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_sched
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What an iteration learns from.
+    """Advantages and figures of an iteration.
 
     Attributes:
         rollout: With advantages, and returns where there is a critic.
@@ -40,7 +40,7 @@ class Estimate:
 
 
 class Method(Protocol):
-    """PPO, RLOO or GRPO.
+    """Interface of PPO, RLOO and GRPO.
 
     Attributes:
         schedule: Length of the run.
@@ -55,11 +55,11 @@ class Method(Protocol):
     num_idle_iterations: int
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
-        """Work out advantages of all answers of an iteration, those of all processes."""
+        """Compute the advantages of all answers of an iteration, over all processes."""
         ...
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
-        """Return what there is to say of an iteration's estimate and of its steps."""
+        """Return the metrics of an iteration's estimate and of its steps."""
         ...
 
 
@@ -67,7 +67,7 @@ class PPOMethod:
     """Generalised advantage estimation over a critic."""
 
     def __init__(self, config: RecipeConfig, num_prompts: int, world_size: int) -> None:
-        """Read the keys of a run.
+        """Read the keys of the configuration.
 
         Raises:
             ConfigError: As ``verify_warmup``.
@@ -80,25 +80,25 @@ class PPOMethod:
         self._config = config
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
-        """Work out advantages and returns."""
+        """Compute advantages and returns."""
         targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, kl_coef)
         learnt = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
-        # One group: a critic stands in for the other answers to a prompt.
+        # One group of size 1: the critic replaces the other answers to a prompt as the baseline.
         return Estimate(learnt, targets.scores[None], targets.total)
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
-        """Say how the critic's values fit, and what the updates were like."""
+        """Return the explained variance of the critic and the averages of the updates."""
         return describe_values(estimate.rollout) | average_steps("policy", policy) | average_steps("value", critic)
 
 
 class GroupMethod:
-    """RLOO and GRPO: other answers to the same prompt instead of a critic."""
+    """RLOO and GRPO: the baseline is the other answers to the same prompt instead of a critic."""
 
     target_kl: float | None = None
     num_idle_iterations = 0
 
     def __init__(self, config: RecipeConfig, num_prompts: int, world_size: int) -> None:
-        """Read the keys of a run.
+        """Read the keys of the configuration.
 
         Raises:
             ConfigError: As ``compute_group_schedule``.
@@ -113,7 +113,7 @@ class GroupMethod:
             self.objective = PolicyObjective(**{name: config.read(name) for name in names})
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
-        """Work out the advantages of whole answers; an answer whose truncation is masked counts in its group alone."""
+        """Compute advantages per answer; a truncated answer that is masked from the loss still counts in its group."""
         read, group = self._config.read, self.schedule.group
         penalty = self._config.rewards.missing_eos_penalty or 0.0
         scores = penalise_missing_end(rollout.scores, rollout.finished, penalty)
@@ -124,7 +124,7 @@ class GroupMethod:
             total = scores - read("beta") * kl.sum(dim=1)
             advantages = compute_leave_one_out_advantages(total, group, normalize=read("normalize_advantages"))
         else:
-            # TRL takes a boolean for a scale: true is the group's.
+            # TRL also accepts a boolean scale: true means the group's.
             scale = {True: "group", False: "none"}.get(read("scale_rewards"), read("scale_rewards"))
             advantages = compute_group_advantages(scores, group, scale=scale)
         learnt = dataclasses.replace(rollout, advantages=advantages[:, None] * rollout.mask)
@@ -133,7 +133,7 @@ class GroupMethod:
         return Estimate(learnt, scores.view(-1, group), total)
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
-        """Return TRL's figures under its names."""
+        """Return metrics under TRL's names."""
         known = estimate.total[~estimate.total.isnan()]
         steps = average_steps("policy", policy)
         low, high = steps.get("policy/clipfrac_low", 0.0), steps.get("policy/clipfrac_high", 0.0)

@@ -1,4 +1,4 @@
-"""Policy, critic, reference and reward model of PPO: four models, or adapters on one trunk; sharded by FSDP2."""
+"""Policy, critic, reference and reward model: four models, or adapters on one shared base; sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from recipes_lib.training.trainers.trained_model import load_policy
 
 
 def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any], Any]:
-    """Return what brings a loaded model to where it computes: whole on this process's device, or sharded over all.
+    """Return the function that places a loaded model: replicated on this process's device, or sharded over all.
 
-    Under FSDP every process must bring the same models in the same order.
+    Under FSDP, every process must place the same models in the same order.
 
     Args:
         args: Device and precision.
@@ -56,9 +56,10 @@ def choose_placement(args: TrainingArguments, launch: Launch) -> Callable[[Any],
 
 @contextmanager
 def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
-    """Have all weights of a model on every process meanwhile, so that nobody within waits for another; all must enter.
+    """Gather all weights of a model on every process inside the context, so that ranks need not wait for each other.
 
-    A rank that leaves by a ``LeftError`` calls ``stop_if_agreed`` next, where it meets the ranks that came to the end.
+    All ranks must enter. A rank that leaves by a ``LeftError`` calls ``stop_if_agreed`` next, where it meets the ranks
+    that reached the end.
 
     Args:
         model: Sharded; with any other there is nothing to do.
@@ -76,7 +77,7 @@ def held_whole(model: Any, *, is_needed: bool = True) -> Iterator[None]:
 
 
 def beat_between(model: Any) -> None:
-    """Tell of progress between forward passes, and leave if asked to: alone, or together where all take part in them.
+    """Report progress between forward passes, and leave on a stop request: alone, or jointly if all ranks take part.
 
     Raises:
         LeftError: This process was asked, and the model is its own.
@@ -111,12 +112,12 @@ class ActorCritic:
 
     @property
     def is_shared(self) -> bool:
-        """Whether policy, critic and reference stand on one trunk."""
+        """Whether policy, critic and reference share one base model."""
         return self.own_reference is None and hasattr(self.policy, "peft_config")
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a share of each model, and all of them run it together."""
+        """Whether each process holds a shard of each model, and all of them run it together."""
         return is_sharded(self.policy)
 
     @contextmanager
@@ -133,16 +134,16 @@ class ActorCritic:
 
     @contextmanager
     def as_reference(self) -> Iterator[Any]:
-        """Yield the model that training started from."""
+        """Yield the reference model, which is the start of training."""
         reference = self.policy if self.is_shared else self.own_reference
         with self._as("reference", reference):
             yield reference
 
     @contextmanager
     def _as(self, name: Role, model: Any) -> Iterator[None]:
-        """Let a model run, and leave every process its own shards: FSDP2 keeps some weights whole after a forward pass.
+        """Activate a role, and reshard after it: FSDP2 leaves some weights gathered after a forward pass.
 
-        Before a role ends, because the trunk's parameters that are whole are other ones than those it came with.
+        Resharding happens before the role ends, because the base has other gathered parameters than before the role.
         """
         trunk = self.policy if self.is_shared else model
         with role(self.policy, name) if self.is_shared else nullcontext():
@@ -152,8 +153,8 @@ class ActorCritic:
                 reshard(trunk)
 
     def policy_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the policy's optimizer trains, by name: where it is sharded, the shards."""
-        # After a forward pass FSDP2 shows some weights whole, and what is done to those is lost.
+        """Return the parameters of the policy's optimizer by name; the shards if it is sharded."""
+        # After a forward pass, FSDP2 exposes some gathered weights, and changes to those would be lost.
         reshard(self.policy)
         return {
             name: parameter
@@ -162,7 +163,7 @@ class ActorCritic:
         }
 
     def critic_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the critic's optimizer trains, by name; as ``policy_parameters``."""
+        """Return the parameters of the critic's optimizer by name; as ``policy_parameters``."""
         if self.critic is None:
             return {}
         reshard(self.critic)
@@ -172,13 +173,13 @@ class ActorCritic:
         return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
     def set_training(self, *, training: bool) -> None:
-        """Put policy and critic into training mode, in which activations are recomputed, or out of it."""
+        """Switch policy and critic to training mode, in which activations are recomputed, or to evaluation mode."""
         self.policy.train(training)
         if self.critic is not None:
             self.critic.train(training)
 
     def drop_critic(self) -> Any:
-        """Return the policy as it is exported: without an adapter that is not its own."""
+        """Return the policy for export, without the adapters of other roles."""
         if self.is_shared:
             drop_scorers(self.policy)
         return self.policy
@@ -191,7 +192,7 @@ def load_actor_critic(
     tokenizer: PreTrainedTokenizerBase,
     terminators: Sequence[int],
 ) -> ActorCritic:
-    """Load the models of a run on this process's device, dropout off in all of them.
+    """Load the models of a run on this process's device, with dropout disabled in all of them.
 
     Args:
         config: The run.
@@ -219,7 +220,7 @@ def load_actor_critic(
             critic, reward = _add_scorers(config, args, policy)
         policy = _place_trunk(policy, [critic, reward and reward.model], place, args, launch)
     else:
-        # One after the other, so that the host never has more than two of them whole.
+        # One model after the other, so that the host holds at most two full models.
         if has_reference:
             own_reference = place(copy.deepcopy(policy).eval().requires_grad_(False))
         policy = place(policy)
@@ -237,7 +238,7 @@ def load_actor_critic(
 
 
 def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> tuple[Any, RewardModel | None]:
-    """Critic and, where it was saved as an adapter of the same base, reward model on the policy's trunk.
+    """Add the critic to the policy's base model, and the reward model if it is an adapter of the same base.
 
     Raises:
         ConfigError: As ``RewardModel.share``; or the critic would start from another model than the policy's.
@@ -268,8 +269,8 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
 def _place_trunk(
     policy: Any, scorers: Sequence[Any], place: Callable[[Any], Any], args: TrainingArguments, launch: Launch
 ) -> Any:
-    """Bring a policy and the heads of what stands on it to where they compute; FSDP2 shards all adapters with it."""
-    # Loading has put quantised weights on the device, where they stay unless they are sharded.
+    """Place a policy and the heads of its other roles; FSDP2 shards all adapters together with the base."""
+    # Loading already placed quantised weights on the device; they stay there unless they are sharded.
     if launch.engine or not getattr(unwrap_adapter(policy), "is_quantized", False):
         policy = place(policy)
     for scorer in scorers:
@@ -281,7 +282,7 @@ def _place_trunk(
 
 
 def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArguments) -> Any:
-    """A model that gives a value for each token: a reward model's score, or 0 over a model without a head.
+    """A model with a value per token, initialised from a reward model, or with a zero head.
 
     Raises:
         ConfigError: As ``load_reward_model``; or it would start from an adapter.
@@ -311,7 +312,7 @@ def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArgume
 
 
 def _rescale(head: nn.Linear, scale: RewardStatistics) -> nn.Linear:
-    """The head of a reward model in the units of its rewards, in which returns are counted."""
+    """Rescale the head of a reward model to the units of its rewards, in which returns are computed."""
     rescaled = nn.Linear(head.in_features, 1, dtype=head.weight.dtype, device=head.weight.device)
     with torch.no_grad():
         rescaled.weight.copy_(head.weight / scale.std)

@@ -29,7 +29,7 @@ _GRAM: Final = 4
 def describe_rollout(
     rollout: Rollout, reward_names: Collection[str], total: Tensor, objective: PolicyObjective
 ) -> Figures:
-    """Return what the answers of an iteration were like, before any update.
+    """Return statistics of the answers of an iteration, before any update.
 
     Args:
         rollout: All answers.
@@ -60,9 +60,9 @@ def describe_rollout(
 
 
 def average_rewards(name: str, rollout: Rollout, reward_names: Collection[str]) -> Figures:
-    """Return the mean score as ``name``, and of several rewards each as ``name/<reward>``.
+    """Return the mean score as ``name``, and with several rewards each one as ``name/<reward>``.
 
-    Each is over the answers that have it, and is not there where none has.
+    Each mean is over the answers that have the reward; a reward without any is omitted.
     """
     scores, means = rollout.scores[rollout.scored], rollout.rewards.nanmean(dim=0).tolist()
     parts = {f"{name}/{reward}": mean for reward, mean in zip(reward_names, means, strict=True) if not math.isnan(mean)}
@@ -70,7 +70,7 @@ def average_rewards(name: str, rollout: Rollout, reward_names: Collection[str]) 
 
 
 def _describe_scores(rollout: Rollout, total: Tensor) -> Figures:
-    """What else there is to say of the answers that are scored; nothing where none is."""
+    """Further statistics of scored answers; empty without any."""
     scored = rollout.scored
     if not scored.any():
         return {}
@@ -83,7 +83,7 @@ def _describe_scores(rollout: Rollout, total: Tensor) -> Figures:
 
 
 def describe_values(rollout: Rollout) -> Figures:
-    """Return the explained variance of the critic's values in an iteration; nothing where no answer is scored."""
+    """Return the explained variance of the critic's values in an iteration; empty if no answer is scored."""
     assert rollout.returns is not None
     mask = rollout.loss_mask
     if not mask.any():
@@ -96,7 +96,7 @@ def describe_values(rollout: Rollout) -> Figures:
 
 
 def average_steps(prefix: str, steps: Sequence[Figures]) -> Figures:
-    """Return the mean over an iteration's steps of each figure, and how many updates there were; none of no steps."""
+    """Return the mean of each figure over an iteration's steps, and the number of updates; empty without steps."""
     if not steps:
         return {}
     names = [name for name in steps[0] if name not in ("ratio_max", "lr", "grad_norm")]
@@ -111,7 +111,7 @@ def average_steps(prefix: str, steps: Sequence[Figures]) -> Figures:
 
 
 def verify_first_minibatch(figures: Figures, dtype: torch.dtype) -> None:
-    """Check that the policy's ratio is 1 where nothing was updated yet.
+    """Check that the policy ratio is 1 before the first update of an iteration.
 
     Raises:
         DivergedError: The policy that learns is not the one whose answers were read.
@@ -126,7 +126,7 @@ def verify_first_minibatch(figures: Figures, dtype: torch.dtype) -> None:
 
 
 def verify_first_rollout(rollout: Rollout, dtype: torch.dtype) -> str:
-    """Check that the policy is its own reference before the first update, and return what was found, in a line.
+    """Check that policy and reference are equal before the first update, and return a line with the result.
 
     Raises:
         DivergedError: It is not: KL to the reference is not 0.
@@ -149,19 +149,19 @@ REWARDED_LENGTH: Final = 0.5
 
 
 class AnswerWatch:
-    """Tells, once each, of answers that become all alike and of answers whose length is what earns.
+    """Warns once about an entropy collapse, and once about growing answers whose length correlates with the score.
 
     Source: ``tests/rl/test_monitor.py``.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """Know no iteration; ``say`` tells the user a line."""
+        """Start without an iteration; ``say`` prints a line for the user."""
         self._say = say
         self._first: Figures = {}
         self._told: list[str] = []
 
     def look(self, figures: Mapping[str, float | None], step: int) -> None:
-        """Look at the figures of an iteration that is written, after ``step`` optimizer steps."""
+        """Check the figures of a logged iteration, after ``step`` optimizer steps."""
         entropy, length = figures.get("policy/entropy"), figures.get("objective/length")
         for name, value in (("entropy", entropy), ("length", length)):
             if value is not None:
@@ -183,7 +183,7 @@ class AnswerWatch:
             self._say(f"warning: step {step}: {found}: {remedy}")
 
     def export(self) -> dict[str, Any]:
-        """Return what the next look depends on, as JSON values."""
+        """Return the state of the checks as JSON values."""
         return {"first": self._first, "told": self._told}
 
     def restore(self, exported: Mapping[str, Any]) -> None:
@@ -192,14 +192,14 @@ class AnswerWatch:
 
 
 def correlate(first: Tensor, second: Tensor) -> float:
-    """Return the correlation of two ``(B,)``; 0 where one of them is constant."""
+    """Return the Pearson correlation of two ``(B,)``; 0 if one of them is constant."""
     centred = [values.double() - values.double().mean() for values in (first, second)]
     norm = float(centred[0].norm() * centred[1].norm())
     return float(centred[0] @ centred[1]) / norm if norm > 0 else 0.0
 
 
 def measure_variety(rollout: Rollout) -> float:
-    """Return the share of an iteration's sequences of four tokens that come once; 1 where there are none."""
+    """Return the share of 4-grams of an iteration that occur once; 1 without any."""
     grams: dict[tuple[int, ...], int] = {}
     for ids, length in zip(rollout.response_ids.tolist(), rollout.lengths.tolist(), strict=True):
         for start in range(length - _GRAM + 1):
@@ -211,7 +211,7 @@ def measure_variety(rollout: Rollout) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ScoredSamples:
-    """Answers fixed prompts, always at the same random numbers, so that what changes is the policy.
+    """Answers to fixed prompts with the same random numbers each time, so that only the policy changes.
 
     Attributes:
         collector: Answers and scores.
@@ -226,7 +226,7 @@ class ScoredSamples:
     def answer(self, step: int) -> Figures:
         """Write the answers after ``step`` optimizer steps, and return ``reward``, ``stop_rate`` and the mean length.
 
-        Rewards are there as ``average_rewards`` has them.
+        Rewards are averaged as in ``average_rewards``.
         """
         answers, texts = self.collector.answer(self.prompts, range(len(self.prompts)))
         for at, (row, text) in enumerate(zip(self.prompts, texts, strict=True)):
@@ -246,5 +246,5 @@ class ScoredSamples:
 
 
 def choose_samples(prompts: PromptData, count: int) -> list[PromptRow]:
-    """The first ``count`` prompts, held-out ones where there are any."""
+    """Return the first ``count`` prompts, held-out ones if there are any."""
     return list(prompts.eval or prompts.train)[:count]

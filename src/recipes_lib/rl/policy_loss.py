@@ -1,7 +1,7 @@
-"""Clipped policy and value losses as pure tensor functions, right-padded answers.
+"""Clipped policy and value losses as pure tensor functions of right-padded answers.
 
-Everywhere ``B`` answers have up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True where a token of an answer stands.
-What stands where it is False never counts.
+Tensors have ``B`` answers of up to ``T`` tokens; ``mask`` is ``bool (B, T)``, True at the tokens of an answer. Values
+at other positions are ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_VESPO_LOG_RATIO: Final = -18.420680743952367
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """The policy's objective; names, values and defaults are those of the recipe ``grpo``, and so TRL's ``GRPOConfig``.
+    """Options of the policy objective; names, values and defaults are those of ``grpo`` and so of TRL's ``GRPOConfig``.
 
     Attributes:
         loss_type: ``grpo``, ``dr_grpo``, ``bnpo``, ``dapo``, ``luspo``: the clipped surrogate, which differ in what
@@ -72,14 +72,12 @@ class PolicyObjective:
 
     @property
     def highest(self) -> float:
-        """How far above 1 the ratio counts."""
+        """Upper clip range of the ratio, above 1."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
 def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor, objective: PolicyObjective) -> Tensor:
-    """How much likelier the policy that answered is to say each token than the engine was; ``(B, T)``, no gradient.
-
-    0 outside the answers.
+    """Importance weight of each token, policy over engine probability; ``(B, T)``, no gradient, 0 outside the answers.
 
     Args:
         logps: By the training graph, ``(B, T)``.
@@ -104,7 +102,7 @@ def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor
 
 
 def compute_normaliser(loss_type: str, *, num_answers: float, num_tokens: float, max_length: int) -> float:
-    """What the sum of an optimizer step's losses is divided by, over all its micro-batches and processes.
+    """Divisor of the summed losses of an optimizer step, over all its micro-batches and processes.
 
     Args:
         loss_type: As in ``PolicyObjective``.
@@ -120,7 +118,7 @@ def compute_normaliser(loss_type: str, *, num_answers: float, num_tokens: float,
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """What a minibatch, or a part of it, adds to the policy's objective and its figures.
+    """Contribution of a minibatch, or a part of it, to the policy objective and its figures.
 
     Attributes:
         loss: Differentiable scalar: the sum over the part divided by the normaliser of the whole step.
@@ -150,7 +148,7 @@ def compute_policy_loss(
     engine_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
 ) -> PolicyLoss:
-    """The policy's loss, PPO's among them: ``max(-A r, -A clip(r, 1 - c, 1 + c))`` over the tokens of a step.
+    """Policy loss; for PPO ``max(-A r, -A clip(r, 1 - c, 1 + c))``, averaged over the tokens of a step.
 
     Args:
         logps: Of the policy, differentiable, ``(B, T)``.
@@ -200,7 +198,7 @@ def compute_policy_loss(
 
 
 def _raise_to_level(ratio: Tensor, log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """The ratio that is clipped: ``(B, T)`` of tokens, or ``(B, 1)`` of whole answers."""
+    """Ratio to be clipped: ``(B, T)`` per token, or ``(B, 1)`` per answer."""
     if level == "token":
         return ratio
     total = log_ratio.sum(dim=1, keepdim=True)
@@ -216,7 +214,7 @@ def _compute_surrogate(
     objective: PolicyObjective,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token, broadcastable to ``(B, T)``, and where a clip decided it.
+    """Loss of each token, broadcastable to ``(B, T)``, and a mask of the clipped ones.
 
     Source: ``cispo``: MiniMax 2025, "MiniMax-M1"; ``sapo``: Gao et al. 2025, "Soft Adaptive Policy Optimization";
     ``vespo``: TRL's ``get_gamma_weights``.
@@ -251,7 +249,7 @@ def _compute_vespo_weight(
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """What a minibatch, or a part of it, adds to the critic's objective and its figures.
+    """Contribution of a minibatch, or a part of it, to the critic's objective and its figures.
 
     Attributes:
         loss: As ``PolicyLoss.loss``.
@@ -265,7 +263,7 @@ class ValueLoss:
 def compute_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, cliprange: float | None, num_tokens: int
 ) -> ValueLoss:
-    """``0.5 max((V - R)^2, (V_clipped - R)^2)``, a mean over the tokens of an optimizer step.
+    """``0.5 max((V - R)^2, (V_clipped - R)^2)``, averaged over the tokens of an optimizer step.
 
     Args:
         values: Of the critic, differentiable, ``(B, T)``.
@@ -279,7 +277,7 @@ def compute_value_loss(
     """
     clipped_values = values
     if cliprange is not None:
-        # Inside the range the value itself, to the last digit.
+        # Inside the clip range the value itself, bit-identical.
         clipped_values = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
     free, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
     losses = torch.where(mask, 0.5 * torch.maximum(free, clipped), 0.0)

@@ -1,6 +1,6 @@
-"""A reward function in a process of its own, where one that hangs or crashes costs its answer and not the run.
+"""Reward function in a separate process, so that a hang or crash costs one answer and not the run.
 
-``python -m recipes_lib.rl.reward_worker MODULE:FUNCTION FD`` answers over a socket; torch is not imported.
+``python -m recipes_lib.rl.reward_worker MODULE:FUNCTION FD`` serves calls over a socket, without importing torch.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ MAX_LIMITS: Final = 10
 def find_function(path: str) -> Callable[..., Any]:
     """Import ``package.module:function``, also from the working directory.
 
-    ``package.module:factory(name=value, ...)`` is what a function returns for constants. TRL's own reward functions,
-    which read chats alone, get an answer to a text as a chat of one message.
+    ``package.module:factory(name=value, ...)`` calls a factory with constants. TRL's own reward functions expect chats,
+    so an answer to a string prompt is passed to them as a chat of one message.
 
     Raises:
         ImportError: It needs a package that is not installed.
         TypeError: It is no function; importing runs the user's code, which may raise anything besides.
         ValueError: Something else than constants by name is between the parentheses.
     """
-    # Python looks beside the recipe, not where the command is given; last, so that nothing is shadowed.
+    # Python searches the recipe's folder, not the working directory, which is appended last so that it shadows nothing.
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     target, opened, arguments = path.partition("(")
@@ -65,7 +65,7 @@ def find_function(path: str) -> Callable[..., Any]:
 
 
 def _read_constants(text: str) -> dict[str, Any]:
-    """The constants by name of a call.
+    """Return the keyword constants of a call.
 
     Raises:
         ValueError: There is something else.
@@ -83,7 +83,7 @@ def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any],
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function by name; one that is ``async`` is waited for."""
+    """Call a function with keyword arguments, and await it if it is ``async``."""
     result = function(**given)
     return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
 
@@ -93,21 +93,21 @@ async def _wait_for(result: Any) -> Any:
 
 
 class _LostError(Exception):
-    """The function gave no result."""
+    """The function returned no result."""
 
 
 class IsolatedFunction:
-    """A reward function with a time limit.
+    """Reward function with a time limit.
 
-    All answers are scored by one call. Where it fails, each answer is scored alone, by as many processes as there are
-    cores, for at most ``MAX_LIMITS`` times the limit of a call; answers that fail again or have had no turn by then are
-    not scored. Where that is so of all of several, the fault is the function's.
+    One call scores all answers. If it fails, each answer is scored alone, by one process per core, for at most
+    ``MAX_LIMITS`` times the limit of a call. Answers that fail again, or are still waiting after that, are not scored.
+    If all of several answers fail, the function is at fault.
 
     Source: ``tests/rl/test_reward_worker.py``.
     """
 
     def __init__(self, path: str, seconds: float) -> None:
-        """Start nothing yet.
+        """Start no process yet.
 
         Args:
             path: ``package.module:function``.
@@ -139,7 +139,7 @@ class IsolatedFunction:
         return [score for scores in found for score in ([None] if isinstance(scores, _LostError) else scores)]
 
     def _ask_for_each(self, alone: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The function's result for each answer, or why there is none."""
+        """Return the function's result for each answer, or the reason of its failure."""
         idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             idle.put(worker)
@@ -162,7 +162,7 @@ class IsolatedFunction:
 
 
 class _Worker:
-    """One process that runs a function; the next call after one that failed in another way starts another."""
+    """One process that runs a function; after a lost process, the next call starts another."""
 
     def __init__(self, path: str, seconds: float) -> None:
         self._path, self._seconds = path, seconds
@@ -170,7 +170,7 @@ class _Worker:
         self._connection: Connection | None = None
 
     def ask(self, given: Mapping[str, Any]) -> Any:
-        """The function's result for some answers.
+        """Return the function's result for some answers.
 
         Raises:
             _LostError: It raised, took too long, or its process ended.
@@ -215,12 +215,12 @@ class _Worker:
 
 
 def main(path: str, descriptor: int) -> None:
-    """Answer until the other end is gone."""
+    """Serve calls until the socket closes."""
     connection, parent = Connection(descriptor), os.getppid()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:
         function = find_function(path)
-    except Exception as error:  # Importing runs the user's code, which may raise anything.
+    except Exception as error:  # The import runs user code, which can raise anything.
         connection.send((False, f"{type(error).__name__}: {error}"))
         return
     connection.send((True, None))
@@ -231,12 +231,12 @@ def main(path: str, descriptor: int) -> None:
             return
         try:
             connection.send((True, call(function, given)))
-        except Exception as error:  # So does the function.
+        except Exception as error:  # The function is user code, too.
             connection.send((False, f"{type(error).__name__}: {error}"))
 
 
 def _leave_with(parent: int) -> None:
-    """End this process when the one that started it is gone, whatever the function does."""
+    """End this process when its parent ends, even while the function runs."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     os._exit(1)

@@ -27,10 +27,10 @@ RewardFunction = Callable[..., Sequence[float | None]]
 
 
 class Scores(NamedTuple):
-    """What answers are worth: the weighted sum, and each reward by its name; a number or ``None`` for each answer.
+    """Scores of answers: the weighted sum, and each reward by name; a number or ``None`` per answer.
 
-    A reward that is ``None`` is excluded from the sum of an answer. If all weighted rewards are ``None``, the answer
-    is worth nothing that is known, which is not 0: nothing can be learnt from it.
+    ``None`` rewards are excluded from the sum of an answer. If all weighted rewards are ``None``, the answer has no
+    score, which differs from 0: it is excluded from training.
     """
 
     total: list[float | None]
@@ -58,13 +58,13 @@ class Rewards:
 
     @property
     def names(self) -> list[str]:
-        """Of the rewards, in their order."""
+        """Names of the rewards, in order."""
         return [*self.functions, *([] if self.model is None else [MODEL])]
 
     def score(
         self, prompts: Sequence[PromptRow], texts: Sequence[str], ids: Sequence[list[int]], finished: Sequence[bool]
     ) -> Scores:
-        """What answers are worth.
+        """Score answers.
 
         Args:
             prompts: What was asked.
@@ -149,7 +149,7 @@ def load_reward_functions(paths: Sequence[str], seconds: float | None = None) ->
 def verify_positions(
     config: PreTrainedConfig, own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, max_length: int
 ) -> str:
-    """Compare what a reward model has positions for with what it may have to score; a warning, or nothing.
+    """Compare the positions of a reward model with the longest text that it may score; return a warning or ``None``.
 
     Args:
         config: Of the reward model.
@@ -178,7 +178,7 @@ def _call(
     texts: Sequence[str],
     ids: Sequence[list[int]],
 ) -> list[float | None]:
-    # The first prompt speaks for all: ``load_prompt_data`` gives the prompts of a run one form and the same columns.
+    # The first prompt is representative: ``load_prompt_data`` gives all prompts of a run one form and the same columns.
     is_chat = not isinstance(prompts[0].content, str)
     completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
     columns = {column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns}
@@ -214,18 +214,18 @@ _REMEDY: Final = (
 
 
 class RewardGuard:
-    """Judges the rewards of every rollout before anything is learnt from them, on all processes alike.
+    """Checks the rewards of every rollout before the updates, with the same result on all processes.
 
-    Where all answers of a group earn the same, none is better than another: in RLOO and GRPO every advantage is 0, in
-    PPO whitening makes a signal of what is left, the critic's errors. A rollout of such groups alone is told, and
-    again whenever twice as many have come in a row. After ``limit`` in a row the run ends, unless every answer earns
-    the most that was ever earned: then the task is solved.
+    If all rewards of a group are equal, there is no signal: in RLOO and GRPO every advantage is 0, in PPO whitening
+    amplifies the critic's errors. A rollout of only such groups is logged, and again after 2, 4, 8, ... in a row. After
+    ``limit`` in a row the run ends, unless every answer has the maximum reward of the run: then the task counts as
+    solved.
 
     Source: ``tests/rl/test_reward_guard.py``.
     """
 
     def __init__(self, limit: int | None, say: Callable[[str], None]) -> None:
-        """Start with no rollout.
+        """Start without a rollout.
 
         Args:
             limit: Rollouts in a row with which the run ends; ``None`` never ends it.
@@ -236,7 +236,7 @@ class RewardGuard:
         self._best: float | None = None
 
     def judge(self, rewards: Tensor, *, step: int) -> None:
-        """Count a rollout.
+        """Check a rollout.
 
         Args:
             rewards: Of all processes, ``(groups, answers)``; NaN where no reward says what an answer is worth.
@@ -268,7 +268,7 @@ class RewardGuard:
             self._say(f"warning: step {step}: {found}{row}; such rewards teach nothing. {remedy}")
 
     def export(self) -> dict[str, Any]:
-        """Return what the next judgement depends on, as JSON values."""
+        """Return the state of the checks as JSON values."""
         return {"num_in_a_row": self._num_in_a_row, "best": self._best}
 
     def restore(self, exported: Mapping[str, Any]) -> None:
@@ -277,7 +277,7 @@ class RewardGuard:
 
 
 def _describe(rewards: Tensor, known: Tensor) -> str:
-    """What is alike about the rewards of a rollout, in a clause."""
+    """Describe the equal rewards of a rollout, in a clause."""
     if not len(known):
         return f"no reward says what any of the {rewards.numel():,} answers is worth"
     if bool(known.max() - known.min() <= ROUNDING * known.abs().max()):

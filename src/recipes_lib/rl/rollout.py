@@ -1,4 +1,4 @@
-"""The rollout of an iteration: answers and everything known of them, laid out for any model."""
+"""The rollout of an iteration: answers with log-probabilities, values and scores, independent of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes_lib.training.collectives import gather_objects
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """``B`` answers of up to ``T`` tokens, on the CPU; every tensor is ``(B, T)`` or ``(B,)``, prompts have a list.
+    """``B`` answers of up to ``T`` tokens, on the CPU; every tensor is ``(B, T)`` or ``(B,)``, prompts are a list.
 
     Attributes:
         prompts: What was asked.
@@ -61,12 +61,12 @@ class Rollout:
 
     @property
     def loss_mask(self) -> Tensor:
-        """True at the tokens that something is learnt from, ``bool (B, T)``: those of answers that are scored."""
+        """True at the tokens that count in the loss, ``bool (B, T)``: those of answers with a score."""
         return self.mask & self.scored[:, None]
 
     @property
     def num_targets(self) -> int:
-        """Tokens that something is learnt from."""
+        """Number of tokens that count in the loss."""
         return int(self.loss_mask.sum())
 
     @property
@@ -75,7 +75,7 @@ class Rollout:
         return self.mask.sum(dim=1)
 
     def take(self, rows: Sequence[int]) -> Self:
-        """The answers ``rows``, no wider than the longest of them."""
+        """Return the answers ``rows``, truncated to the longest of them."""
         index = torch.tensor(rows)
         width = int(self.lengths[index].max())
         taken: dict[str, Any] = {"prompts": [self.prompts[row] for row in rows]}
@@ -85,14 +85,14 @@ class Rollout:
         return dataclasses.replace(self, **taken)
 
     def cut(self, size: int) -> Iterator[list[int]]:
-        """Yield the rows in parts of ``size``, those of like length together, the longest first."""
+        """Yield the rows in parts of ``size``, sorted by length, the longest first."""
         totals = [len(p.input_ids) + n for p, n in zip(self.prompts, self.lengths.tolist(), strict=True)]
         order = sorted(range(len(self)), key=lambda row: (-totals[row], row))
         for start in range(0, len(order), size):
             yield order[start : start + size]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of everything known, but the prompts."""
+        """Yield name and value of every tensor, without the prompts."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
@@ -103,9 +103,9 @@ _BY_TOKEN = ("response_ids", "mask", "engine_logps", "logps", "ref_logps", "valu
 
 
 def share(rollout: Rollout, world_size: int) -> Rollout:
-    """The answers of all processes on each of them: row ``i`` is of process ``i % world_size``.
+    """All-gather the answers of all processes: row ``i`` is from process ``i % world_size``.
 
-    Every process must call, with as many answers as the others.
+    Every process must call, with the same number of answers.
     """
     if world_size == 1:
         return rollout
@@ -114,7 +114,7 @@ def share(rollout: Rollout, world_size: int) -> Rollout:
 
 
 def join(parts: Sequence[Rollout]) -> Rollout:
-    """The answers of all parts, one part behind the other."""
+    """Concatenate parts of a rollout."""
     width = max(part.mask.shape[1] for part in parts)
     joined: dict[str, Any] = {"prompts": [prompt for part in parts for prompt in part.prompts]}
     for name, _ in parts[0].tensors():
@@ -126,7 +126,7 @@ def join(parts: Sequence[Rollout]) -> Rollout:
 
 
 class Sequences(NamedTuple):
-    """Prompts with their answers as a model reads them: padded on the right alone, where nothing looks.
+    """Prompts with their answers as model input, padded on the right, where causal attention never looks.
 
     Attributes:
         inputs: ``input_ids`` and ``position_ids``, ``int64 (B, L)``.
@@ -143,14 +143,15 @@ class Sequences(NamedTuple):
     shape: torch.Size
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values of the ``N`` tokens, ``(N,)``, back in ``(B, T)``, with 0 elsewhere."""
-        # By places, not by a mask: the backward pass of that would have the host wait for the device to count.
+        """Scatter values of the ``N`` tokens, ``(N,)``, to ``(B, T)``, with 0 elsewhere."""
+        # By indices, not by a mask: the backward pass of a boolean mask synchronises host and device to count its
+        # elements.
         flat = torch.zeros(self.shape.numel(), dtype=values.dtype, device=values.device)
         return flat.index_copy(0, self.places, values).view(self.shape)
 
 
 def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
-    """Lay prompts and answers out for a forward pass: token ``t`` is predicted one place before where it stands."""
+    """Build the model input of prompts and answers: token ``t`` is predicted at the position before it."""
     lengths = rollout.lengths.tolist()
     prompts = [prompt.input_ids for prompt in rollout.prompts]
     width = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
@@ -173,7 +174,7 @@ def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
 def compute_response_logps(
     policy: Any, sequences: Sequences, *, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each token of the answers, ``(B, T)`` in nats, and the entropy where it was sampled from.
+    """Log-probability of each token of the answers, ``(B, T)`` in nats, and the entropy of the sampling distribution.
 
     Args:
         policy: A model with a loss head.

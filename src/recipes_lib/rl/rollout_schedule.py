@@ -16,7 +16,7 @@ from recipes_lib.planning.schedule import compute_warmup_steps, plan_groups
 
 
 class Stream(enum.IntEnum):
-    """What random numbers are drawn for; each has a stream of its own under one seed."""
+    """Purposes of random numbers; each has its own stream under one seed."""
 
     PROMPT = 1
     ANSWER = 2
@@ -25,7 +25,7 @@ class Stream(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RolloutSchedule:
-    """Counts of a run.
+    """Numbers of iterations, answers and steps of a run.
 
     Attributes:
         num_iterations: Times that answers are sampled and learnt from.
@@ -50,7 +50,7 @@ class RolloutSchedule:
 
     @property
     def steps_per_iteration(self) -> int:
-        """Optimizer steps of an iteration; the last one may have fewer."""
+        """Optimizer steps per iteration; the last iteration may have fewer."""
         return self.answers_per_iteration * self.passes // self.answers_per_step
 
     def count_steps(self, num_iterations: int) -> int:
@@ -58,7 +58,7 @@ class RolloutSchedule:
         return min(num_iterations * self.steps_per_iteration, self.num_steps)
 
     def is_due(self, every: float, iteration: int) -> bool:
-        """Return whether what happens ``every`` so many steps, or this share of them, falls into an iteration.
+        """Return whether an event every ``every`` steps, or this share of all steps, is due in an iteration.
 
         Args:
             every: ``logging_steps``, ``save_steps`` or ``eval_steps``.
@@ -70,7 +70,7 @@ class RolloutSchedule:
 
 
 def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, Any], world_size: int) -> RolloutSchedule:
-    """Count the iterations and steps of a run over ``num_prompts`` prompts; a part of an iteration is a whole one."""
+    """Count iterations and steps of a run over ``num_prompts`` prompts; a partial iteration counts as a full one."""
     batch_size = read_training(training, "per_device_train_batch_size")
     answers_per_step = batch_size * read_training(training, "gradient_accumulation_steps") * world_size
     answers_per_iteration = answers_per_step * ppo.num_mini_batches
@@ -94,7 +94,7 @@ def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, An
 def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: int) -> RolloutSchedule:
     """Count the iterations and steps of RLOO or GRPO.
 
-    Where a step takes the answers of several generations, an iteration samples all of them.
+    If a step uses the answers of several generations, an iteration samples all of them.
 
     Raises:
         ConfigError: As ``plan_groups``; or a step would take the answers of two generations, of which the second is
@@ -120,7 +120,7 @@ def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: i
 
 
 def verify_warmup(schedule: RolloutSchedule, num_iterations: int) -> None:
-    """Refuse a run in which the policy would never learn.
+    """Raise if the critic warm-up covers the whole run, so that the policy would never train.
 
     Args:
         schedule: Of the run.
@@ -136,7 +136,7 @@ def verify_warmup(schedule: RolloutSchedule, num_iterations: int) -> None:
 
 
 def choose_prompts(num_prompts: int, first: int, count: int, seed: int, group: int = 1) -> list[int]:
-    """The prompts of answers ``first`` to ``first + count``; every pass over them is in an order of its own.
+    """The prompts of answers ``first`` to ``first + count``; every epoch has its own order.
 
     Args:
         num_prompts: Of the run.

@@ -29,7 +29,7 @@ _STATE: Final = "ppo_state.json"
 
 @dataclass(slots=True)
 class PPOState:
-    """Where a run stands; every random choice follows from it and the seed.
+    """Progress of a run; all random numbers are functions of it and the seed.
 
     Attributes:
         iteration: Iterations that are done.
@@ -59,9 +59,9 @@ class PPOState:
 def stage_state(
     saver: CheckpointSaver, state: PPOState, learners: Mapping[str, Learner], folder: str = STAGING
 ) -> Staged:
-    """Put a checkpoint together: weights, optimizer and schedule of each learner, and the counts; every process must.
+    """Write a checkpoint: weights, optimizer and schedule of each learner, and the counts; every process must call.
 
-    Where learners are sharded, every process writes the shards that it holds.
+    Sharded learners: every process writes its own shards.
 
     Args:
         saver: Saves it.
@@ -92,7 +92,7 @@ def stage_state(
 
 
 def compare_with_learners(folder: Path, learners: Mapping[str, Learner]) -> None:
-    """Hold what this process wrote of a checkpoint against what it was made from, to the bit.
+    """Compare the files that this process wrote with the learners in memory, bit by bit.
 
     Raises:
         BrokenSaveError: A tensor differs, or a state cannot be read without running code.
@@ -104,9 +104,9 @@ def compare_with_learners(folder: Path, learners: Mapping[str, Learner]) -> None
 
 
 def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:
-    """Bring the learners to where a checkpoint left them, and return the counts; every process must call.
+    """Restore the learners from a checkpoint, and return the counts; every process must call.
 
-    A checkpoint of any number of processes, sharded or not, goes into any number of them, sharded or not.
+    World size and sharding may differ from those of the checkpoint.
 
     Raises:
         DataError: It holds other weights than those that are trained.
@@ -128,19 +128,19 @@ CRITIC_FOLDER: Final = "critic"
 def build_exporter(
     models: ActorCritic, args: TrainingArguments, tokenizer: PreTrainedTokenizerBase
 ) -> CheckpointingTrainer:
-    """What ``export_model`` takes: a trainer around the finished policy, which gathers it if need be and saves it."""
+    """Build the trainer for ``export_model`` around the final policy; it gathers sharded weights and saves them."""
     exporting = copy.copy(args)
-    # Upstream asks for held-out data where there is something to evaluate.
+    # transformers requires an evaluation dataset if evaluation is configured.
     exporting.eval_strategy = IntervalStrategy.NO
     return CheckpointingTrainer(model=models.drop_critic(), args=exporting, processing_class=tokenizer)
 
 
 def save_critic(critic: Any, tokenizer: PreTrainedTokenizerBase, folder: Path, *, is_main: bool = True) -> None:
-    """Save a critic with all of its weights and its tokenizer; every process must call.
+    """Save a critic with full weights and its tokenizer; every process must call.
 
-    The folder is of a ``...ForSequenceClassification`` with one label. Such a head has no bias: the critic's is kept as
-    the statistics of a reward model, whose score less ``reward_mean`` over ``reward_std`` is the value. Where it is
-    sharded it is gathered tensor by tensor, on the host of the main process alone.
+    The folder is a ``...ForSequenceClassification`` with one label. Its head has no bias: the critic's bias is stored
+    as the statistics of a reward model, so that (score - ``reward_mean``) / ``reward_std`` is the value. A sharded
+    critic is gathered tensor by tensor, on the host of the main process only.
 
     Args:
         critic: From ``load_actor_critic``, not an adapter.

@@ -1,4 +1,4 @@
-"""The loop of PPO, RLOO and GRPO: rollouts, advantages, updates of policy and critic."""
+"""Training loop of PPO, RLOO and GRPO: rollouts, advantages, updates of policy and critic."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 
 class RunLog:
-    """Writes on the main process, and nothing on the others.
+    """Log files of a run, written by the main process only.
 
     Attributes:
         progress: What the terminal shows.
@@ -75,7 +75,7 @@ class RunLog:
         self._num_answers = num_answers
 
     def begin(self, state: PPOState, num_steps: int, *, is_evaluated: bool) -> None:
-        """Resume from a state of a run of ``num_steps``; what was written after it is dropped.
+        """Resume from the state of a run of ``num_steps``; later records are dropped.
 
         Args:
             state: Of a checkpoint, or the first one.
@@ -88,7 +88,7 @@ class RunLog:
         self._trackers.begin(num_steps, state.step)
 
     def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
-        """Write figures of ``kind`` ``train`` or ``eval`` after a state."""
+        """Write figures of ``kind`` ``train`` or ``eval`` for a state."""
         counts = {
             "iteration": state.iteration,
             "epoch": state.num_answers / self._num_answers,
@@ -105,20 +105,19 @@ class RunLog:
         self._trackers.log(state.step, counts)
 
     def write_sample(self, step: int, sample: Sample, reward: float | None) -> None:
-        """Write an answer after ``step`` optimizer steps, and what it is worth, if that is known."""
+        """Write an answer after ``step`` optimizer steps with its score, if known."""
         self._samples.write({"step": step, **asdict(sample), "reward": reward})
 
     def end(self) -> None:
-        """The run is done."""
+        """Mark the run as done."""
         self._trackers.end()
 
 
 class PolicyTrainer:
-    """Trains a policy, and its critic where the method has one.
+    """Trains a policy, and its critic if the method has one.
 
-    Which prompts an iteration takes, which answers they get and which of them form a minibatch follow from ``seed`` and
-    the iteration, never from the number of processes or what was drawn before; so that a stopped run resumes
-    as if it had not been.
+    Prompts, answers and minibatches are functions of ``seed`` and the iteration, independent of the number of processes
+    and of earlier random draws. Therefore a stopped run resumes with the same results.
 
     Attributes:
         method: PPO, RLOO or GRPO.
@@ -192,7 +191,7 @@ class PolicyTrainer:
         )
 
     def _build_learners(self) -> dict[str, Learner]:
-        """The policy's and, where there is a critic, the critic's."""
+        """Build the learner of the policy and, if there is one, of the critic."""
         models, method = self._models, self.method
         build = functools.partial(Learner, args=self._args, schedule=self.schedule)
         num_idle, rate = method.num_idle_iterations * self.schedule.steps_per_iteration, self._args.learning_rate
@@ -204,7 +203,7 @@ class PolicyTrainer:
         return learners
 
     def train(self, resume_from: Path | None) -> None:
-        """Train to the end, from the beginning or from a checkpoint; every process must call.
+        """Train to the end, from the start or from a checkpoint; every process must call.
 
         Raises:
             ConfigError: A reward failed, or the disk cannot hold what will be kept.
@@ -216,12 +215,12 @@ class PolicyTrainer:
             try:
                 self._begin(resume_from)
                 for iteration in range(self.state.iteration, self.schedule.num_iterations):
-                    # Nothing has changed since the last iteration: what stops here or in sampling loses no update.
+                    # Nothing has changed since the last iteration, so a stop here or during sampling loses no update.
                     stop_if_agreed()
                     self._saver.raise_failure()
                     self._run_iteration(iteration)
                 self._finish_saving()
-                # Who was asked during the last save would otherwise leave alone.
+                # Otherwise a rank that was signalled during the last save would leave alone.
                 stop_if_agreed()
             except PreemptedError as request:
                 raise self._save_stopped(request) from None
@@ -232,7 +231,7 @@ class PolicyTrainer:
         self._log.end()
 
     def _begin(self, resume_from: Path | None) -> None:
-        """Resume from a checkpoint, with its interrupted evaluation; or begin with an evaluation."""
+        """Resume from a checkpoint, with its interrupted evaluation; or start with an evaluation."""
         args = self._args
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
@@ -247,7 +246,7 @@ class PolicyTrainer:
             self._evaluate()
 
     def _run_iteration(self, iteration: int) -> None:
-        """Learn from one iteration's answers, and do what is due behind it."""
+        """Train one iteration, and run the evaluation, logging and saving that are due after it."""
         schedule, args = self.schedule, self._args
         figures = self._learn(iteration)
         self._log.progress.advance(self.state.step)
@@ -274,7 +273,7 @@ class PolicyTrainer:
         return is_on and self.schedule.is_due(self._args.eval_steps or 1, iteration)
 
     def _learn(self, iteration: int) -> dict[str, Any]:
-        """Collect answers, update policy and critic, and return the figures of all that."""
+        """Collect answers, update policy and critic, and return all figures."""
         began, state, schedule = time.perf_counter(), self.state, self.schedule
         rollout, sampling, num_answers, num_tokens = self._collect()
         if iteration == 0:
@@ -294,7 +293,7 @@ class PolicyTrainer:
         critic_steps = self._updater.update_critic(rollout, iteration)
         ended = time.perf_counter()
 
-        # While the policy is not updated, its KL divergence is no signal for the coefficient.
+        # Before the policy is updated, its KL divergence is no signal for the coefficient.
         next_kl_coef = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else kl_coef
         self.state = dataclasses.replace(
             state,
@@ -323,10 +322,10 @@ class PolicyTrainer:
         }
 
     def _collect(self) -> tuple[Rollout, Figures, int, int]:
-        """The answers that an iteration learns from, figures of sampling, and the answers and tokens of all batches.
+        """Return the answers of an iteration, figures of sampling, and the numbers of sampled answers and tokens.
 
-        Of a run that leaves groups out, batches are sampled until there are enough groups that teach something, or as
-        many batches as are allowed: then groups that teach nothing stand in.
+        With dynamic sampling, batches are sampled until there are enough groups with different rewards, or the maximum
+        number of batches is reached; then groups without signal fill the rest.
         """
         count, group = self.schedule.answers_per_iteration, self.schedule.group
         limit = self._config.rewards.max_num_gen_batches
@@ -355,32 +354,33 @@ class PolicyTrainer:
         return rollout, figures, num_answers, num_tokens
 
     def _sample(self, first: int, count: int, *, is_loaded: bool) -> tuple[Rollout, dict[str, float]]:
-        """The answers of all processes to the next prompts; which one sampled an answer changes nothing of it."""
+        """Return the answers of all processes to the next prompts; they do not depend on the sampling process."""
         asked, numbers = self._choose_prompts(first, count)
         is_last = self.state.iteration + 1 == self.schedule.num_iterations
         following = None if is_last or self._collector.ahead is None else self._choose_prompts(first + count, count)
         collected = None
         with suppress(LeftError):
             collected = self._collector.collect(asked, numbers, is_loaded=is_loaded, following=following)
-        # Ranks with a stop request are here at once, the others when they have their answers.
+        # Ranks with a stop request arrive here at once, the others when they have their answers.
         stop_if_agreed()
         assert collected is not None, "who leaves has been asked, and then all stop"
         mine_alone, seconds = collected
         rollout = share(mine_alone, self._world_size).take(range(count))
-        # Before any of them is left out.
+        # Before any of them is dropped.
         self._guard.judge_answers(rollout, step=self.state.step + 1)
         return rollout, seconds
 
     def _choose_prompts(self, first: int, count: int) -> tuple[list[PromptRow], list[int]]:
         """Prompts and numbers of this process's share of the ``count`` answers from number ``first``."""
         chosen = choose_prompts(len(self._prompts.train), first, count, self._args.seed, self.schedule.group)
-        # Where processes cannot have equally many answers, some sample the last one too, which is the same everywhere.
+        # If the answers are not divisible by the number of processes, some ranks repeat the last one, with equal
+        # results.
         rounds = math.ceil(count / self._world_size)
         mine = [min(row, count - 1) for row in range(self._rank, rounds * self._world_size, self._world_size)]
         return [self._prompts.train[chosen[row]] for row in mine], [first + row for row in mine]
 
     def _find_prompt(self, number: int) -> int:
-        """The place of an answer's prompt among those that are trained on."""
+        """Position of an answer's prompt in the training set."""
         return choose_prompts(len(self._prompts.train), number, 1, self._args.seed, self.schedule.group)[0]
 
     def _control_kl(self, kl_per_sequence: float, num_answers: int) -> float:
@@ -392,17 +392,17 @@ class PolicyTrainer:
         return controller.kl_coef
 
     def _evaluate(self) -> None:
-        """Answer the samples; on a stop request they are answered when the run resumes."""
+        """Answer the sample prompts; after a stop request they are answered on resume."""
         WATCHDOG.enter("an evaluation")
         with suppress(LeftError):
             self._answer_samples()
             self.state.evaluated_step = self.state.step
         if self._models.is_sharded:
-            # Ranks that left early meet here those that finished sampling.
+            # Ranks that left early meet here the ranks that finished sampling.
             stop_if_agreed()
 
     def _answer_samples(self) -> None:
-        # The main process can answer alone where it has all of the policy.
+        # The main process can sample alone if it has the full policy.
         if self._samples.prompts and (self._rank == 0 or self._models.is_sharded):
             figures = self._samples.answer(self.state.step)
             self._log.write("eval", self.state, {f"eval_{name}": value for name, value in figures.items()})
@@ -428,12 +428,12 @@ class PolicyTrainer:
         )
 
     def _finish_saving(self) -> None:
-        """Wait until the last checkpoint has its name: the launcher ends the others when the first one leaves."""
+        """Wait until the last checkpoint is renamed: the launcher ends the other ranks when the first one exits."""
         self._saver.finish()
         PartialState().wait_for_everyone()
 
     def _save_stopped(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished iteration unless it is, and return the user's message; every process must call."""
+        """Save the last finished iteration unless it is saved, and return the message; every process must call."""
         if self.state.step > self._saved_step and self._args.save_strategy != SaveStrategy.NO:
             self._save()
         self._finish_saving()

@@ -43,7 +43,7 @@ _SPOKEN: Final = {
 
 @dataclass(frozen=True, slots=True)
 class UpdateGuard:
-    """Stops all processes alike where a number is none, and puts down what it came from.
+    """Stops all processes together on non-finite values, and writes a dump of the batch.
 
     Attributes:
         output_dir: Of the run.
@@ -56,7 +56,7 @@ class UpdateGuard:
     find_prompt: Callable[[int], int]
 
     def judge_answers(self, rollout: Rollout, *, step: int) -> None:
-        """Look at everything that an iteration will learn from; every process has the same answers, and must call.
+        """Check all values of an iteration before the updates; every process has the same answers, and must call.
 
         Args:
             rollout: All answers, before any target was worked out.
@@ -85,7 +85,7 @@ class UpdateGuard:
         learning_rate: float,
         norm: float,
     ) -> None:
-        """Look at a step whose gradients were summed over the processes, before they are clipped.
+        """Check a step after the reduction of its gradients, before they are clipped.
 
         Args:
             learner: Whose step it is.
@@ -111,14 +111,14 @@ class UpdateGuard:
         stop_before_update(parameters, inputs, output_dir=self.output_dir, why=why, **more)
 
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
-        """Everything known of each part's answers, prompts and answers as tokens besides; and their prompts' places."""
+        """Return all values of each part's answers, their tokens, and the positions of their prompts."""
         cpu = torch.device("cpu")
         batches = [{"input_ids": lay_out(part, cpu).inputs["input_ids"], **dict(part.tensors())} for part in parts]
         return batches, [[self.find_prompt(number) for number in part.numbers.tolist()] for part in parts]
 
 
 def _find_bad_rows(values: Tensor, mask: Tensor) -> Tensor:
-    """Rows where a value is not finite, ``bool (B,)``; behind an answer anything may stand."""
+    """Rows with a non-finite value, ``bool (B,)``; values after the end of an answer are ignored."""
     bad = ~torch.isfinite(values)
     return bad if bad.dim() == 1 else (bad & mask).any(dim=1)
 
@@ -128,7 +128,7 @@ EARLY_STOP_FACTOR: Final = 1.5
 
 
 class Learner:
-    """Parameters with their own optimizer, schedule and norm.
+    """Parameters with their optimizer, schedule and gradient norm.
 
     Attributes:
         name: ``policy`` or ``critic``.
@@ -182,16 +182,16 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this process's share of a step's loss; the step is made from the sum of all shares."""
-        # FSDP2 sums them here and now, and divides by the number of processes.
+        """Add the gradients of this process's share of a step's loss; ``step`` uses the sum over all processes."""
+        # FSDP2 reduces gradients here, and averages over the number of processes.
         (loss * get_world_size() if self.layout.is_shared else loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self, judge: Callable[..., None]) -> float:
-        """Update from the gradients of all processes and return their norm before clipping.
+        """Update with the gradients of all processes, and return their norm before clipping.
 
         Args:
             judge: Given the ``norm``, raises where no update may be made; the parameters are then as they were.
@@ -201,7 +201,7 @@ class Learner:
             _sum_gradients(parameters)
         total = compute_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         norm = float(total)
-        # In between, since clipping by a norm that is not finite spreads it to all gradients.
+        # The check is between norm and clipping, because clipping by a non-finite norm makes all gradients non-finite.
         judge(norm=norm)
         clip_gradients(parameters, self._max_norm or math.inf, total)
         self.optimizer.step()
@@ -216,20 +216,20 @@ class Learner:
 
 @dataclass
 class Sums:
-    """Figures of optimizer steps: sums over tokens, and the largest of something; for all processes together."""
+    """Figures of optimizer steps over all processes: sums over tokens, and maxima."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     largest: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor] | None = None) -> None:
-        """Add what a part of a step found."""
+        """Add the figures of a part of a step."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value.detach().float()
         for name, value in (largest or {}).items():
             self.largest[name] = torch.maximum(self.largest.get(name, value), value).detach().float()
 
     def read(self) -> Figures:
-        """Return the figures over all processes, every one of which must call."""
+        """Return the figures over all processes; every process must call."""
         if get_world_size() > 1:
             for values, operation in ((self.sums, distributed.ReduceOp.SUM), (self.largest, distributed.ReduceOp.MAX)):
                 if values:
@@ -237,7 +237,7 @@ class Sums:
                     distributed.all_reduce(joined, op=operation)
                     values.update(zip(values, joined, strict=True))
         figures = {**self.sums, **self.largest}
-        # At once: for each of them alone the host would wait.
+        # One copy for all of them: each copy synchronises host and device.
         return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
 
 
@@ -245,10 +245,10 @@ class Sums:
 class Updater:
     """Makes the updates of an iteration.
 
-    Every process holds all answers. Each takes its share of a minibatch, answers of like length together; gradients are
-    summed before a step, and the normaliser is the number of the whole step's tokens, so that neither processes nor
-    micro-batches nor lengths change what is learnt. Answers that are not scored are read and count nowhere; a minibatch
-    of such answers alone is a step without an update.
+    Every process has all answers, and takes its share of a minibatch in batches of similar length. Gradients are summed
+    before a step, and the normaliser is the number of tokens of the whole step. Therefore world size, micro-batches and
+    lengths do not change the result. Answers without a score are computed but count nowhere; a minibatch with only such
+    answers is a step without an update.
 
     Attributes:
         models: Policy and critic.
@@ -291,7 +291,7 @@ class Updater:
     progress: TrainingProgress
 
     def update_policy(self, rollout: Rollout, iteration: int, *, with_entropy: bool = True) -> list[Figures]:
-        """Update the policy and return the figures of each step; the last without an update if that was one too far.
+        """Update the policy and return the figures of each step; the last has no update if ``target_kl`` was exceeded.
 
         Args:
             rollout: All answers of the iteration.
@@ -318,7 +318,7 @@ class Updater:
                 if not steps and is_finite:
                     verify_first_minibatch(figures, self.dtype)
                 target = self.target_kl
-                # Summed over all processes, so that all of them stop together or none does.
+                # Reduced over all processes, so that all of them stop together or none.
                 if is_finite and target is not None and figures["approx_kl"] > EARLY_STOP_FACTOR * target:
                     is_over = True
                     self.policy.discard()
@@ -368,9 +368,9 @@ class Updater:
         )
 
     def _compute_normaliser(self, rollout: Rollout, batch: Rollout) -> float:
-        """What the losses of a step are divided by."""
+        """Divisor of the losses of a step."""
         kind, share_of_all = self.objective.loss_type, len(batch) / len(rollout)
-        # As in TRL: each step of a generation by the same number.
+        # As in TRL: every step of a generation has the same divisor.
         of_generation = kind in ("dapo", "cispo", "vespo")
         num_tokens = rollout.num_targets * share_of_all if of_generation else batch.num_targets
         return compute_normaliser(kind, num_answers=len(batch), num_tokens=num_tokens, max_length=self.max_length)
@@ -427,7 +427,7 @@ class Updater:
         return result.loss.detach()
 
     def _steps(self, num_answers: int, iteration: int, what: str) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield the number of each optimizer step of the run, from 1, and its answers, the same on every process."""
+        """Yield the number of each optimizer step of the run, from 1, and its answers, equal on every process."""
         first, last = self.schedule.count_steps(iteration), self.schedule.count_steps(iteration + 1)
         drawn = self.progress.track(self._minibatches(num_answers, iteration), what, last - first)
         for step, rows in zip(range(first + 1, last + 1), drawn, strict=False):
@@ -442,7 +442,7 @@ class Updater:
             yield order[start : start + size]
 
     def _share(self, batch: Rollout) -> Iterator[Rollout]:
-        """Yield this process's micro-batches: of answers sorted by length, each process takes its turn."""
+        """Yield this process's micro-batches: answers sorted by length, assigned round-robin to processes."""
         by_length = [row for rows in batch.cut(1) for row in rows]
         mine = by_length[self.rank :: self.world_size]
         for start in range(0, len(mine), self.batch_size):
@@ -450,7 +450,7 @@ class Updater:
 
 
 def _per_token(figures: Figures, num_tokens: int) -> Figures:
-    """Figures that were counted over tokens as shares of them; a loss is one already, and a largest stays so."""
+    """Convert sums over tokens to means; losses are already means, and maxima are unchanged."""
     whole = ("loss", "ratio_max")
     return {name: value if name in whole else value / num_tokens for name, value in figures.items()}
 

@@ -1,4 +1,4 @@
-"""Verifiable rewards for ``reward_funcs``: answers that are right or wrong."""
+"""Verifiable rewards for ``reward_funcs``: correctness of answers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _CODE: Final = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 
 
 def exact_match(*, completions: Sequence[Completion], solution: Sequence[str | None], **_: Any) -> list[float | None]:
-    """1 where an answer is the row's ``solution`` but for blanks at its ends, else 0; ``None`` where there is none."""
+    """1 if an answer equals the row's ``solution`` except for white space at its ends, else 0; ``None`` without one."""
     pairs = zip(map(_read_text, completions), solution, strict=True)
     return [None if wanted is None else float(text.strip() == wanted.strip()) for text, wanted in pairs]
 
 
 def final_number(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float | None]:
-    """1 where an answer ends on the number that the row's ``answer`` ends on, else 0; ``None`` where that has none.
+    """1 if the final number of an answer equals that of the row's ``answer``, else 0; ``None`` if that has no number.
 
-    As in GSM8K, whose rows have that column; which number that is: ``read_final_number``.
+    The column is that of GSM8K; ``read_final_number`` defines the final number.
     """
     wanted = [None if text is None else read_final_number(text) for text in answer]
     given = [read_final_number(_read_text(completion)) for completion in completions]
@@ -37,10 +37,10 @@ def final_number(*, completions: Sequence[Completion], answer: Sequence[str | No
 def python_tests(
     *, completions: Sequence[Completion], tests: Sequence[str | Sequence[str] | None], **_: Any
 ) -> list[float | None]:
-    """1 where the Python program of an answer passes the row's ``tests``, else 0; ``None`` where there are none.
+    """1 if the Python program of an answer passes the row's ``tests``, else 0; ``None`` without tests.
 
-    The program is the last fenced block of the answer, or without one all of it. Tests are code, a text or a list of
-    lines such as assertions, and stand behind it. Both run in the sandbox, as many at a time as there are cores.
+    The program is the last fenced block of the answer, or the whole answer without a block. Tests are code (a string or
+    a list of lines such as assertions), appended to the program. Both run in the sandbox, with one process per core.
     """
     programs = [
         None if wanted is None else "\n".join([read_program(_read_text(completion)), *_list_lines(wanted)])
@@ -51,7 +51,7 @@ def python_tests(
 
 
 def read_program(text: str) -> str:
-    """The last fenced block of an answer, or without one all of it."""
+    """The last fenced block of an answer, or the whole answer without a block."""
     blocks: list[str] = _CODE.findall(text)
     return blocks[-1] if blocks else text
 

@@ -91,3 +91,20 @@ def test_runs_on_another_gpu_or_without_mfu_are_refused_together(tmp_path: Path)
     assert "'Intel Xeon'" in told["cpu"]
     assert told["unknown"] == told["short"]
     assert "reference model" in told["pairs"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hardware": "H100"}, "`hardware` is"),
+        ({"provenance": None}, "`provenance` is "),
+        ({"stage": "stf"}, "is not a finished run"),
+        ({"status": "running"}, "is not a finished run"),
+    ],
+)
+def test_a_damaged_or_unfinished_record_is_refused_in_words(tmp_path: Path, changes, words) -> None:
+    folder = write_run(tmp_path / "run", 0.3, 0.3)
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(record | changes))
+    with pytest.raises(DataError, match=words):
+        calibrate([folder], choose_device("H100"))

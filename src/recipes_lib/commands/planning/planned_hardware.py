@@ -14,6 +14,7 @@ import yaml
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import verify_fields
 from recipes_lib.planning.activations import AUTO, MODES, list_keys
@@ -24,6 +25,7 @@ from recipes_lib.proving.results import PASSED, read_rows
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
 _LABEL_WIDTH: Final = 16
+_RECORDED: Final = {"stage": str, "config": dict, "provenance": dict, "hardware": dict}
 CURVE: Final = "curve"
 """Row name of a line that starts in the column of names."""
 
@@ -108,20 +110,22 @@ def calibrate(folders: Sequence[Path], device: Device) -> Measured:
         device: The planned GPU.
 
     Raises:
-        ConfigError: A run had another GPU, or its configuration is not accepted any more.
-        DataError: A run is not finished, or its MFU is not known or counts one model of several.
+        ConfigError: The configuration of a run is not accepted any more.
+        DataError: A record is damaged; a run had another GPU or is not finished; or its MFU is not known, or counts one
+            model of several.
     """
     shares, problems = dict[Kind, list[float]](), list[Problem]()
     for folder in folders:
         run = read_run(folder)
+        verify_fields(run.facts, _RECORDED, str(folder / "run.json"))
         # The first of the logged windows include compilation and an empty cache.
         curve = [mfu for _, mfu in read_curve(run.train, "mfu")]
         curve = curve[max(len(curve) // 10, 1) :]
-        used = str((run.facts.get("hardware") or {}).get("device"))
+        used = str(run.facts["hardware"].get("device"))
         if (found := find_device(used)) is None or _identify(found) != _identify(device):
             told = f"trained on {used!r}, and the plan is for {device.name!r}"
             problems.append(Problem(str(folder), told, "name runs on the planned GPU"))
-        elif run.facts.get("status") != "done" or not curve:
+        elif run.facts.get("status") != "done" or run.facts["stage"] not in RECIPE_NAMES or not curve:
             told = "is not a finished run with MFU in two or more of its logged steps"
             problems.append(Problem(str(folder), told, "name one on a GPU whose peak is known"))
         else:
@@ -145,10 +149,9 @@ def _restore(run: RunFiles) -> RecipeConfig:
 
     Raises:
         ConfigError: It is not accepted any more.
-        DataError: The record is damaged.
     """
-    verify_fields(run.facts, {"stage": str, "config": dict, "provenance": dict}, str(run.path))
-    text = yaml.safe_dump({**restore_keys(run.facts)[0], "output_dir": str(run.path)})
+    record = {**run.facts, "provenance": {key: str(origin) for key, origin in run.facts["provenance"].items()}}
+    text = yaml.safe_dump({**restore_keys(record)[0], "output_dir": str(run.path)})
     config = check_text(run.facts["stage"], text, run.path / "run.json")
     if config.read("activation_checkpointing") != AUTO:
         return config

@@ -1,1 +1,1 @@
-"""Chat rows to token ids and loss mask: templates, trained spans, verification."""
+"""Chat rows to token ids and loss mask: templates, target spans, verification."""

@@ -1,7 +1,7 @@
-"""Chat rows to token ids and loss mask: the only place where a loss mask is decided, and its verification.
+"""Chat rows to token ids and loss mask: the only module that derives a loss mask, and its verification.
 
-Each row is tokenised once, as one text; its mask is read off character offsets and then proved, by decoding the tokens
-that are trained on and comparing them with the characters they stand for.
+Each row is tokenised once, as one text. Its loss mask is derived from character offsets and then verified: the target
+tokens are decoded and compared with the characters of their spans.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REMEDY: Final = "change the text, or use a tokenizer that can write it"
 
 
 class Claim(NamedTuple):
-    """Tokens ``first:last`` of a row, claimed to say ``text``."""
+    """Tokens ``first:last`` of a row, whose expected decoding is ``text``."""
 
     where: str
     ids: npt.NDArray[np.uint32]
@@ -40,7 +40,7 @@ class Claim(NamedTuple):
 
 
 class _Surfaces(dict[int, str]):
-    """What each token says by itself; a lone surrogate, which equals no text, for tokens of part of a character."""
+    """Text of each single token; a lone surrogate, which equals no text, for tokens that are part of a character."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__()
@@ -53,10 +53,10 @@ class _Surfaces(dict[int, str]):
 
 
 class Proof:
-    """Decodes claims and compares.
+    """Decodes claims and compares them.
 
-    A byte-level decoder only puts tokens side by side, so where all of them are whole characters their own texts are
-    put together here, at a tenth of the price of ``decode_batch``.
+    A byte-level decoder only concatenates tokens. Where all of them are complete characters, their cached texts are
+    joined here, at a tenth of the cost of ``decode_batch``.
 
     Args:
         tokenizer: A fast tokenizer.
@@ -73,7 +73,7 @@ class Proof:
         ]
 
     def problems(self, claims: Sequence[Claim]) -> list[Problem]:
-        """One problem for each claim that does not hold."""
+        """Return one problem for each claim that does not hold."""
         claims = [claim for claim in claims if not self._is_plain(claim)]
         decoded = self._backend.decode_batch(
             [c.ids[c.first : c.last].tolist() for c in claims], skip_special_tokens=False
@@ -90,10 +90,11 @@ class Proof:
         return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last].tolist())) == claim.text
 
     def _holds_in_context(self, claim: Claim) -> bool:
-        """Whether the tokens say their text after those before them, up to what the tokenizer itself makes equal.
+        """Whether tokens decode to their text after the preceding tokens, up to the tokenizer's own normalisation.
 
-        Decoders drop a leading space at the start of a text. Normalisers change characters, and special tokens swallow
-        white space beside them, in every use of the tokenizer: what they make equal, no model can distinguish.
+        Decoders drop a leading space at the start of a text. Normalisers change characters, and special tokens remove
+        white space beside them, in every use of the tokenizer: texts that differ only in this are the same to the
+        model.
         """
         before, said = (
             self._backend.decode(claim.ids[:end].tolist(), skip_special_tokens=False)
@@ -109,14 +110,14 @@ class Proof:
 
 
 def _difference(said: str, text: str) -> str:
-    """Both texts from shortly before where they part."""
+    """Excerpt of both texts from shortly before their first difference."""
     at = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
     start = max(0, at - _EXCERPT)
     return f"they say {said[start : at + _EXCERPT]!r}, the text says {text[start : at + _EXCERPT]!r}"
 
 
 class _Draft(NamedTuple):
-    """A row before tokenisation: its text, the characters trained on (``None``: all), and what is to be told of it."""
+    """A row before tokenisation: its text, its target characters (``None``: all), and remarks."""
 
     row: Row
     text: str
@@ -125,12 +126,12 @@ class _Draft(NamedTuple):
 
     @property
     def places(self) -> list[int]:
-        """The characters at which its spans start and end."""
+        """Character positions at which its spans start and end."""
         return [at for span in self.spans or () for at in span]
 
 
 class RowEncoder:
-    """Turns canonical rows into token ids and loss masks; several threads may share it.
+    """Converts canonical rows to token ids and loss masks; thread-safe.
 
     Args:
         tokenizer: A fast tokenizer.
@@ -172,9 +173,9 @@ class RowEncoder:
         self._finders: dict[bool, SpanFinder] = {}
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow]:
-        """Token ids and loss mask of each row, in order.
+        """Return token ids and loss mask of each row, in order.
 
-        A row with nothing to train on comes back with a mask that is False throughout.
+        A row without targets has a mask that is False everywhere.
 
         Raises:
             DataError: Rows that cannot be rendered, tokenised or masked exactly; all of them.
@@ -204,7 +205,7 @@ class RowEncoder:
         return drafts
 
     def render_prompt(self, row: Row) -> str:
-        """The text before the answer: what a server renders with ``add_generation_prompt``; of plain rows, the prompt.
+        """Render the text before the answer with ``add_generation_prompt``; for plain rows, the prompt.
 
         Raises:
             DataError: The row has no prompt, or the template refused it.
@@ -220,7 +221,7 @@ class RowEncoder:
         return self._finder(row).render_prompt(row, num_messages)
 
     def encode_prompt(self, row: Row) -> npt.NDArray[np.uint32]:
-        """Ids of ``render_prompt``: the ids with which the encoded row begins, ``uint32 (T,)``.
+        """Return the ids of ``render_prompt``, a prefix of the ids of the encoded row, ``uint32 (T,)``.
 
         Raises:
             DataError: As ``render_prompt``.
@@ -231,7 +232,7 @@ class RowEncoder:
 
     @property
     def cautions(self) -> list[str]:
-        """What a user should know of the chat template, one sentence each."""
+        """Warnings about the chat template, one sentence each."""
         template = self._template(with_tools=False)
         cautions = []
         if template.reads_clock:
@@ -291,8 +292,8 @@ class RowEncoder:
         return draft
 
     def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
-        """The tokens of each draft, and how many of them lie before the places at which its spans start and end."""
-        if self._backend.truncation or self._backend.padding:  # Left behind by a call of the tokenizer.
+        """Tokens of each draft, and their number before each span boundary."""
+        if self._backend.truncation or self._backend.padding:  # Left over from an earlier call of the tokenizer.
             self._backend.no_truncation()
             self._backend.no_padding()
         texts = [draft.text for draft in drafts]
@@ -311,7 +312,7 @@ class RowEncoder:
     def _mask(
         self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int] | None, claims: list[Claim]
     ) -> EncodedRow:
-        """The ids and mask of a row; adds what its spans claim to ``claims``."""
+        """Ids and loss mask of a row; appends its spans to ``claims``."""
         is_plain = draft.row.messages is None
         ids = text_ids
         if is_plain:
@@ -326,7 +327,7 @@ class RowEncoder:
             loss_mask[:1] = ids[:1] != self._bos_id
             return EncodedRow(ids, loss_mask, draft.remarks)
         if cuts is None:
-            # A token on both sides of a place, or tokens that are not the text as it stands: look at the characters.
+            # A token that crosses a boundary, or tokens that are not the literal text: use character offsets.
             cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
         shift = int(is_plain and len(text_ids) > 0 and ids[0] != text_ids[0])
@@ -339,10 +340,10 @@ class RowEncoder:
         try:
             return self._cut(draft, encoding)
         except DataError:
-            return None  # It is raised again where the row is masked.
+            return None  # Raised again when the row is masked.
 
     def _cut(self, draft: _Draft, encoding: Encoding) -> list[int]:
-        """Number of tokens before each place of a draft."""
+        """Number of tokens before each boundary of a draft."""
         cuts = []
         for at in draft.places:
             try:
@@ -363,7 +364,7 @@ def _merged(draft: _Draft, error: MergedTokenError, at: int) -> DataError:
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
-    """What a row is trained on; refuses what its layout cannot have."""
+    """Resolve what a row trains on; raises for combinations that its layout does not support."""
     if row.messages is not None:
         has_prompt = row.num_prompt_messages is not None
         default: LossOn = "completion" if has_prompt else "assistant"
@@ -383,7 +384,7 @@ def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
 
 
 def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
-    """Numbers of the messages that are trained on by themselves: none where everything is, or all are marked."""
+    """Numbers of the messages that are individually targets: none if everything is, or if all are marked."""
     assert row.messages is not None
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
     match loss_on:
@@ -410,11 +411,11 @@ _METASPACE = "\u2581"
 
 
 def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.int64] | None:
-    """Bytes of UTF-8 that each id decodes to, ``int64 (V,)``; a special token stands for its own text.
+    """UTF-8 bytes that each id decodes to, ``int64 (V,)``; a special token counts its own text.
 
-    The lengths of a text's tokens add up to the length of the text, whatever the tokens cut through. In
-    SentencePiece-style vocabularies the space in front of the first word counts, although decoding drops it. An id that
-    no token has stands for nothing.
+    The lengths of a text's tokens add up to the length of the text, even for tokens that split characters. In
+    SentencePiece-style vocabularies the space in front of the first word counts, although decoding drops it. An unused
+    id has length 0.
 
     Returns:
         ``None`` for a tokenizer that does not keep its text (WordPiece), or that has no fast implementation.
@@ -436,10 +437,10 @@ def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArra
 
 
 class ByteEnds:
-    """Finds where tokens end by adding up their lengths, so that the tokenizer need not keep track of characters.
+    """Finds token boundaries by summing token lengths, so that the tokenizer need not compute character offsets.
 
-    Only for tokenizers that write text as it is: a byte-level decoder, no normaliser. Keeping track costs them a third
-    of their time.
+    Only for tokenizers that preserve text: a byte-level decoder without a normaliser. Offsets would cost a third of the
+    tokenisation time.
 
     Args:
         tokenizer: A fast tokenizer for which ``ByteEnds.suits`` is True.
@@ -452,7 +453,7 @@ class ByteEnds:
 
     @staticmethod
     def suits(tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether the text of a tokenizer's tokens, side by side, is the text that it was given."""
+        """Return whether the concatenated tokens of a tokenizer are always the input text."""
         backend = tokenizer.backend_tokenizer
         added = tokenizer.added_tokens_decoder.values()
         return (
@@ -464,7 +465,7 @@ class ByteEnds:
     def cut(
         self, ids: Sequence[npt.NDArray[np.uint32]], texts: Sequence[str], places: Sequence[Sequence[int]]
     ) -> list[list[int] | None]:
-        """Number of tokens before each of some characters of each text.
+        """Return the number of tokens before each of some characters of each text.
 
         Args:
             ids: Tokens of each text, ``uint32 (T,)``.
@@ -476,7 +477,7 @@ class ByteEnds:
             are not the text as it stands.
         """
         last = np.cumsum([0, *map(len, ids)])
-        # Entry n is the byte, counted through all texts, at which the first n tokens end.
+        # Entry n is the byte position, counted over all texts, at which the first n tokens end.
         ends = np.concatenate([[0], self._lengths[np.concatenate([*ids, np.empty(0, np.uint32)])]]).cumsum()
         starts = ends[last].tolist()
         wanted = [

@@ -1,7 +1,7 @@
-"""Trained character spans of a rendered chat: derived from the template, then verified against the messages.
+"""Target character spans of a rendered chat: derived from the template, then verified against the messages.
 
-A turn is trained from where the generation prompt ends, so reasoning and tool calls are in it, to its terminator, the
-special token that tells a server to stop.
+The span of a turn starts at the end of the generation prompt, and so includes reasoning and tool calls. It ends with
+the terminator, the special token on which a server stops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THOUGHT: Final = re.compile(r"(?:.*?<think>)?(.*?)</think>", re.DOTALL)
 
 
 class WrittenCheck:
-    """Compares rows with what their template made of them.
+    """Compares rows with their rendering by the template.
 
     Args:
         render: Renders a row, with a generation prompt or without.
@@ -38,7 +38,7 @@ class WrittenCheck:
         self._openers = tuple({token[0] for token in special_tokens})
 
     def refuse_unwritten(self, row: Row, rendered: Rendered, trained: Collection[int] = ()) -> None:
-        """Refuse a row of which the template leaves a message out.
+        """Raise for a row of which the template omits a message.
 
         Args:
             row: A chat.
@@ -55,7 +55,7 @@ class WrittenCheck:
                     self._check_message(row, rendered, number)
 
     def list_remarks(self, row: Row, rendered: Rendered, trained: Collection[int]) -> list[Remark]:
-        """What is to be told of a row.
+        """Return the remarks on a row.
 
         Args:
             row: A chat.
@@ -89,13 +89,13 @@ class WrittenCheck:
     def _check_message(self, row: Row, rendered: Rendered, number: int) -> None:
         turn = rendered.turn(number)
         message = _list_messages(row)[number]
-        if calls := message.get("tool_calls"):  # What is said beside them may be left out.
+        if calls := message.get("tool_calls"):  # The text beside them can be omitted.
             renamed = [_change_function(call, name=_say_else(_read_name(call))) for call in calls]
             if self._ignores(row, rendered, number, {**message, "tool_calls": renamed}):
                 found = f"message {number} calls {_read_name(calls[0])!r}, but the chat template does not write that"
                 raise DataError(Problem(row.where, found, "use a template that writes tool_calls"))
             return
-        # Many templates write a system message before the loop, or into the first turn.
+        # Many templates render a system message before the loop, or inside the first turn.
         head = rendered.text[: rendered.turns[0].end] if rendered.turns else rendered.text
         if all(said in turn or said in head for said in find_texts(message)):
             return
@@ -126,7 +126,7 @@ class WrittenCheck:
         return remarks
 
     def _loses_reasoning(self, row: Row, rendered: Rendered) -> bool:
-        """Whether the template drops the reasoning of the last turn, on which a model would learn to reason."""
+        """Whether the template drops the reasoning of the last turn, on which a reasoning model would train."""
         last = len(_list_messages(row)) - 1
         message = _list_messages(row)[last]
         if len(message) == 2 and THINK_END not in (message.get("content") or ""):
@@ -158,11 +158,11 @@ class WrittenCheck:
         try:
             return self._render(row, rendered.asks).text == rendered.text
         except TemplateError:
-            return False  # It reads what it refuses.
+            return False  # The template reads the chat before it raises.
 
 
 def _find_written(messages: Sequence[Message], rendered: Rendered, trained: Collection[int]) -> set[int]:
-    """The trained messages, and those whose text stands in what they wrote."""
+    """Target messages, and those whose text occurs in their rendering."""
     written = set(trained)
     for number, start, end in rendered.turns:
         if number not in written:
@@ -175,7 +175,7 @@ def _find_written(messages: Sequence[Message], rendered: Rendered, trained: Coll
 
 
 def find_texts(message: Message) -> list[str]:
-    """What a message says, trimmed, as templates do; one text per content part."""
+    """Texts of a message, stripped as templates do; one per content part."""
     content = message.get("content")
     if isinstance(content, str):
         said = content.strip()
@@ -185,7 +185,7 @@ def find_texts(message: Message) -> list[str]:
 
 
 def reword(message: Message) -> Message:
-    """The message with other words in the place of each that it says."""
+    """Copy of the message with each of its texts replaced."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": _say_else(content)}
@@ -200,7 +200,7 @@ def _read_name(call: Mapping[str, Any]) -> str:
 
 
 def _change_function(call: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
-    """The tool call with another name, or other arguments."""
+    """Copy of the tool call with another name, or other arguments."""
     return {**call, "function": {**call["function"], **changes}} if call.get("function") else {**call, **changes}
 
 
@@ -222,9 +222,9 @@ _EXCERPT: Final = 20
 
 
 def refuse_inner_ends(where: str, who: str, said: Iterable[str], turn: str, ends: Collection[str]) -> None:
-    """Refuse an answer with an end token inside, which would teach the model to continue after it.
+    """Raise for an answer with an end token inside, which would teach the model to continue after it.
 
-    A text may bring the one end that its turn has, where no one else writes it.
+    A text may contain the one end token of its turn, if the template does not add it.
 
     Args:
         where: The row's place.
@@ -254,7 +254,7 @@ _MARK_IT: Final = "put {% generation %} ... {% endgeneration %} around the assis
 
 
 class Targets(NamedTuple):
-    """A rendered chat, the characters of it that are trained on, in order, and what is to be told of the row."""
+    """A rendered chat, its target character spans in order, and remarks on the row."""
 
     text: str
     spans: list[Span]
@@ -262,7 +262,7 @@ class Targets(NamedTuple):
 
 
 class SpanFinder:
-    """Finds and verifies the trained characters of chats under one template.
+    """Finds and verifies the target spans of chats under one template.
 
     Args:
         template: The chat template.
@@ -288,7 +288,7 @@ class SpanFinder:
         self._written = WrittenCheck(self._render, special_tokens)
 
     def find(self, row: Row, trained: Collection[int]) -> Targets:
-        """The chat of ``row`` as text, with the spans of the ``trained`` messages.
+        """Render the chat of ``row``, with the spans of the ``trained`` messages.
 
         Raises:
             DataError: The template refused the chat, wrote a turn's text somewhere else than in its span, put another
@@ -305,7 +305,7 @@ class SpanFinder:
         return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
 
     def render_prompt(self, row: Row, num_messages: int) -> str:
-        """What a server is given to get the turn after the first ``num_messages`` messages.
+        """Render the prompt for the turn after the first ``num_messages`` messages, as a server does.
 
         Raises:
             DataError: The template refused the messages, or does not write one of them.
@@ -329,12 +329,12 @@ class SpanFinder:
 
     @cached_property
     def _ends(self) -> Collection[str]:
-        """Tokens that end answers: those that the template writes after one, in the last turn and before it."""
+        """End tokens of answers: those that the template adds after one, in the last turn and in earlier turns."""
         speakers = ("user", "assistant", "user", "assistant")
         row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in speakers])
         try:
             text, spans, _ = self._targets(row, self._render(row), (1, 3))
-        except (TemplateError, DataError):  # It takes other chats than this one.
+        except (TemplateError, DataError):  # The template does not accept this chat, but may accept others.
             return self._end_tokens
         ends = [text[span.start : span.end].rpartition(PLACEHOLDER)[2] for span in spans]
         return {*self._end_tokens, *(token for end in ends for token in self._special.findall(end))}
@@ -350,7 +350,7 @@ class SpanFinder:
         return self._derive(row, rendered, trained)
 
     def _marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
-        """The ``{% generation %}`` blocks as they stand; one outside the loop belongs to the turn before it."""
+        """The ``{% generation %}`` blocks; one outside of the loop belongs to the turn before it."""
         spans: list[Span] = []
         for block in rendered.generated:
             owner = block.message
@@ -387,30 +387,30 @@ class SpanFinder:
         return Targets(text, spans)
 
     def _terminated(self, text: str, start: int, end: int) -> int | None:
-        """Where the special token ends in which ``text[start:end]`` ends, white space aside."""
+        """Position after the special token that ends ``text[start:end]``, ignoring white space."""
         end = _rstripped(text, start, end)
         return end if self._at_end.search(text, max(start, end - self._longest), end) else None
 
     def _terminate(self, row: Row, text: str, turn: Span) -> tuple[str, int]:
-        """The text, and where the terminator of a turn ends; open turns get ``eos_token``, if one was given."""
+        """The text, and the end of a turn's terminator; open turns get ``eos_token`` if there is one."""
         message, start, end = turn
         if (terminated := self._terminated(text, start, end)) is not None:
             return text, terminated
         if self._eos_token is not None:
             if end == len(text):
                 return text + self._eos_token, end + len(self._eos_token)
-            if opening := self._special.match(text, end):  # Some models stop on the next turn's opening token.
+            if opening := self._special.match(text, end):  # Some models stop on the opening token of the next turn.
                 return text, opening.end()
         found = f"message {message} ends in no special token, so the model would never learn to stop"
         remedy = "set eos_token to the token that generation stops on, or let the template end the turn with one"
         raise _fault(row, found, remedy)
 
     def _header_length(self, row: Row, message: int, turn: str) -> int:
-        """Characters of an assistant turn that the generation prompt gives, and the model need not write."""
+        """Number of characters of an assistant turn that the generation prompt provides, which are no targets."""
         header = self._header(row, message)
         if turn.startswith(header):
             return len(header)
-        # The template prompts for something else than it writes here, as for reasoning that it drops from old turns.
+        # The generation prompt differs from this rendering, for example where reasoning of old turns is dropped.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
@@ -424,7 +424,7 @@ class SpanFinder:
         return common
 
     def _header(self, row: Row, num_messages: int) -> str:
-        """The text that a server puts before the answer to the first ``num_messages`` messages."""
+        """The text that a server renders before the answer to the first ``num_messages`` messages."""
         if self._template.has_generation_prompt and (header := self._asked(row, num_messages)) is not None:
             return header
         parts = any(isinstance(message.get("content"), list) for message in _list_messages(row))
@@ -439,9 +439,10 @@ class SpanFinder:
         return header if header.strip() else ""
 
     def _asked(self, row: Row, num_messages: int) -> str | None:
-        """The generation prompt after the first ``num_messages`` messages; that of any chat if they hold no question.
+        """Generation prompt after the first ``num_messages`` messages; that of any chat if they have no question.
 
-        Many templates refuse a chat without user turn, or prompt for nothing after it; the full chat they took.
+        Many templates raise for a chat without a user turn, or add no prompt after it, although they accept the full
+        chat.
         """
         prompt = _list_messages(row)[:num_messages]
         try:
@@ -454,7 +455,7 @@ class SpanFinder:
         return self._template.generation_prompt(anyone, tools=row.tools, variables=row.template_kwargs)
 
     def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
-        """Answers may repeat what others said; but then, had the others said something else, they would be the same."""
+        """Verify that target spans contain no text of other messages: changing those must not change the spans."""
         written = [targets.text[span.start : span.end] for span in targets.spans]
         answers = "\n".join(written)
         suspects = {
@@ -474,12 +475,12 @@ class SpanFinder:
             raise _fault(row, found, _MARK_IT)
 
     def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
-        """Every trained turn says what its message says: its answer, or the tools that it calls."""
+        """Verify that every target span contains the text of its message: its answer, or its tool calls."""
         for index in sorted(trained):
             message = _list_messages(row)[index]
             turn = "".join([targets.text[span.start : span.end] for span in targets.spans if span.message == index])
             texts = find_texts(message)
-            if [end for end in self._ends if end in turn[:-1]]:  # Elsewhere than at its very end.
+            if [end for end in self._ends if end in turn[:-1]]:  # Not at the end itself of the span.
                 said = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
                 refuse_inner_ends(row.where, f"message {index}", said, turn, self._ends)
             calls = [str((call.get("function") or call)["name"]) for call in message.get("tool_calls") or []]
@@ -487,7 +488,7 @@ class SpanFinder:
                 if not self._says(turn, name):
                     found = f"message {index} calls {name!r}, but the chat template does not write that"
                     raise _fault(row, found, "use a template that writes tool_calls")
-            # A template may drop reasoning, and whatever goes with a tool call, from what it writes.
+            # A template may drop reasoning, and any text beside a tool call.
             for answer in [] if calls else texts:
                 if not self._says(turn, answer) and not self._says(turn, answer.rpartition(THINK_END)[2].strip()):
                     found = (
@@ -496,7 +497,7 @@ class SpanFinder:
                     raise _fault(row, found, _MARK_IT)
 
     def _says(self, turn: str, text: str) -> bool:
-        if len(text) < self._longest:  # It might be found in the name of a special token.
+        if len(text) < self._longest:  # It could also match inside the name of a special token.
             turn, text = self._special.sub("", turn), self._special.sub("", text).strip()
         return text in turn
 

@@ -63,7 +63,7 @@ class Rendered:
 
     @property
     def body(self) -> str:
-        """The text to the end of the last turn; all of it when no message wrote any."""
+        """The text up to the end of the last turn; all of it if no message wrote any."""
         return self.text[: self.turns[-1].end] if self.turns else self.text
 
     @property
@@ -72,7 +72,7 @@ class Rendered:
         return self.text[len(self.body) :]
 
     def turn(self, message: int) -> str:
-        """What a message wrote."""
+        """The text written by a message."""
         return "".join([self.text[start:end] for number, start, end in self.turns if number == message])
 
 
@@ -107,13 +107,13 @@ class ChatTemplate:
 
     @cached_property
     def has_generation_prompt(self) -> bool:
-        """Whether the template heeds ``add_generation_prompt``."""
+        """Whether the template uses ``add_generation_prompt``."""
         if not self._reads_flag or self._constant_prompt is not None:
             return bool(self._constant_prompt)
         try:
             return self.generation_prompt([{"role": "user", "content": ""}]) != ""
         except TemplateError:
-            return True  # It takes other chats than this one.
+            return True  # The template may accept other chats.
 
     def render(
         self,
@@ -123,7 +123,7 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """The chat as text, with the characters that each message wrote.
+        """Render the chat, with the characters that each message wrote.
 
         Raises:
             TemplateError: The template refused the messages, or failed on them.
@@ -139,7 +139,7 @@ class ChatTemplate:
                 messages=chat, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **context
             ):
                 trace.pieces.append(piece)
-        except Exception as error:  # Foreign code met the user's data: whatever it raises is about this row.
+        except Exception as error:  # Template code runs on user data: any error concerns this row.
             raise TemplateError(str(error) or type(error).__name__) from error
         return trace.rendered(add_generation_prompt)
 
@@ -150,10 +150,10 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """The text that asks for the turn after ``messages``; empty when the template writes none.
+        """The text that prompts the turn after ``messages``; empty if the template adds none.
 
-        Some templates write it after the last turn, some at the end of that turn: there it is what the turn with the
-        prompt has and the other does not. ``None`` when the two turns differ in more, so that it is unknown.
+        Some templates add it after the last turn, some at the end of that turn: then it is the difference between the
+        turn with and without the prompt. ``None`` if the two turns differ in more, so that it is unknown.
 
         Raises:
             TemplateError: As ``render``.
@@ -171,7 +171,7 @@ class ChatTemplate:
 
 
 class _Trace:
-    """Who is writing: the calls woven into a template report here while it renders."""
+    """Records which message writes: the calls woven into a template report here during rendering."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.pieces: list[str] = []
@@ -185,7 +185,7 @@ class _Trace:
         self._loops.append((self._changes[-1][1], False))
 
     def item(self, *candidates: Any) -> None:
-        """A loop took up its next item: the message among ``candidates``, if one is, writes from here on."""
+        """A loop advanced to its next item: the message among ``candidates``, if there is one, writes from here on."""
         message = NOBODY
         for candidate in candidates:
             item = _indexed(*candidate) if type(candidate) is tuple else candidate
@@ -214,7 +214,7 @@ class _Trace:
             if message == NOBODY or start == end:
                 continue
             if turns and turns[-1].message == message and turns[-1].end == start:
-                start = turns.pop().start  # A scan over other messages that wrote nothing does not end a turn.
+                start = turns.pop().start  # A scan over other messages without output does not end a turn.
             turns.append(Span(message, start, end))
         generated = [Span(message, at[start], at[end]) for message, start, end in self._blocks]
         return Rendered("".join(self.pieces), turns, generated, asks)
@@ -230,7 +230,7 @@ def _indexed(items: Any, index: Any) -> Any:
 
 
 def _weave(tree: nodes.Template, environment: Environment) -> Template:
-    """The compiled template with the calls woven in, as filters: the sandbox spends 2 us on every other call."""
+    """Compile the template with the calls woven in as filters: the sandbox takes 2 us for every other kind of call."""
     woven = environment.overlay()
     woven.filters = {**environment.filters, **_HOOKS}
     tree = _Weaver().visit(tree)
@@ -262,7 +262,7 @@ class _Weaver(NodeTransformer):
 
 
 def _item_expressions(loop: nodes.For) -> list[nodes.Expr]:
-    """What a loop's item may be: its variables, and, for index loops, each ``(list, variable)`` of its body."""
+    """Expressions for a loop's item: its variables, and for index loops each ``(list, variable)`` of its body."""
     targets = [loop.target, *loop.target.find_all(nodes.Name)]
     variables = {target.name for target in targets if isinstance(target, nodes.Name)}
     indexed = {
@@ -303,9 +303,9 @@ def _constant_generation_prompt(tree: nodes.Template) -> str | None:
 
 
 def _canonical(message: Message) -> dict[str, Any]:
-    """A message as ``apply_chat_template`` passes it: without empty keys, reasoning under all its names."""
+    """Normalise a message as ``apply_chat_template`` does: without empty keys, reasoning under all its names."""
     if len(message) == 2 and message.get("content") is not None:
-        return dict(message)  # Most are so: a role and a content.
+        return dict(message)  # Most messages have only a role and a content.
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}

@@ -1,4 +1,4 @@
-"""Collators: prepared rows to the tensors of a micro-batch."""
+"""Collators: from prepared rows to the tensors of a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Layout = Literal["rows", "flat"]
 
 
 def find_targets(row: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
-    """Which tokens of a prepared row are targets, ``bool (T,)``: never the first of a document."""
+    """Mask of the target tokens of a prepared row, ``bool (T,)``: never the first of a document."""
     lengths = np.asarray(row["seq_lengths"], np.int64)
     is_target = np.array(row["loss_mask"], np.bool_)
     is_target[np.cumsum(lengths) - lengths] = False
@@ -25,13 +25,13 @@ def find_targets(row: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCollator:
-    """Prepared rows to a batch in which every document is kept apart by restarting positions.
+    """Builds a batch in which documents are isolated by restarting positions.
 
-    There is no ``attention_mask``: given one, transformers no longer derives the documents from ``position_ids``. For
-    the same reason the model must be called with ``use_cache=False``.
+    There is no ``attention_mask``: with one, transformers does not derive the documents from ``position_ids``. For the
+    same reason the model must be called with ``use_cache=False``.
 
-    Padding is a document of its own at the end of a row, told by length and never by id, so ``pad_token_id`` may equal
-    the end-of-text token, which stays a target wherever it is one.
+    Padding is a separate document at the end of a row, identified by length and never by id. Therefore ``pad_token_id``
+    may equal the end-of-text token, which stays a target where it is one.
 
     Attributes:
         pad_token_id: Id written into padding.
@@ -81,7 +81,7 @@ class PackedCollator:
         }
 
     def _fill(self, rows: Sequence[Mapping[str, Any]], sizes: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Lay the tokens of all rows out in lines of ``sizes`` tokens each."""
+        """Lay out the tokens of all rows in lines of ``sizes`` tokens each."""
         joined = {name: np.concatenate([row[name] for row in rows]) for name in ("loss_mask", "seq_lengths")}
         ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
         lengths = joined["seq_lengths"].astype(np.int64)
@@ -89,7 +89,7 @@ class PackedCollator:
         is_real = columns < sizes[:, None]
         input_ids = np.full(is_real.shape, self.pad_token_id, np.int64)
         labels = np.full(is_real.shape, IGNORE_INDEX, np.int64)
-        # Padding is documents no longer than the longest real one: a model may have no more positions than that.
+        # Padding documents are no longer than the longest real one: a model may have no more positions than that.
         position_ids = (columns - sizes[:, None]) % max(1, lengths.max(initial=0))
         input_ids[is_real] = ids
         labels[is_real] = np.where(find_targets(joined), ids, IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""Tokenisation of a whole mixture, chunk by chunk, with every broken row reported at once, and what decides its key."""
+"""Tokenisation of a mixture in chunks, with all broken rows reported together, and the inputs of its cache key."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ Encode = Callable[[Sequence[Row], Sequence[int]], tuple[Examples, Mapping[str, n
 
 
 class TokenFile:
-    """Tokens of examples on disk; ``Tokens`` in memory that does not grow with their number.
+    """Tokens of examples on disk, as ``Tokens``; memory does not grow with their number.
 
-    A temporary file without a name, of which a killed process leaves nothing. It is read, not memory-mapped: pages of
-    a map count as memory of the process, and packs read from everywhere. Used as a context manager.
+    A temporary file without a name, so that a killed process leaves nothing. It is read, not memory-mapped: mapped
+    pages count as memory of the process, and packs read from everywhere. Use it as a context manager.
 
     Raises:
         DataError: ``root`` cannot be made or written.
@@ -74,7 +74,7 @@ class TokenFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What a full disk refused is still in the buffer, and closing would try once more.
+        # After a full disk, the buffer still has data, and closing would try to write it again.
         with suppress(OSError):
             self._file.close()
 
@@ -82,13 +82,13 @@ class TokenFile:
         tokens = np.empty(span.stop - span.start, np.uint32)
         with explain_disk_errors(self._root):
             self._file.seek(tokens.itemsize * span.start)
-            # What is not read would be whatever memory held before.
+            # Bytes that are not read would be uninitialised memory.
             if self._file.readinto(tokens.data) != tokens.nbytes:
                 raise OSError(errno.EIO, "the temporary file of its tokens is shorter than what was written")
         return tokens
 
     def keep(self, examples: Examples) -> Examples:
-        """Appends the tokens of examples, and returns the examples with their tokens here.
+        """Append the tokens of examples, and return the examples with their tokens in this file.
 
         Args:
             examples: Laid end to end in an array.
@@ -107,7 +107,7 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True)
 class EncodedMixture:
-    """The rows of a mixture: where they stand, what they say, and as tokens.
+    """Rows of a mixture: their places, digests and tokens.
 
     Attributes:
         mixture: What they were read from; ``examples.row_ids`` are positions in it.
@@ -123,34 +123,34 @@ class EncodedMixture:
 
     @property
     def num_duplicates(self) -> int:
-        """Rows that say what an earlier one says."""
+        """Number of rows with the same content as an earlier one."""
         return len(self.digests) - len(np.unique(self.digests))
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
-        """The rows at these positions, in that order."""
+        """Return the rows at these positions, in that order."""
         columns = {name: column[positions] for name, column in self.columns.items()}
         return EncodedMixture(self.mixture, self.examples.take(positions), self.digests[positions], columns)
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
-        """The places of these rows as errors name them; reads the mixture again, up to the last of them."""
+        """Return the places of these rows for error messages; reads the mixture again, up to the last of them."""
         numbers = {position: int(self.examples.row_ids[position]) for position in positions}
         places = self.mixture.find_places(numbers.values())
         return {position: places[number] for position, number in numbers.items()}
 
 
 def read_seed(config: RecipeConfig) -> int:
-    """The run's seed, which decides what is held out, drawn and shuffled."""
-    # Unset it is 0, and not upstream's 42: prepared sets of before would be drawn anew.
+    """Return the run's seed for held-out rows, draws and shuffling."""
+    # The default is 0, not upstream's 42: otherwise existing prepared sets would change.
     return int(config.training.get("seed") or 0)
 
 
 def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> RowEncoder:
-    """The encoder of a run.
+    """Build the encoder of a run.
 
     Raises:
         ConfigError: The tokenizer is not a fast one or has no such ``eos_token``, or the chat template cannot be read.
     """
-    from recipes_lib.data.chat.encoder import RowEncoder  # brings transformers, which finding a set does not need
+    from recipes_lib.data.chat.encoder import RowEncoder  # imports transformers, which finding a set does not need
 
     tokens, template = config.tokens, read_chat_template(config)
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
@@ -159,7 +159,7 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
 def split_chunks(
     entries: Iterable[Row | Problem], broken: BrokenRows, max_characters: float = math.inf
 ) -> Iterator[list[Row | Problem]]:
-    """Entries by ``ROWS_PER_CHUNK``, the last chunk shorter.
+    """Yield entries in chunks of ``ROWS_PER_CHUNK``; the last one is shorter.
 
     Args:
         entries: The rows.
@@ -182,14 +182,14 @@ def split_chunks(
 
 
 def _count_characters(row: Row) -> int:
-    """Characters of what a row says, markup aside."""
+    """Number of characters of a row's texts, without markup."""
     if row.messages is not None:
         return sum(len(str(message.get("content", ""))) for message in row.messages)
     return len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
 
 
 def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]) -> Examples:
-    """Tokens of some rows.
+    """Tokenise some rows.
 
     Args:
         encoder: From ``build_encoder``.
@@ -209,7 +209,7 @@ def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int
 def encode_mixture(
     encode: Encode, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
 ) -> EncodedMixture:
-    """Tokens of all rows that are sound.
+    """Tokenise all valid rows.
 
     Args:
         encode: Gives the tokens of some rows, and what else there is to know of each; called by several threads.
@@ -239,9 +239,9 @@ def encode_mixture(
 def map_chunks(
     entries: Iterable[Row | Problem], encode: Callable[[Sequence[Row], Sequence[int]], Chunk], broken: BrokenRows
 ) -> Iterator[Chunk]:
-    """Yields what becomes of each chunk of rows, in order, without the broken ones.
+    """Yield the result of each chunk of rows, in order, without the broken ones.
 
-    While chunks are in the tokenizer, which frees the interpreter, others are read and masked.
+    While some chunks are in the tokenizer, which releases the GIL, others are read and masked.
 
     Args:
         entries: The rows.
@@ -289,7 +289,7 @@ _TOLD_BY_CONTENT: Final = {"dataset_name", "dataset_revision", "chat_template_pa
 
 
 def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str, Any]:
-    """Everything that decides the content of a prepared set, as JSON values; the key is their hash.
+    """Return everything that determines the content of a prepared set, as JSON values; the key is their hash.
 
     Args:
         config: The run.
@@ -312,7 +312,7 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
 
 
 def find_tokenizer_folder(config: RecipeConfig) -> Path:
-    """The folder with the files of the run's tokenizer; those of a Hub model are fetched into its cache.
+    """Return the folder with the tokenizer files of the run; those of a Hub model are downloaded to its cache.
 
     Raises:
         ConfigError: There is no such folder or Hub model, or it has no tokenizer.
@@ -329,7 +329,7 @@ def find_tokenizer_folder(config: RecipeConfig) -> Path:
 
 
 def read_chat_template(config: RecipeConfig) -> str | None:
-    """The text of ``chat_template_path``; ``None`` when the tokenizer's own template is used.
+    """Return the text of ``chat_template_path``; ``None`` if the tokenizer's own template is used.
 
     Raises:
         ConfigError: The file cannot be read as text.
@@ -344,7 +344,7 @@ def read_chat_template(config: RecipeConfig) -> str | None:
 
 
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
-    from huggingface_hub import snapshot_download  # a tokenizer on disk does not need it
+    from huggingface_hub import snapshot_download  # Not needed for a tokenizer on disk.
 
     is_models = option == "model_name_or_path"
     revision = config.model.tokenizer_revision or (config.model.model_revision if is_models else None)
@@ -352,7 +352,7 @@ def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=[*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES])
         )
-    except (OSError, ValueError) as error:  # not a repository id, no such repository, no network and not in the cache
+    except (OSError, ValueError) as error:  # No repository id, no such repository, or no network and not in the cache.
         reason = str(error).splitlines()[0]
         raise _missing(config, option, f"no folder and no Hub model {name!r}: {reason}", "check the name") from error
 

@@ -31,7 +31,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """R tokenised examples, each a stretch of ``tokens``; choosing, ordering and cutting them copies no token.
+    """R tokenised examples, each a span of ``tokens``; selecting, ordering and splitting them copies no token.
 
     Attributes:
         tokens: Where their tokens are.
@@ -54,7 +54,7 @@ class Examples:
 
     @property
     def input_ids(self) -> npt.NDArray[np.uint32]:
-        """Token ids of all examples end to end, ``uint32 (N,)``."""
+        """Concatenated token ids of all examples, ``uint32 (N,)``."""
         return self.read()[0]
 
     @property
@@ -63,13 +63,12 @@ class Examples:
         return self.read()[1]
 
     def read(self, chosen: IntArray | slice = slice(None)) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]:
-        """Ids, ``uint32 (N,)``, and loss mask, ``bool (N,)``, of the chosen examples end to end, in that order.
+        """Return ids, ``uint32 (N,)``, and loss mask, ``bool (N,)``, of the chosen examples, concatenated in order.
 
-        The mask is True where the token is a target, and False at the first token of every example, which nothing
-        predicts.
+        The mask is True at targets, and False at the first token of every example, which has no prediction.
         """
         starts, lengths = self.starts[chosen], self.lengths[chosen]
-        # Examples that stand one behind the other are read at once.
+        # Adjacent examples are read at once.
         is_first = np.ones(len(starts) + 1, np.bool_)
         is_first[1:-1] = starts[1:] != starts[:-1] + lengths[:-1]
         borders = np.flatnonzero(is_first)
@@ -81,7 +80,7 @@ class Examples:
         return tokens & ~TARGET, loss_mask
 
     def iterate_blocks(self) -> Iterator[slice]:
-        """Spans of examples that together have about 4 million tokens, so that reading them takes bounded memory."""
+        """Yield spans of examples with about 4 million tokens together, so that reading them needs bounded memory."""
         blocks = np.cumsum(self.lengths) // _TOKENS_AT_ONCE
         borders = [0, *(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(self)]
         return map(slice, borders[:-1], borders[1:])
@@ -94,7 +93,7 @@ class Examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthCounts:
-    """What ``fit_to_length`` met and what it cost; ``lost`` counts what is no longer trained on.
+    """Counts of ``fit_to_length``; ``lost`` counts targets that are no longer trained on.
 
     Attributes:
         num_overlong: Rows longer than the capacity.
@@ -114,13 +113,13 @@ class LengthCounts:
 
     @property
     def lost_fraction(self) -> float:
-        """Share of the target tokens that is gone, 0 to 1."""
+        """Share of lost targets, 0 to 1."""
         return self.num_lost_targets / max(1, self.num_targets)
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Which examples share a row of the batch.
+    """Assignment of examples to rows of the batch.
 
     Attributes:
         order: ``int64 (R,)``; indices of the examples, bin after bin.
@@ -135,7 +134,7 @@ class Bins:
 
 
 def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Examples:
-    """Lays encoded rows end to end.
+    """Concatenate encoded rows to examples.
 
     Args:
         rows: Encoded rows of at least one token each; a target at position 0 is cleared.
@@ -152,7 +151,7 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
 
 
 def concatenate_examples(parts: Sequence[Examples]) -> Examples:
-    """One ``Examples`` of several with the same ``tokens``, in order; at least one."""
+    """Combine several ``Examples`` with the same ``tokens``, in order; at least one."""
     assert all(part.tokens is parts[0].tokens for part in parts)
     return Examples(
         parts[0].tokens,
@@ -165,7 +164,7 @@ def concatenate_examples(parts: Sequence[Examples]) -> Examples:
 
 
 def count_targets(examples: Examples) -> IntArray:
-    """Target tokens of each example, ``int64 (R,)``, counted in its tokens."""
+    """Number of targets of each example, ``int64 (R,)``, counted in its tokens."""
     counts = [np.zeros(0, np.int64)]
     for block in examples.iterate_blocks():
         _, loss_mask = examples.read(block)
@@ -175,10 +174,10 @@ def count_targets(examples: Examples) -> IntArray:
 
 
 def fit_to_length(examples: Examples, capacity: int, overlong: Overlong) -> tuple[Examples, LengthCounts]:
-    """Makes every example at most ``capacity`` tokens long and drops those without a target.
+    """Limit every example to ``capacity`` tokens, and drop those without a target.
 
-    ``truncate`` keeps the start; ``drop`` leaves the row out; ``split`` cuts it into pieces of ``capacity`` tokens,
-    each a document of its own; ``error`` cuts nothing and leaves the refusal, which names the rows, to the caller.
+    ``truncate`` keeps the start; ``drop`` drops the row; ``split`` makes pieces of ``capacity`` tokens, each a separate
+    document; ``error`` changes nothing, and the caller raises with the names of the rows.
 
     Args:
         examples: Examples; not modified.
@@ -208,10 +207,11 @@ def fit_to_length(examples: Examples, capacity: int, overlong: Overlong) -> tupl
 
 
 def pack_best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Bins:
-    """Packs examples into bins of ``capacity`` tokens by best-fit decreasing over the whole set.
+    """Pack examples into bins of ``capacity`` tokens by best-fit decreasing over the whole set.
 
-    Longest first, each example goes to the bin in which it leaves the least space. Examples of one length are placed
-    together, the tightest bin taking as many as fit, which is the same packing: a million take well under a second.
+    In order of decreasing length, each example is placed in the bin with the least remaining space. Examples of equal
+    length are placed together, as many as fit into the tightest bin, which gives the same packing: a million examples
+    take well under a second.
 
     Args:
         lengths: ``int (R,)``, each from 1 to ``capacity``.
@@ -227,7 +227,7 @@ def pack_best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Bins:
     values, counts = np.unique(lengths, return_counts=True)
     bin_of = np.empty(len(lengths), np.int64)
     bins_with_space: dict[int, list[int]] = defaultdict(list)
-    occupied = 0  # bit s is set when a bin has exactly s tokens of space
+    occupied = 0  # bit s is set if a bin has exactly s tokens of space
     num_bins = placed = 0
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         end = placed + count
@@ -254,7 +254,7 @@ def pack_best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Bins:
 
 
 def choose_bins(lengths: npt.NDArray[np.integer], capacity: int, *, packing: bool) -> Bins:
-    """``pack_best_fit``, or without packing one bin for each example, in order."""
+    """``pack_best_fit``, or without packing one bin per example, in order."""
     if packing:
         return pack_best_fit(lengths, capacity)
     return Bins(np.arange(len(lengths)), np.arange(len(lengths) + 1))
@@ -270,7 +270,7 @@ def _group(bin_of: IntArray, num_bins: int) -> Bins:
 
 
 def _cut(examples: Examples, capacity: int, *, splits: bool) -> Examples:
-    """Examples cut into pieces of ``capacity`` tokens and a shorter last one, or to the first piece of each."""
+    """Examples split into pieces of ``capacity`` tokens and a shorter last one, or only the first piece of each."""
     num_pieces = -(-examples.lengths // capacity) if splits else np.ones_like(examples.lengths)
     whole = np.repeat(np.arange(len(examples)), num_pieces)
     cut_off = capacity * (np.arange(len(whole)) - np.repeat(_exclusive_sum(num_pieces), num_pieces))

@@ -58,7 +58,7 @@ _ROWS_PER_RECORD_BATCH: Final = 1000
 
 
 class SetIdentity(NamedTuple):
-    """A run's set before it is looked for.
+    """Identity of a run's prepared set, before it is looked up.
 
     Attributes:
         root: Folder of prepared sets.
@@ -76,7 +76,7 @@ class SetIdentity(NamedTuple):
 
 
 def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
-    """Finds the prepared set of a run, or makes it; a second call tokenises nothing and loads no tokenizer.
+    """Find the prepared set of a run, or build it; a second call tokenises nothing and loads no tokenizer.
 
     Args:
         config: The run.
@@ -100,7 +100,7 @@ def prepare_set(
     *,
     local_rank: int,
 ) -> PreparedSet:
-    """Finds a prepared set, or makes it, in memory that does not grow with its tokens.
+    """Find a prepared set, or build it, in memory that does not grow with its tokens.
 
     Args:
         identity: Which.
@@ -122,7 +122,7 @@ def prepare_set(
 
 
 def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
-    """Says which set a run needs, without tokenising anything.
+    """Return the identity of a run's set, without tokenising anything.
 
     Args:
         config: The run.
@@ -146,7 +146,7 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
-    """The packs of each split, and the manifest without key and inputs."""
+    """Return the packs of each split, and the manifest without key and inputs."""
     encoder = build_encoder(config, tokenizer)
     sides, broken = encode_sides(
         config,
@@ -183,9 +183,9 @@ def encode_sides(
     describe: Callable[[str, int, int], Problem],
     count: Callable[[EncodedMixture], IntArray] = lambda side: side.examples.lengths,
 ) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
-    """``train`` and, if rows are named to be held out, ``eval``; and what of the data of each is broken.
+    """Encode ``train`` and, with held-out rows, ``eval``; collect broken rows of both.
 
-    Both are read to the end before anything is refused.
+    Both are read to the end before anything is raised.
 
     Args:
         config: The run.
@@ -225,7 +225,7 @@ def separate_sides(
     inseparable: str = "equal rows",
     relation: str = "",
 ) -> dict[str, EncodedMixture]:
-    """``train`` and, if any rows are held out, ``eval``, without rows that are on both.
+    """``train`` and, with held-out rows, ``eval``, without rows that are in both.
 
     Args:
         config: The run.
@@ -316,7 +316,7 @@ def describe_set(
     findings: Sequence[Finding],
     broken: Mapping[str, BrokenRows],
 ) -> dict[str, Any]:
-    """What every manifest says.
+    """Common entries of every manifest.
 
     Args:
         config: The run.
@@ -339,8 +339,8 @@ def describe_set(
 
 
 def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
-    """The packs with the columns of ``PreparedSet.train``, read from the examples' tokens a batch at a time."""
-    import pyarrow as pa  # only who prepares pays for it
+    """The packs with the columns of ``PreparedSet.train``, read from the examples' tokens in batches."""
+    import pyarrow as pa  # Imported only if a set is built.
 
     def read(packs: slice) -> pa.RecordBatch:
         offsets = bins.offsets[packs.start : packs.stop + 1]
@@ -360,14 +360,14 @@ def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
 
 
 def build_lists(ends: IntArray, values: npt.NDArray[Any]) -> pa.ListArray:
-    """An array of lists that stand end to end in ``values``; the ``i``-th is ``ends[i]:ends[i + 1]``."""
+    """Array of lists that are concatenated in ``values``; the ``i``-th is ``ends[i]:ends[i + 1]``."""
     import pyarrow as pa
 
     return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values))
 
 
 def read_batches(num_rows: int, read: Callable[[slice], pa.RecordBatch]) -> pa.RecordBatchReader:
-    """The rows of a split, batch by batch.
+    """Yield the rows of a split in batches.
 
     Args:
         num_rows: Of the split.
@@ -382,7 +382,7 @@ def read_batches(num_rows: int, read: Callable[[slice], pa.RecordBatch]) -> pa.R
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
-    """Shows on a terminal how many rows are tokenised.
+    """Show the number of tokenised rows on a terminal.
 
     Yields:
         Opens the line of a mixture; what it returns is told how many more rows are done.
@@ -399,12 +399,12 @@ def _show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
 
 
 def derive_max_length(longest: int) -> int:
-    """The length limit of a run that has none: the longest row, rounded up to ``LENGTH_MULTIPLE`` tokens."""
+    """Default length limit: the longest row, rounded up to ``LENGTH_MULTIPLE`` tokens."""
     return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
 def render_summary(prepared: PreparedSet) -> Table:
-    """What is in a prepared set, one column for each split."""
+    """Table of a prepared set, one column for each split."""
     manifest = prepared.manifest
     capacity = int(manifest["max_length"])
     table = Table(title=f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else ""))
@@ -430,7 +430,7 @@ def render_summary(prepared: PreparedSet) -> Table:
 
 
 def add_findings(table: Table, findings: Sequence[Mapping[str, str]]) -> None:
-    """Add what the audit of a set warns of, a section each."""
+    """Add the warnings of a set's audit, a section each."""
     for finding in findings:
         if finding["severity"] != "ok":
             table.add_section()
@@ -439,7 +439,7 @@ def add_findings(table: Table, findings: Sequence[Mapping[str, str]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedRows:
-    """The rows of a run and what is known of them.
+    """Rows of a run with their statistics.
 
     Attributes:
         train: To train on.
@@ -463,12 +463,12 @@ class PreparedRows:
 
     @property
     def held_out(self) -> Mapping[str, Any]:
-        """The held-out rows by name; empty when nothing is held out."""
+        """Held-out rows by name; empty without any."""
         return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row after cutting, held-out rows too; of a stream, the most that a row may have."""
+        """Tokens of the longest row after truncation, including held-out rows; for a stream, the maximum length."""
         parts = (self.record, self.record.get("replay", {}))
         audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
         audits += self.record.get("eval_datasets", {}).values()
@@ -476,12 +476,12 @@ class PreparedRows:
 
     @property
     def warnings(self) -> list[str]:
-        """What the audit warns of."""
+        """Warnings of the audit."""
         audited = [finding.found for finding in self.findings if finding.severity == "warning"]
         return [*audited, *tell_replay(self.record)]
 
     @property
     def typical_length(self) -> int:
-        """Tokens that attend to each other: the median row's."""
+        """Typical number of tokens that attend to each other: the median row's."""
         length: int = self.audit.length_p50
         return length

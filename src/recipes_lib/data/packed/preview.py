@@ -28,7 +28,7 @@ _TARGET_STYLE, _CONTEXT_STYLE = "black on green", "dim"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One token as a reader sees it.
+    """Display text of one token.
 
     Attributes:
         text: Its text with white space and control characters made visible.
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """A row and where it comes from.
+    """A row and its origin.
 
     Attributes:
         where: Its place, as an error would name it.
@@ -57,13 +57,13 @@ class PreviewRow:
 
     @property
     def title(self) -> str:
-        """Its place, length and number of targets in one line."""
+        """Place, length and number of targets of the row in one line."""
         num_targets = sum(piece.is_target for piece in self.pieces)
         return f"{self.where}: {len(self.pieces)} tokens, {num_targets} trained on"
 
 
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
-    """The tokens of ``example``, one example; a token that is part of a character shows as the tokenizer spells it."""
+    """Tokens of one ``example``; a token that is part of a character is shown in the tokenizer's spelling."""
     ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
     return [
         Piece(_show(_decode_one(tokenizer, ids, at)), token_id, is_target, token_id in special)
@@ -72,7 +72,7 @@ def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> lis
 
 
 def render_text(row: PreviewRow) -> Text:
-    """The row for a terminal: targets on green, the rest dim, special tokens bold."""
+    """The row for a terminal: targets on green, other tokens dim, special tokens bold."""
     text = Text(f"{row.title}\n", style="bold")
     for piece in row.pieces:
         style = _TARGET_STYLE if piece.is_target else _CONTEXT_STYLE
@@ -81,7 +81,7 @@ def render_text(row: PreviewRow) -> Text:
 
 
 def _decode_one(tokenizer: PreTrainedTokenizerBase, ids: list[int], at: int) -> str:
-    """What token ``at`` adds to the text of the tokens before it: alone, many decoders would drop its leading space."""
+    """Text that token ``at`` adds to the preceding tokens: alone, many decoders would drop its leading space."""
     before = ids[max(0, at - _CONTEXT_TOKENS) : at]
     prefix = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
     text = str(tokenizer.decode([*before, ids[at]], clean_up_tokenization_spaces=False))
@@ -97,12 +97,12 @@ def _show(text: str) -> str:
 
 
 def _escape(character: str) -> str:
-    """Control and invisible characters by code point, so that data can neither hide nor steer a terminal."""
+    """Escape control and invisible characters, so that data can neither hide text nor control a terminal."""
     return f"\\u{{{ord(character):x}}}" if unicodedata.category(character)[0] in "CZ" else character
 
 
 def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """The first training rows, tokenised and masked by the functions that prepare them, before any cut.
+    """Build the first training rows, tokenised and masked by the same functions as prepared sets, before truncation.
 
     Raises:
         ConfigError: The options do not fit together.
@@ -125,8 +125,8 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
 
 
 def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """The first prompts as the policy is asked; nothing of them is trained on."""
-    from recipes_lib.data.prompts import load_prompt_data  # brings transformers
+    """Build the first prompts as the policy reads them; they have no targets."""
+    from recipes_lib.data.prompts import load_prompt_data  # Imports transformers.
 
     preview = []
     for prompt in load_prompt_data(config, tokenizer).train[:num_rows]:
@@ -137,8 +137,8 @@ def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """Both answers of the first pairs, each behind the prompt."""
-    from recipes_lib.data.pairs.pair_encoding import PairEncoder  # brings transformers
+    """Build both answers of the first pairs, each after the prompt."""
+    from recipes_lib.data.pairs.pair_encoding import PairEncoder  # Imports transformers.
 
     data = replace(config.data, dataset_format="preference")
     rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))

@@ -1,4 +1,4 @@
-"""The supervision audit of a prepared set: trained tokens, losses of data, warnings and errors."""
+"""Supervision audit of a prepared set: target tokens, data losses, warnings and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAudit:
-    """Figures of one split; JSON values. Rows are as tokenised, before any cut; packs are what is trained on.
+    """Figures of one split; JSON values. Rows are counted as tokenised, before truncation; packs are the training rows.
 
     Attributes:
         num_rows: Rows.
@@ -58,7 +58,7 @@ class SplitAudit:
 
     @property
     def target_fraction(self) -> float:
-        """Share of the packed tokens that is trained on."""
+        """Share of packed tokens that are targets."""
         return self.num_target_tokens / max(1, self.num_packed_tokens)
 
     def packing_efficiency(self, capacity: int) -> float:
@@ -68,7 +68,7 @@ class SplitAudit:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result of the audit: how bad it is, what was found, and what to do about it (empty when it is fine)."""
+    """Result of one check of the audit: severity, finding, and remedy (empty if it is fine)."""
 
     severity: Severity
     found: str
@@ -77,7 +77,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class PackedSplit:
-    """Examples cut and packed, and what that means.
+    """Examples after truncation and packing, with their audit.
 
     Attributes:
         examples: What ``fit_to_length`` left.
@@ -103,7 +103,7 @@ def pack_split(
     find_places: FindPlaces,
     num_duplicates: int = 0,
 ) -> PackedSplit:
-    """Cuts, packs, counts and judges one split; refuses nothing.
+    """Truncate, pack, count and check one split, without raising.
 
     Args:
         split: ``train`` or ``eval``, as the messages name it.
@@ -131,7 +131,7 @@ def pack_split(
 
 
 def describe_overlong(where: str, length: int, capacity: int) -> Problem:
-    """The refusal of a row that is too long."""
+    """Return the problem of a row that is too long."""
     remedy = "raise max_length, or set overlong to truncate, drop or split"
     return Problem(where, f"{length:,} tokens, max_length is {capacity:,}", remedy, size=length)
 
@@ -143,7 +143,7 @@ def compute_split_audit(
     end_token_ids: Collection[int],
     num_duplicates: int,
 ) -> SplitAudit:
-    """Counts one split.
+    """Compute the audit of one split.
 
     Args:
         examples: Every row as tokenised, at least one.
@@ -158,7 +158,7 @@ def compute_split_audit(
         last_targets = _last_targets(*examples.read(block), examples.num_targets[block])
         is_end = np.isin(last_targets, list(end_token_ids))
         stops = np.logical_or.reduce(is_end, axis=0)
-        # Of each row the one behind which there is no other.
+        # The last end token of each row.
         ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][stops]
         num_with_target, num_stopped = num_with_target + len(stops), num_stopped + int(stops.sum())
         terminators.update(ends.tolist())
@@ -181,7 +181,7 @@ def compute_split_audit(
 
 
 def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float | None) -> list[Finding]:
-    """What the figures of a split mean, worst first.
+    """Return the findings on the figures of a split, worst first.
 
     Args:
         split: ``train`` or ``eval``, as the messages name it.
@@ -200,7 +200,7 @@ def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fractio
 
 
 def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> list[Finding]:
-    """A warning for each remark that was made on rows of a split, with their count and the first of them.
+    """Return a warning for each remark on rows of a split, with their count and the first of them.
 
     Args:
         split: ``train`` or ``eval``, as the messages name it.
@@ -220,7 +220,7 @@ def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> l
 
 
 def judge_loss(found: str, lost_fraction: float, max_lost_fraction: float | None) -> Finding:
-    """What a loss means that ``overlong`` asked for: a warning, up to the largest share, if one is set.
+    """Return the finding on targets lost by ``overlong``: a warning, or an error above the limit, if one is set.
 
     Args:
         found: What is lost.
@@ -235,13 +235,13 @@ def judge_loss(found: str, lost_fraction: float, max_lost_fraction: float | None
 
 
 def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, worst first."""
+    """Sort findings, worst first."""
     order: Sequence[Severity] = ("error", "warning", "ok")
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
 def refuse_errors(where: str, findings: Sequence[Finding]) -> None:
-    """Stops at findings of severity ``error``.
+    """Raise for findings of severity ``error``.
 
     Raises:
         DataError: Naming every one of them.
@@ -289,9 +289,9 @@ def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
 def _last_targets(
     input_ids: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], num_targets: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
-    """Ids of the last targets of every row that has one, ``(NUM_OF_END, rows)``; a short row repeats its first."""
+    """Ids of the last targets of every row with targets, ``(NUM_OF_END, rows)``; a short row repeats its first."""
     num_targets = num_targets[num_targets > 0]
-    # With targets in order, the last stands right before the first one of the next row that has any.
+    # Targets are in order, so the last one of a row is directly before the first one of the next row with targets.
     ends = np.cumsum(num_targets)
     at = np.maximum(ends[None] - 1 - np.arange(NUM_OF_END)[:, None], (ends - num_targets)[None])
     last: npt.NDArray[np.uint32] = input_ids[loss_mask][at]

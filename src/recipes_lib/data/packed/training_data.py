@@ -55,19 +55,19 @@ Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.IterableDataset:
-    """The training packs, as ``prepare`` would make them of each window of rows, shuffled inside the window.
+    """Training packs as ``prepare`` would build them from each window of rows, shuffled inside the window.
 
-    The order depends on the seed, the epoch (``set_epoch``) and the window alone, so that skipping what was trained on
-    resumes exactly. Every process reads the whole stream and trains on its share.
+    The order is a function of seed, epoch (``set_epoch``) and window, so that resuming by skipping rows is exact. Every
+    process reads the whole stream and trains on its share.
     """
     windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
     return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
 
 
 def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset | None:
-    """The held-out packs, read whole into memory, or ``None`` when ``dataset_test_split`` is not set.
+    """Held-out packs, read into memory, or ``None`` without ``dataset_test_split``.
 
-    They are scored again and again, by several processes, each its share: that needs rows with numbers.
+    They are evaluated repeatedly, divided over processes, which needs indexed rows.
     """
     test = load_test_data(config.data)
     if test is None:
@@ -77,7 +77,7 @@ def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PackedSplit:
-    """The supervision audit of the first rows of the stream, errors among its findings.
+    """Audit of the first rows of the stream; errors are among its findings.
 
     Raises:
         DataError: The rows cannot be read or tokenised, or are too long.
@@ -87,7 +87,7 @@ def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
-    """Examples whose order follows the epoch: ``datasets`` calls ``shuffle_data_sources`` from the second epoch on."""
+    """Examples in an order by epoch: ``datasets`` calls ``shuffle_data_sources`` from the second epoch on."""
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> _EpochIterable:
         return _EpochIterable(self.generate_examples_fn, {"epoch_seed": int(generator.integers(1, 2**32))})
@@ -95,7 +95,7 @@ class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Rows read, encoded, cut and packed ``ROWS_PER_CHUNK`` at a time; training packs shuffled inside their window."""
+    """Reads, encodes, truncates and packs ``ROWS_PER_CHUNK`` rows at a time; shuffles training packs inside it."""
 
     config: RecipeConfig
     tokenizer: PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ class _Windows:
     split: Literal["train", "eval"]
 
     def generate(self, epoch_seed: int = 0) -> Iterator[tuple[int, Pack]]:
-        """Numbered packs, each window checked as a prepared set is.
+        """Yield numbered packs; each window is checked like a prepared set.
 
         Raises:
             DataError: Too many rows are broken; or rows of a window are too long, or hold nothing to learn.
@@ -119,9 +119,9 @@ class _Windows:
                 number += 1
 
     def pack(self) -> Iterator[PackedSplit]:
-        """The windows in order.
+        """Yield the windows in order.
 
-        Broken rows are judged by the share of all that were read, from a full window on and at the end.
+        The share of broken rows is checked over all rows read so far, from the first full window on and at the end.
 
         Raises:
             DataError: Too many rows are broken, or rows are too long.
@@ -156,7 +156,7 @@ class _Windows:
         raise_problems(broken.judge(name), name)
 
     def _read_held_out(self) -> list[tuple[bytes, str]]:
-        """Digests and places of the held-out rows that no training row may repeat."""
+        """Digests and places of the held-out rows, which no training row may repeat."""
         if self.split != "train" or self.config.data.allow_eval_overlap:
             return []
         capacity = self.config.tokens.max_length or 0
@@ -164,7 +164,7 @@ class _Windows:
         mixtures += filter(None, [load_test_data(self.config.data)])
         held_out: list[tuple[bytes, str]] = []
         for row in chain.from_iterable(mixture.rows(self.config.tokens) for mixture in mixtures):
-            with suppress(DataError):  # Broken; counted where the held-out rows are packed.
+            with suppress(DataError):  # Broken; counted when the held-out rows are packed.
                 held_out.append((compute_row_digest(row), row.where))
         return held_out
 
@@ -192,7 +192,7 @@ def _build_pack(packed: PackedSplit, at: int) -> Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData(PreparedRows):
-    """Packed rows and what is known of them: columns ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``.
+    """Packed rows with their statistics: columns ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``.
 
     Attributes:
         num_packs: Training packs; ``None`` for a stream.
@@ -221,7 +221,7 @@ class TrainingData(PreparedRows):
 def load_training_data(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0
 ) -> TrainingData:
-    """Find or make the prepared set of a run, or open its stream; call it before any process group exists.
+    """Find or build the prepared set of a run, or open its stream; call it before any process group exists.
 
     Args:
         config: The run.
@@ -273,7 +273,7 @@ def _open_set(
 
 
 def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
-    """Return the trained tokens of each pack, ``int64 (P,)``."""
+    """Return the number of target tokens of each pack, ``int64 (P,)``."""
     counts = [np.zeros(0, np.int64)]
     for batch in packs.with_format("arrow").iter(batch_size=ROWS_PER_CHUNK):
         masks = batch["loss_mask"].combine_chunks()

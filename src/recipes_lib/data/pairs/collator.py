@@ -1,4 +1,4 @@
-"""Collator of preference pairs, with the prompt shared by both answers or repeated."""
+"""Collator of preference pairs, with a prompt shared by both answers or repeated."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairCollator:
-    """Prepared pairs to a batch of as few rows as best-fit packing needs, each as long as the longest document.
+    """Packs prepared pairs by best fit into as few rows as possible, each as long as the longest document.
 
-    In the ``shared`` layout a document is a pair, ``prompt, chosen, rejected``, and both answers stand at the positions
-    right behind the prompt; only a mask keeps them apart, which the model's room builds from ``pair_ids`` and
-    ``branch_ids``. ``shared_flat`` is the same in one row, for kernels that take bounds: they are made of
-    ``part_lengths``. In the others a document is a prompt with one answer, kept apart by restarting positions and no
-    mask, as ``PackedCollator`` does: ``separate`` for sdpa and eager, ``flat`` in one row for kernels that take
+    In the ``shared`` layout a document is a pair, ``prompt, chosen, rejected``, and both answers have the positions
+    directly after the prompt. An attention mask isolates them, which the model builds from ``pair_ids`` and
+    ``branch_ids``. ``shared_flat`` is the same in one row, for kernels with sequence bounds, built from
+    ``part_lengths``. In the other layouts a document is a prompt with one answer, isolated by restarting positions
+    without a mask, as in ``PackedCollator``: ``separate`` for sdpa and eager, ``flat`` in one row for kernels with
     document boundaries.
 
-    What the answers' tokens are scored by is the same in all layouts: ``predictors`` are the places, in the batch laid
-    end to end, whose hidden states say what comes next. The last place of a prompt predicts the first token of both
-    answers.
+    All layouts score the answers' tokens in the same way: ``predictors`` are the positions in the flattened batch whose
+    hidden states predict the next token. The last position of a prompt predicts the first token of both answers.
 
     Attributes:
         pad_token_id: Id written into padding; told by length and never by id, so it may be the end token's.
@@ -99,7 +98,7 @@ class PairCollator:
         return tensors | (_build_bounds(lengths) if self.layout == "flat" else {})
 
     def _place(self, lengths: IntArray) -> tuple[IntArray, tuple[int, int]]:
-        """Where each document begins, in the batch laid end to end, and how many rows of how many tokens there are."""
+        """Start of each document in the flattened batch, and the number and length of rows."""
         if self.layout in ("flat", "shared_flat"):
             return np.cumsum(lengths) - lengths, (1, int(lengths.sum()))
         width = int(lengths.max())
@@ -112,7 +111,7 @@ class PairCollator:
 
 
 def _fill(documents: Sequence[_Parts], starts: IntArray, shape: tuple[int, int], pad_token_id: int) -> _Arrays:
-    """The documents at their places; what comes after a prompt is at the positions right behind it."""
+    """Write the documents to their positions; both answers have the positions directly after the prompt."""
     input_ids, position_ids = np.full(shape, pad_token_id, np.int64), np.zeros(shape, np.int64)
     token_mask = np.zeros(shape, np.bool_)
     for start, (prompt, *answers) in zip(starts, documents, strict=True):
@@ -137,7 +136,7 @@ def _write(rows: npt.NDArray[Any], start: int, parts: Sequence[npt.NDArray[Any]]
 
 
 def _find_predictors(pairs: Sequence[_Parts], starts: IntArray, *, is_shared: bool) -> _Arrays:
-    """Which place predicts which token of which answer, answer after answer."""
+    """Predictor position, target token and sequence of each answer token, one answer after the other."""
     prompt, chosen, rejected = np.array([[len(part) for part in parts] for parts in pairs]).T
     lengths = np.column_stack([chosen, rejected]).ravel()
     if is_shared:

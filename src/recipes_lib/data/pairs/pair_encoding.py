@@ -18,7 +18,7 @@ TokenIds = npt.NDArray[np.uint32]
 
 
 class EncodedPair(NamedTuple):
-    """A pair as tokens; ``prompt_ids`` followed by either answer is what the model reads.
+    """A pair as tokens; the model reads ``prompt_ids`` followed by either answer.
 
     Attributes:
         prompt_ids: ``uint32``, at least one: what a server gives the model to answer.
@@ -34,7 +34,7 @@ class EncodedPair(NamedTuple):
 
 
 class PairEncoder:
-    """Turns preference rows into token ids; several threads may share it.
+    """Converts preference rows to token ids; thread-safe.
 
     Args:
         encoder: Renders, tokenises and masks each answer as fine-tuning does; its ``loss_on`` is unset.
@@ -46,10 +46,10 @@ class PairEncoder:
         self._tokenizer = tokenizer
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedPair]:
-        """Token ids of each pair, in order.
+        """Return the token ids of each pair, in order.
 
-        An answer is what fine-tuning trains on, from behind the generation prompt to the terminator; what a template
-        writes after that is left out. That the prompt, tokenised by itself, is what both texts begin with is shown
+        An answer has the target tokens of fine-tuning, from the end of the generation prompt to the terminator; text of
+        the template after it is dropped. The separately tokenised prompt is verified to be a prefix of both texts,
         token by token.
 
         Raises:
@@ -65,7 +65,7 @@ class PairEncoder:
         try:
             answers = self._encoder.encode([row for pair in sound for row in (pair, take_rejected(pair))])
         except DataError as error:
-            problems += dict.fromkeys(error.problems)  # what is wrong with a prompt is wrong twice
+            problems += dict.fromkeys(error.problems)  # A problem of the prompt occurs in both texts.
         pairs = []
         for row, chosen, rejected in zip(sound, answers[::2], answers[1::2], strict=False):
             try:
@@ -87,7 +87,7 @@ class PairEncoder:
         return EncodedPair(prompt, cuts[0], cuts[1], remarks)
 
     def _cut(self, row: Row, name: str, prompt: TokenIds, answer: EncodedRow) -> TokenIds:
-        """The tokens of an answer, from the first that the prompt does not give to the last that is trained on."""
+        """Tokens of an answer, from the first after the prompt to the last target."""
         ids, targets = answer.input_ids, np.flatnonzero(answer.loss_mask)
         if not np.array_equal(ids[: len(prompt)], prompt):
             raise self._not_a_prefix(row, name, prompt, ids)
@@ -121,7 +121,7 @@ def _check_turns(row: Row) -> Problem | None:
 
 
 def take_rejected(row: Row) -> Row:
-    """The row with its rejected answer in place of the chosen one."""
+    """Return the row with its rejected answer in place of the chosen one."""
     if row.messages is None:
         assert isinstance(row.rejected, str)
         return replace(row, completion=row.rejected)

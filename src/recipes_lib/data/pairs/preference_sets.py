@@ -1,4 +1,4 @@
-"""Preference pairs: tokenised, verified, audited and stored once per content, and what a run derives from them."""
+"""Preference pairs: tokenised, verified, audited and stored once per content, and their derived statistics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _SHARES_PROMPT: Final = "have the prompt of a held-out row"
 
 
 def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
-    """Finds the prepared pairs of a run, or makes them; a second call tokenises nothing and loads no tokenizer.
+    """Find the prepared pairs of a run, or build them; a second call tokenises nothing and loads no tokenizer.
 
     Rows have ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; ``row_id``, the position in the data; and, where any
     row of the data has one, ``margin``, 0 for those without.
@@ -74,14 +74,14 @@ def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loca
 
 
 def identify_pairs(config: RecipeConfig) -> SetIdentity:
-    """Says which set a run needs, without tokenising anything.
+    """Return the identity of a run's set, without tokenising anything.
 
     Raises:
         ConfigError: The options do not fit together, rows are read in a layout without rejected answers, or the
             tokenizer is not there.
         DataError: The data are not there.
     """
-    # Data sets with pairs often have other columns too; what is wanted of them here is known.
+    # Pair datasets often have additional columns; the required ones are known here.
     layout = "preference" if config.data.dataset_format == "auto" else config.data.dataset_format
     identity = identify_set(replace(config, data=replace(config.data, dataset_format=layout)), rows="pairs")
     parts = [*identity.train.parts, *(identity.test.parts if identity.test else ())]
@@ -97,7 +97,7 @@ def identify_pairs(config: RecipeConfig) -> SetIdentity:
 def _encode_pairs(
     encoder: PairEncoder, rows: Sequence[Row], row_ids: Sequence[int]
 ) -> tuple[Examples, dict[str, npt.NDArray[Any]]]:
-    """Each pair as one example: the prompt, the chosen and the rejected answer, end to end, the answers its targets.
+    """Each pair as one example: prompt, chosen and rejected answer, concatenated, with the answers as targets.
 
     Raises:
         DataError: Rows that cannot be tokenised or masked.
@@ -127,9 +127,9 @@ def _describe_overlong(where: str, length: int, max_length: int) -> Problem:
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
-    """The rows of each split, and the manifest without key and inputs."""
+    """Return the rows of each split, and the manifest without key and inputs."""
     from recipes_lib.data.pairs.pair_encoding import (
-        PairEncoder,  # brings transformers, which finding a set does not need
+        PairEncoder,  # Imports transformers, which finding an existing set does not need.
     )
 
     assert config.tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
@@ -186,14 +186,14 @@ def _refuse_empty(sides: Mapping[str, EncodedMixture], dropped: Mapping[str, Dro
 
 
 def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchReader:
-    """The pairs with the columns that ``prepare_pairs`` names, read from the examples' tokens a batch at a time."""
-    import pyarrow as pa  # only who prepares pays for it
+    """The pairs with the columns of ``prepare_pairs``, read from the examples' tokens in batches."""
+    import pyarrow as pa  # Imported only if a set is built.
 
     lengths = np.stack(count_tokens(side), axis=1)
 
     def read(rows: slice) -> pa.RecordBatch:
         ids, _ = side.examples.read(rows)
-        # Prompt, chosen and rejected answer take turns.
+        # Prompt, chosen and rejected answer alternate.
         part = np.repeat(np.arange(lengths[rows].size) % 3, lengths[rows].ravel())
         columns = {
             name: build_lists(np.append(0, np.cumsum(lengths[rows, number])), ids[part == number])
@@ -208,7 +208,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
 
 
 class PairRows(Protocol):
-    """Pairs that are read by their number: a ``datasets.Dataset`` with the columns that ``prepare_pairs`` names."""
+    """Pairs by number: a ``datasets.Dataset`` with the columns of ``prepare_pairs``."""
 
     def __len__(self) -> int: ...
 
@@ -217,14 +217,14 @@ class PairRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PairData(PreparedRows):
-    """Pairs, in the order of the data, and what is known of them; a length is that of a prompt with one answer."""
+    """Pairs in the order of the data, with statistics; a length is that of a prompt with one answer."""
 
     audit: PairAudit
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-        """Yield ids of the held-out prompts with their chosen answers, and True where it is the answer; each ``(T,)``.
+        """Yield ids of the held-out prompts with their chosen answers, and a mask of the answer; each ``(T,)``.
 
-        A prompt that several pairs share comes once, with the answer of the first.
+        A prompt with several pairs is used once, with the answer of the first.
         """
         seen: set[bytes] = set()
         for number in range(0 if self.eval is None else len(self.eval)):
@@ -237,7 +237,7 @@ class PairData(PreparedRows):
 
 
 def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0) -> PairData:
-    """Find or make the prepared pairs of a run; call it before any process group exists.
+    """Find or build the prepared pairs of a run; call it before any process group exists.
 
     Args:
         config: The run.
@@ -260,7 +260,7 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
         trained.append((replayed, other))
         order = build_order(config, *(np.ones(len(pairs), np.int64) for pairs in (train, other.train)))
         train = join_rows(train, other.train)
-        # What is stored of a reference is of all pairs, in their order.
+        # Stored reference log-probabilities cover all pairs, in their order.
         record["key"] = compute_key({"sets": [prepared.key, other.key]})
         record["replay"] = describe_replay(config, order, other)
     if local_rank == 0 and not config.data.allow_eval_overlap:
@@ -278,7 +278,7 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
 
 
 def render_summary(prepared: PreparedSet) -> Table:
-    """What is in a set of pairs, one column for each split."""
+    """Table of a set of pairs, one column for each split."""
     manifest = prepared.manifest
     splits = [name for name in ("train", "eval") if name in manifest]
     audits = [PairAudit(**manifest[split]) for split in splits]
@@ -297,16 +297,16 @@ def render_summary(prepared: PreparedSet) -> Table:
 
 
 class UnfinishedAnswers:
-    """Prepared pairs, a share of which teach that an answer without its end is worth less than the same with it.
+    """Prepared pairs, some of which train a lower score for an answer without its end token.
 
-    All answers of a data set are whole, so that a reward model never reads a score anywhere but at an end token; and a
-    policy that runs out of tokens is then paid by chance. In a pair that is drawn here the rejected answer is the
-    chosen one without what ends it, in half of them without more than that, in the others cut at any token. Which
-    pairs are drawn, and where they are cut, follows from ``seed`` and the number of the pair, in every epoch alike.
+    All answers of a dataset are complete, so a reward model is only trained at end tokens; scores of a policy's
+    truncated answers would be random. In a drawn pair the rejected answer is the chosen one without its end token (half
+    of them), or truncated at a random token. Draw and truncation are functions of ``seed`` and the number of the pair,
+    equal in every epoch.
     """
 
     def __init__(self, pairs: PairRows, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> None:
-        """Wrap pairs, which are read when they are asked for.
+        """Wrap pairs, which are read on demand.
 
         Args:
             pairs: With ``chosen_ids`` and ``rejected_ids``; a ``margin`` of a pair that is drawn becomes 0.
@@ -334,7 +334,7 @@ class UnfinishedAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairAudit:
-    """Figures of one split; JSON values. Of pairs whose length is told, it is that of the prompt and the longer answer.
+    """Figures of one split; JSON values. The length of a pair is that of the prompt and the longer answer.
 
     Attributes:
         num_pairs: Pairs to train on.
@@ -372,7 +372,7 @@ class PairAudit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropCounts:
-    """What of the rows was left out, and what that cost; JSON values.
+    """Counts of dropped rows and lost tokens; JSON values.
 
     Attributes:
         num_rows: Rows read.
@@ -390,7 +390,7 @@ class DropCounts:
 
     @property
     def lost_fraction(self) -> float:
-        """Share of the answers' tokens that is gone, 0 to 1."""
+        """Share of lost answer tokens, 0 to 1."""
         return self.num_lost_tokens / max(1, self.num_answer_tokens)
 
 
@@ -409,7 +409,7 @@ class PairTokens(NamedTuple):
 
 
 def count_tokens(pairs: EncodedMixture) -> PairTokens:
-    """How long the parts of each pair are.
+    """Lengths of the parts of each pair.
 
     Args:
         pairs: Each an example of prompt, chosen and rejected answer, end to end, of which the answers are the targets;
@@ -420,7 +420,7 @@ def count_tokens(pairs: EncodedMixture) -> PairTokens:
 
 
 def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMixture, DropCounts]:
-    """The pairs that can be trained on, and the count of the others.
+    """Drop pairs that cannot be trained on, and count them.
 
     Args:
         pairs: As for ``count_tokens``; with the column ``is_identical``, True where both answers are the same tokens.
@@ -439,7 +439,7 @@ def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMi
 
 
 def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
-    """Counts one split.
+    """Compute the audit of one split.
 
     Args:
         pairs: At least one, as for ``count_tokens``; with the columns ``prompt_digests``, what each prompt says, and
@@ -469,7 +469,7 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
 
 
 def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float | None) -> list[Finding]:
-    """What the figures of a split mean, worst first.
+    """Return the findings on the figures of a split, worst first.
 
     Args:
         split: ``train`` or ``eval``, as the messages name it.

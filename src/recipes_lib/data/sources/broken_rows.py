@@ -1,4 +1,4 @@
-"""Broken rows of a dataset: refused together, or dropped and counted."""
+"""Broken rows of a dataset: raised together, or dropped and counted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Chunk = TypeVar("Chunk")
 
 
 class BrokenRows:
-    """Counts the rows of one source or mixture and collects what is wrong with them, as ``broken_rows`` asks.
+    """Counts the rows of a source or mixture and collects their problems, according to ``broken_rows``.
 
     Attributes:
         are_dropped: Whether broken rows are left out, up to a share; otherwise each is an error.
@@ -46,13 +46,13 @@ class BrokenRows:
         self._problems: list[Problem] = []
 
     def add(self, num_rows: int, problems: Sequence[Problem]) -> None:
-        """Count rows that were read, and what is wrong with some of them; every problem names its row."""
+        """Count read rows and their problems; every problem names its row."""
         self.num_rows += num_rows
         self.num_broken += len({problem.where for problem in problems})
         self._problems += problems
 
     def take(self, entries: Iterable[Item | Problem]) -> Iterator[Item]:
-        """Yield the sound entries; after the first broken one none, unless broken ones are dropped. Raises nothing."""
+        """Yield the valid entries; after the first broken one none, unless broken ones are dropped. Raises nothing."""
         try:
             for entry in entries:
                 self.add(1, [entry] if isinstance(entry, Problem) else [])
@@ -64,7 +64,7 @@ class BrokenRows:
             self.refused += error.problems
 
     def skim(self, entries: Iterable[Row | Problem]) -> Iterator[Row | Problem]:
-        """Yield the entries; but where broken rows are an error, nothing behind the first is encoded, only counted."""
+        """Yield the entries; if broken rows are an error, entries after the first are only counted, not encoded."""
         is_in_vain = False
         for entry in entries:
             is_in_vain = is_in_vain or (isinstance(entry, Problem) and not self.are_dropped)
@@ -75,16 +75,16 @@ class BrokenRows:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether more rows are broken than may be."""
+        """Whether more rows are broken than allowed."""
         return self.num_broken > self._max_fraction * self.num_rows
 
     @property
     def are_hopeless(self) -> bool:
-        """Whether more rows of a stream are broken than may be, so that it is not read on."""
+        """Whether more rows of a stream are broken than allowed, so that reading stops."""
         return self._is_stream and self.num_broken > self._max_fraction * max(self.num_rows, _MIN_ROWS)
 
     def judge(self, name: str) -> list[Problem]:
-        """What is to be raised once all rows are read.
+        """Return the error to raise after all rows are read, if any.
 
         Args:
             name: What the user called the rows.
@@ -96,7 +96,7 @@ class BrokenRows:
         return [*self.refused, *problems]
 
     def read(self, entries: Iterable[Item | Problem], name: str) -> Iterator[Item]:
-        """Yield the sound entries, as ``take``, and raise at the end what is to be raised.
+        """Yield the valid entries, as ``take``, and raise the error at the end.
 
         Raises:
             DataError: More rows are broken than may be, or what they are read from is.
@@ -105,12 +105,12 @@ class BrokenRows:
         raise_problems(self.judge(name), name)
 
     def describe(self) -> str:
-        """How many rows are broken, of how many."""
+        """Return the number of broken rows, of how many."""
         share = self.num_broken / max(1, self.num_rows)
         return f"{self.num_broken:,} of {self.num_rows:,} rows ({share:.2%})"
 
     def tell(self, split: str) -> list[str]:
-        """That rows were left out, how many, and the first of them; nothing where there are none.
+        """Return a warning about dropped rows with their number and the first of them; empty without any.
 
         Args:
             split: ``train`` or ``eval``, or what the user called the rows.
@@ -128,7 +128,7 @@ class BrokenRows:
 def encode_sound(
     encode: Callable[[Sequence[Row], Sequence[int]], Chunk], entries: Sequence[Row | Problem], first: int, *, drop: bool
 ) -> tuple[Chunk | None, list[Problem]]:
-    """What becomes of those rows of a chunk that can be encoded, and what is wrong with the others.
+    """Encode the rows of a chunk that can be encoded; collect the problems of the others.
 
     Args:
         encode: Takes rows and their numbers, and raises ``DataError`` if any of them cannot be encoded.
@@ -143,7 +143,7 @@ def encode_sound(
     except DataError as error:
         if not drop:
             return None, [*problems.values(), *error.problems]
-    # Which rows are at fault is known when each is encoded by itself; few chunks hold any.
+    # To find the broken rows, each is encoded separately; few chunks have any.
     for number, row in list(rows.items()):
         try:
             encode([row], [number])

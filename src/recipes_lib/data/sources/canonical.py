@@ -27,7 +27,7 @@ _MAX_WITHOUT_LAYOUT: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class RenamedSource:
-    """A source whose columns are called by other names, or left out.
+    """A source with renamed or hidden columns.
 
     Attributes:
         source: The source.
@@ -39,16 +39,16 @@ class RenamedSource:
 
     @property
     def name(self) -> str:
-        """As of the source."""
+        """Name of the source."""
         return self.source.name
 
     @property
     def streaming(self) -> bool:
-        """As of the source."""
+        """As for the source."""
         return self.source.streaming
 
     def fingerprint(self) -> str:
-        """SHA-256 of the source's, and of the names."""
+        """SHA-256 of the source's fingerprint and of the names."""
         return hashlib.sha256(json.dumps([self.source.fingerprint(), dict(self.columns)]).encode()).hexdigest()
 
     def rows(self) -> Iterator[Entry]:
@@ -94,7 +94,7 @@ def load_source(
     streaming: bool = False,
     text_documents: TextDocuments = "line",
 ) -> Source:
-    """Open a dataset by the name the user gave: the path of a file or folder if there is one, else a Hub id.
+    """Open a dataset by the user's name: the path of a file or folder if it exists, else a Hub id.
 
     Args:
         name: Path or Hub id.
@@ -149,7 +149,7 @@ def _check_columns(columns: Mapping[str, Any]) -> None:
 def read_rows(
     source: Source, declared_format: DatasetFormat = "auto", tokens: TokensConfig | None = None
 ) -> Iterator[Row]:
-    """Read the rows of a source in canonical form; the first row that has a layout says which all of them have.
+    """Read the rows of a source in canonical form; the first row with a layout determines that of all.
 
     Raises:
         DataError: Once, after the whole source is read: every problem, or that there is no row.
@@ -158,7 +158,7 @@ def read_rows(
 
 
 def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:
-    """Name the layout of a source's rows, from the first that has one.
+    """Return the layout of a source's rows, from the first row that has one.
 
     Raises:
         DataError: There is none: what is wrong with the first row, or that there is no row.
@@ -175,7 +175,7 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
 
 
 def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
-    """Yield each row in canonical form, or the problem that stands in its place.
+    """Yield each row in canonical form, or the problem in its place.
 
     Raises:
         DataError: At the end: no row has a layout, there is no row, or the source cannot be read further.
@@ -213,7 +213,7 @@ def _no_rows(source: Source) -> Problem:
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:
-    """Raise when a name that leads nowhere can only have been meant as a path."""
+    """Raise if a name that does not exist can only be a path."""
     inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or inner.suffix in READERS
     if name.strip() and not is_path:

@@ -56,7 +56,7 @@ class _Layout:
 
 
 def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> RowFormat:
-    """Name the layout of a row from its columns; those that are null, as in unified Arrow rows, do not count.
+    """Return the layout of a row from its columns; null ones, as in unified Arrow rows, do not count.
 
     Args:
         raw: The first row.
@@ -100,7 +100,7 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
-    """Drop layouts whose columns only repeat, or belong to, those of another layout that matches."""
+    """Drop layouts whose columns repeat, or belong to, those of another matching layout."""
     lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
     if "preference" in matches and "sharegpt" in matches and not _ends_answered(raw["conversations"]):
         lesser.add("sharegpt")  # The conversation before LLaMA-Factory's pairs of answers.
@@ -139,7 +139,7 @@ def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index
 
 
 def _refuse_judged(raw: Raw) -> None:
-    """Refuse a row whose answer a boolean calls good or bad, as KTO's do: bad answers would be trained on, too."""
+    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be a rejected answer."""
     columns = ("label", "kto_tag") if raw.get("completion") is not None else ("kto_tag",)
     if judge := next((column for column in columns if isinstance(raw.get(column), bool)), None):
         raise RowError(
@@ -168,7 +168,7 @@ def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[st
 
 
 def _read_question(raw: Raw, column: str, context: str | None = None) -> list[Message]:
-    """The chat up to a question that stands in columns of its own, of which the second may be missing."""
+    """The chat up to a question in separate columns, of which the second is optional."""
     columns = [column, *([context] if context is not None and raw.get(context) is not None else [])]
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
     if not question:
@@ -203,7 +203,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
             clean_messages([turns] if isinstance(turns, Mapping) else turns, column, SHAREGPT_ROLES)
             for column, turns in values.items()
         )
-        # Chats that are there whole repeat what other columns say of their prompt.
+        # A complete chat repeats the prompt of the other columns.
         is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
         asked = None if is_whole else _read_asked(raw)
         if asked is None:
@@ -216,7 +216,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
 
 
 def _read_asked(raw: Raw) -> list[Message] | None:
-    """The chat that both answers continue, from other columns than theirs."""
+    """The chat that both answers continue, from separate columns."""
     prompt = raw.get("prompt")
     if isinstance(prompt, (list, tuple)):
         return clean_messages(prompt, "prompt")
@@ -245,11 +245,11 @@ def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any
 
 
 def _find_prompt(chosen: str, rejected: str) -> str:
-    """The prompt with which two texts begin.
+    """Find the common prompt of two texts.
 
-    That of dialogues, as hh-rlhf writes them, ends with the last ``Assistant:`` that both have. That of other texts
-    ends where they part, before the word in which they do and the space before it: a prompt that ended inside a word,
-    or in a space, would be other tokens than the text has there.
+    In dialogues of hh-rlhf's form, it ends with the last common ``Assistant:``. In other texts it ends before the first
+    word that differs, and the space before it: a prompt that ended inside a word, or with a space, would have other
+    tokens than the text.
 
     Source: TRL's ``extract_prompt``, with which texts that part at the start of a word agree.
     """
@@ -294,7 +294,7 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
 
 
 def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[Message], list[Message], list[Message]]:
-    """Split off the turns that both chats begin with."""
+    """Split off the common first turns of two chats."""
     shared = _count_shared(chosen, rejected)
     if not shared:
         raise RowError(
@@ -305,7 +305,7 @@ def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[
 
 
 def _count_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
-    """How many characters, or turns, both begin with."""
+    """Number of common leading characters, or turns."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
     return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(chosen), len(rejected)))
 

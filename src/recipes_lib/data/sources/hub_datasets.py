@@ -1,4 +1,4 @@
-"""Datasets that the ``datasets`` library keeps: saved to disk, or on the Hub."""
+"""Datasets of the ``datasets`` library: saved to disk, or on the Hub."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SavedSource:
         try:
             dataset = datasets.load_from_disk(str(self.folder)).with_format(None)
             yield from _enumerate_rows(dataset, self.name)
-        except Exception as error:  # whatever the library meets in a damaged folder
+        except Exception as error:  # Any error of the library on a damaged folder.
             found = f"cannot be read as a saved dataset: {_first_line(error)}"
             raise DataError(Problem(self.name, found, "write it again with `save_to_disk`")) from None
 
@@ -93,7 +93,7 @@ class HubSource:
         """
         try:
             yield from _enumerate_rows(self.dataset.with_format(None), self.name)
-        except Exception as error:  # whatever the library, the network or the cache raise
+        except Exception as error:  # Any error of the library, the network or the cache.
             raise _describe_failure(self.name, error) from None
 
     def fingerprint(self) -> str:
@@ -141,7 +141,7 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
     from datasets.packaged_modules.cache.cache import Cache
     from huggingface_hub import constants
 
-    # Its own copy of the switch, made when it was imported.
+    # datasets has its own copy of the switch, made at import.
     datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE
     try:
         builder = datasets.load_dataset_builder(name, config, revision=revision)
@@ -152,7 +152,7 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
         else:
             builder.download_and_prepare()
             dataset = builder.as_dataset(split)
-    except Exception as error:  # whatever the library, the network or the cache raise
+    except Exception as error:  # Any error of the library, the network or the cache.
         raise _describe_failure(name, error) from None
     sizes = builder.info.splits or {}
     size = sizes[split].num_bytes if split in sizes else None

@@ -68,7 +68,7 @@ _SHARD: Final = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]+")
 
 @dataclass(frozen=True)
 class FileSource:
-    """The rows of some files, one after another.
+    """The rows of several files, in order.
 
     Attributes:
         name: File or folder as the user wrote it.
@@ -100,9 +100,9 @@ class FileSource:
             raise DataError(*problems)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the bytes of the files, in order, and of how they are read.
+        """SHA-256 of the bytes of the files, in order, and of the reader options.
 
-        Their names do not matter, their suffixes do; of text files, what a row is.
+        Their names do not matter, but their suffixes do; for text files, also the definition of a row.
 
         Raises:
             DataError: A file cannot be read.
@@ -124,7 +124,7 @@ class FileSource:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file for reading, through its compression if its name says so."""
+    """Open a file for reading, with decompression if its name has such a suffix."""
     compression = _COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
@@ -134,9 +134,9 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def load_files(path: Path, name: str, split: str, text_documents: TextDocuments = "line") -> FileSource:
-    """Choose the files of a split: of a file, its only split ``train``; of a folder, by names as ``datasets`` does.
+    """Select the files of a split: a file has the split ``train``; a folder is split by names as in ``datasets``.
 
-    A file that links give several names is read once, under the first.
+    A file with several names by links is read once, under the first.
 
     Source: ``datasets.data_files.get_data_patterns``; proved in ``tests/data/sources/test_local_files.py``.
 
@@ -187,7 +187,7 @@ def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
 
 
 def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the data files in a folder and the folders in it, but no folder inside itself, as a link can have it."""
+    """Yield the data files of a folder and its subfolders, without cycles of links."""
     above |= {realpath(folder)}
     for path in folder.iterdir():
         if path.name.startswith((".", "__")) or path.name in IGNORED_NAMES:
@@ -200,7 +200,7 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
 
 
 def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, list[Path]]:
-    """Group by the first rule that any file obeys: Hub shards, a folder named after a split, a file named after one."""
+    """Group by the first rule that any file matches: Hub shards, folders named after splits, files named so."""
     for rule in (_split_of_shard, _split_of_folder, _split_of_name):
         found = {file: rule(file.relative_to(folder)) for file in files}
         if not any(found.values()):
@@ -242,7 +242,7 @@ def _splits_in(text: str) -> set[str]:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that says what the file is, without that of its compression."""
+    """Return the suffix of the file type, without that of the compression."""
     inner = path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path
     return inner.suffix.lower()
 
@@ -252,7 +252,7 @@ def _label(file: Path, root: Path, name: str) -> str:
 
 
 def _describe_failure(label: str, path: Path, error: OSError) -> Problem:
-    if error.errno is None:  # raised by the decompressor
+    if error.errno is None:  # Raised by the decompressor.
         return Problem(label, f"not a whole {path.suffix} file: {error}", "compress or download it again")
     return Problem(label, f"cannot be read: {error.strerror}", "check the path and its permissions")
 
@@ -270,9 +270,8 @@ _SETTLED_NS: Final = 2 * 10**9
 def compute_digest(path: Path, cache: Path | None = None) -> bytes:
     """Return the SHA-256 of a file's bytes, 32 bytes.
 
-    That of a large file is kept under ``cache`` with the file's device, inode, size and times of change, and holds as
-    long as all of these do. The time of the last status change (``ctime``) is among them, which no program can set
-    back.
+    The digest of a large file is cached under ``cache`` with the file's device, inode, size and times, and is valid
+    while all of these are equal. One of them is ``ctime``, which programs cannot set back.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""Chat messages of any dataset spelling to the form that templates read."""
+"""Chat messages of any dataset spelling, converted to the form that templates read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Json = TypeVar("Json")
 
 
 class RowError(Exception):
-    """One row is broken: what was found and what to do; the caller knows which row."""
+    """One row is broken: what was found and what to do; the caller names the row."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(found)
@@ -49,7 +49,7 @@ class RowError(Exception):
 
 
 def describe(value: object) -> str:
-    """Name a value's type as a writer of JSON knows it."""
+    """Return the JSON name of a value's type."""
     if value is None:
         return "null"
     for kind, name in (
@@ -65,7 +65,7 @@ def describe(value: object) -> str:
 
 
 def check_text(value: object, place: str) -> str:
-    """Return ``value``, a string that any tokenizer can encode.
+    """Return ``value``, a string that every tokenizer can encode.
 
     Raises:
         RowError: It is not a string, or it holds a NUL character or half a surrogate pair.
@@ -101,11 +101,11 @@ def check_answer(value: object, place: str) -> str:
 
 
 def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES) -> list[Message]:
-    """Check a list of turns and bring each to ``role``, ``content`` and what else the template reads.
+    """Check a list of turns, and convert each to ``role``, ``content`` and other keys of the template.
 
-    A turn's null keys are dropped: they stand where another row of the file has ``tool_calls`` or ``name``. Text parts
-    are joined. A mark that says whether a turn is trained on is left as ``TRAIN``, False, or not at all. A last turn
-    that is the user's is accepted: dumps of real conversations end so, and no loss falls on it.
+    Null keys of a turn are dropped: they occur where another row of the file has ``tool_calls`` or ``name``. Text parts
+    are joined. A mark that excludes a turn from the loss becomes ``TRAIN``, False; other marks are removed. A last turn
+    of the user is accepted: real conversations often end so, and it is no target.
 
     Args:
         value: The column.
@@ -123,7 +123,7 @@ def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES)
 
 
 def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
-    """Cleaned turns as templates read them, and the numbers of those that are marked not to be trained on."""
+    """Return cleaned turns as templates read them, and the numbers of those marked as excluded from the loss."""
     untrained = [turn for turn, message in enumerate(messages) if TRAIN in message]
     if untrained:
         messages = [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
@@ -131,7 +131,7 @@ def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozens
 
 
 def check_answered(messages: Iterable[Message], column: str) -> None:
-    """Refuse a chat without an assistant turn: there is nothing to train on.
+    """Raise for a chat without an assistant turn, which has no targets.
 
     Raises:
         RowError: No turn is the assistant's.
@@ -163,13 +163,14 @@ def _clean_message(written: object, place: str, roles: Mapping[str, str]) -> Mes
         cleaned["role"] = role
         _clean_extras(cleaned, place)
         if role == "assistant" and "tool_calls" in cleaned:
-            cleaned.setdefault("content", "")  # Many templates fail on a missing one, and none tells it from "".
+            # Many templates fail without a content, and none distinguishes it from "".
+            cleaned.setdefault("content", "")
         _check_content(cleaned, place)
     return cleaned if is_trained else {**cleaned, TRAIN: False}
 
 
 def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
-    """Take out what marks a turn as trained on or not, and return which."""
+    """Remove the marks of a turn's training, and return the result."""
     if partial := next((key for key in _PARTIAL_MARKS if key in message), None):
         raise RowError(f"{place}.{partial} marks parts of a turn", "take it out: a turn is trained on whole, or not")
     marks = {key: message.pop(key) for key in _MARKS if key in message}
@@ -199,7 +200,7 @@ def _check_content(message: Message, place: str) -> None:
 
 
 def _clean_extras(message: dict[str, Any], place: str) -> None:
-    """Bring what is not plain text into the form that templates read, in place."""
+    """Convert keys that are not plain text to the form that templates read, in place."""
     if isinstance(message.get("content"), (list, tuple)):
         message["content"] = _join_parts(message["content"], f"{place}.content")
     if "tool_calls" in message:
@@ -227,7 +228,7 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
 
 
 def _clean_call(call: object, place: str) -> Mapping[str, Any]:
-    """Check a tool call; arguments written as a JSON string, as OpenAI has them, become the object templates read."""
+    """Check a tool call; arguments in a JSON string, as in OpenAI's format, become the object that templates read."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
@@ -248,7 +249,7 @@ def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
 
 
 def parse_tools(value: object) -> list[Any] | None:
-    """Read the ``tools`` column, a list of schemas or the same as a JSON string; ``None`` when there are none.
+    """Parse the ``tools`` column, a list of schemas or its JSON string; ``None`` without any.
 
     Raises:
         RowError: It is something else.

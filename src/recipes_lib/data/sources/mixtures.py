@@ -25,7 +25,7 @@ MAX_EPOCHS: Final = 4
 
 
 def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
-    """The entries of ``dataset_mixture``, or the one dataset as such an entry."""
+    """The entries of ``dataset_mixture``, or the single dataset as such an entry."""
     if data.dataset_mixture is not None:
         return data.dataset_mixture
     entry = {
@@ -39,7 +39,7 @@ def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
 
 
 def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, RecipeConfig]:
-    """Return, for each set of ``eval_datasets``, the run under which its rows are prepared as training rows are.
+    """Return, for each set of ``eval_datasets``, the configuration that prepares its rows like training rows.
 
     Args:
         config: The run.
@@ -61,11 +61,10 @@ def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, Reci
 
 
 def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[float]:
-    """The share of the training tokens that comes from each source; they sum to 1.
+    """Share of training tokens of each source; they sum to 1.
 
-    A ``weight`` of a mixture's entry is its share relative to the sum of all, entries without one counting 1. When no
-    entry has one, every source has its share of the tokens there are, times its ``repeat``: without those, all are read
-    equally often.
+    The ``weight`` of a mixture's entry is relative to the sum of all; entries without one count 1. If no entry has a
+    weight, shares are proportional to tokens times ``repeat``: by default all sources have the same number of epochs.
 
     Args:
         config: The run.
@@ -77,7 +76,7 @@ def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[flo
 
 
 def compute_budgets(config: RecipeConfig, num_tokens: int | None) -> list[int]:
-    """Tokens to read of each streamed source, so many that none comes twice before the run's end.
+    """Tokens to read of each streamed source, so that none is repeated before the end of the run.
 
     Args:
         config: The run.
@@ -95,13 +94,13 @@ def compute_budgets(config: RecipeConfig, num_tokens: int | None) -> list[int]:
     for phase, (start, stop) in zip(phases, itertools.pairwise(borders), strict=True):
         for at, weight in enumerate(phase["weights"]):
             shares[at] += (stop - start) * weight / sum(phase["weights"])
-    # A source may be ahead of its weight by a window in each phase, and each later phase begins at a whole row.
+    # A source can be ahead of its weight by a window in each phase, and each later phase begins at a row boundary.
     slack = (2 * len(phases) - 1) * (config.tokens.max_length or 0)
     return [math.ceil(share) + slack for share in shares]
 
 
 def _read_weights(config: RecipeConfig) -> list[float] | None:
-    """The weights of the entries, or ``None`` when none has one."""
+    """The weights of the entries, or ``None`` if none has one."""
     entries = list_entries(config.data)
     if len(entries) > 1 and all("weight" not in entry for entry in entries):
         return None
@@ -144,10 +143,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The rows of all parts, part after part, in their order; the trainer shuffles.
+    """The rows of all parts, one part after the other, in order; the trainer shuffles.
 
-    Of parts with weights as many rows are taken as can be without any twice: all of the one that is the scarcest for
-    its weight, and of each other a draw. That is how ``datasets.interleave_datasets`` stops at ``first_exhausted``.
+    For weighted parts, as many rows are used as possible without repeating any: all rows of the part that is scarcest
+    for its weight, and a sample of each other part. ``datasets.interleave_datasets`` stops in the same way at
+    ``first_exhausted``.
 
     Attributes:
         parts: The parts; all have a weight, or none.
@@ -159,7 +159,7 @@ class Mixture:
 
     @property
     def name(self) -> str:
-        """What the user called its sources."""
+        """Names of the sources, as given by the user."""
         return " + ".join(part.source.name for part in self.parts)
 
     @property
@@ -168,7 +168,7 @@ class Mixture:
         return any(part.source.streaming for part in self.parts)
 
     def rows(self, tokens: TokensConfig | None = None) -> Iterator[Row]:
-        """Read the rows that are sound.
+        """Read the valid rows.
 
         Raises:
             DataError: Once, after all parts are read: all that is wrong, where more is broken than ``tokens`` allow.
@@ -176,13 +176,13 @@ class Mixture:
         return BrokenRows(tokens, is_stream=self.streaming).read(self.entries(), self.name)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the sources' fingerprints, the layouts asked for, how much of each, and the seed if it decides."""
+        """SHA-256 of the sources' fingerprints, the requested layouts, the amounts, and the seed if it matters."""
         parts = [[part.source.fingerprint(), part.weight, part.repeat, part.format] for part in self.parts]
         seed = self.seed if any(part.weight is not None or part.repeat % 1 for part in self.parts) else None
         return hashlib.sha256(json.dumps([parts, seed]).encode()).hexdigest()
 
     def entries(self) -> Iterator[Row | Problem]:
-        """Read the rows, or the problem that stands in the place of one; told once, however often the row comes up.
+        """Read the rows, or the problem in place of one, which is reported once even if the row is repeated.
 
         Raises:
             DataError: Once, after all parts are read: what is wrong with whole sources.
@@ -202,7 +202,7 @@ class Mixture:
         return {number: entry.where for number, entry in entries if number in numbers}
 
     def _count_passes(self) -> list[float]:
-        """How many times the rows of each part come up."""
+        """Number of passes over the rows of each part."""
         weights = [part.weight for part in self.parts if part.weight is not None]
         if not weights:
             return [part.repeat for part in self.parts]
@@ -223,7 +223,7 @@ class Mixture:
                     yield entry
 
     def _draw(self, part: Part, fraction: float) -> Sequence[bool]:
-        """Mark the rows that a fraction draws; the draw depends on the part and the seed alone."""
+        """Mask of the rows drawn by a fraction; a function of the part and the seed."""
         if not fraction:
             return ()
         num_rows = sum(1 for _ in part.source.rows())
@@ -236,7 +236,7 @@ class Mixture:
 
 
 def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
-    """Open what is trained on: ``dataset_name``, or the parts of ``dataset_mixture``.
+    """Open the training data: ``dataset_name``, or the parts of ``dataset_mixture``.
 
     Raises:
         ConfigError: As ``build_mixture``.
@@ -250,7 +250,7 @@ def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
 
 
 def load_test_data(data: DataConfig) -> Mixture | None:
-    """Open the held-out data that ``dataset_test_split`` names.
+    """Open the held-out data of ``dataset_test_split``.
 
     Raises:
         ConfigError: As ``find_held_out``.
@@ -264,9 +264,9 @@ def load_test_data(data: DataConfig) -> Mixture | None:
 
 
 def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[str, Any] | None:
-    """What ``dataset_test_split`` names, as an entry of a mixture: a split of ``dataset_name``, or a path.
+    """Return ``dataset_test_split`` as an entry of a mixture: a split of ``dataset_name``, or a path.
 
-    The spelling alone says which, so that no file that happens to lie there changes what is held out.
+    Only the spelling decides, so that existing files cannot change which rows are held out.
 
     Args:
         data: Which data.

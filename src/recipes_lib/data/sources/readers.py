@@ -33,7 +33,7 @@ TextDocuments = Literal["file", "paragraph", "line"]
 
 
 class BrokenFileError(Exception):
-    """Nothing after this point of the file can be read."""
+    """The rest of the file cannot be read."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))
@@ -41,14 +41,14 @@ class BrokenFileError(Exception):
 
 
 def build_encoding_error(where: str, offset: int, first_bytes: bytes) -> BrokenFileError:
-    """Say which byte of a file, counted from 0, is not UTF-8."""
+    """Return which byte of a file, counted from 0, is not UTF-8."""
     kind = "UTF-16" if first_bytes[:2] in _UTF16 else "in another encoding"
     found = f"not UTF-8 at byte {offset:,}"
     return BrokenFileError(Problem(where, found, f"the file may be {kind}: convert it to UTF-8 (iconv, or re-save it)"))
 
 
 class BrokenLine(str):
-    """Stands in the place of a line that cannot be read: what of it is UTF-8, and what is wrong with it.
+    """Placeholder of an unreadable line: its UTF-8 part, and the problem.
 
     Attributes:
         problem: The line, what was found, and what to do.
@@ -58,9 +58,9 @@ class BrokenLine(str):
 
 
 def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]]:
-    """Yield each line with its 1-based number: decoded, line end kept, byte order mark removed.
+    """Yield each line with its 1-based number: decoded, with line end, without byte order mark.
 
-    One that is not UTF-8, or longer than ``MAX_LINE_BYTES``, is a ``BrokenLine``, and the next one follows it.
+    A line that is not UTF-8, or longer than ``MAX_LINE_BYTES``, becomes a ``BrokenLine``; reading continues after it.
 
     Raises:
         BrokenFileError: The file is UTF-16.
@@ -93,10 +93,10 @@ def _break_line(text: str, problem: Problem) -> BrokenLine:
 
 
 def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line") -> Iterator[Entry]:
-    r"""Read one row a document, named by its first line; documents of nothing but white space are left out.
+    r"""Read one row per document, named by its first line; white-space-only documents are dropped.
 
-    A line ends at ``\n`` or ``\r\n``, and at nothing else that Unicode calls a line break. A line and a paragraph come
-    without the end of their last line; a file comes as it stands.
+    Lines end at ``\n`` or ``\r\n`` only, not at Unicode's other line breaks. Lines and paragraphs come without the
+    end of their last line; a file is unchanged.
 
     Raises:
         BrokenFileError: What follows cannot be read.
@@ -112,9 +112,9 @@ def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line"
 
 
 def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Iterator[tuple[int, str]]:
-    """Yield lines joined, with the number of the first: all of them, or up to the next blank line.
+    """Yield joined lines, with the number of the first: all of them, or up to the next blank line.
 
-    With a line that cannot be read, all of its document cannot.
+    A document with an unreadable line is unreadable.
     """
     joined: list[str] = []
     first = size = 0
@@ -144,7 +144,7 @@ Line = tuple[int, str]
 
 
 def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iterator[Entry]:
-    """Read the rows of a JSON file, laid out as its beginning says.
+    """Read the rows of a JSON file, in the layout of its beginning.
 
     Args:
         file: The opened file.
@@ -203,7 +203,7 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
 
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
-    """Read the text whole and its elements one by one, so that a fault has its line and the rows before it are read."""
+    """Read the whole text, then its elements one by one, so that an error has its line and earlier rows are read."""
     raw = file.read()
     try:
         text = raw.decode().removeprefix("\ufeff")
@@ -238,7 +238,7 @@ def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
 
 
 def _take_two(lines: Iterator[Line]) -> list[Line]:
-    """Take lines up to and with the second that is not blank."""
+    """Take lines up to and including the second non-blank one."""
     taken, filled = [], 0
     while filled < 2 and (line := next(lines, None)):
         taken.append(line)
@@ -247,7 +247,7 @@ def _take_two(lines: Iterator[Line]) -> list[Line]:
 
 
 def _is_document(head: list[Line]) -> bool:
-    """Whether these lines, at most two of them not blank, begin a single value and not one value a line."""
+    """Whether these lines, at most two of them non-blank, begin one value rather than one value per line."""
     filled = [line for _, line in head if not line.isspace()]
     if any(isinstance(line, BrokenLine) for line in filled):
         return filled[0].strip() in ("{", "[")
@@ -289,14 +289,14 @@ _LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row, allow_na
 _DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file, allow_nan=False), or one JSON object a line"
 
 
-_MAX_CELL_CHARACTERS: Final = 1 << 28  # the csv module's own limit of 131,072 is below a long document
+_MAX_CELL_CHARACTERS: Final = 1 << 28  # The csv module's own limit of 131,072 is below the length of long documents.
 _BATCH_ROWS: Final = 1024
 _ARROW_FILE: Final = b"ARROW1"
 """What an Arrow file begins with, and a stream does not."""
 
 
 def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Entry]:
-    """Read a table whose first line names the columns; every cell is text, empty cells too.
+    """Read a table with column names in the first line; every cell is text, including empty ones.
 
     Raises:
         BrokenFileError: The header is not usable, or what follows cannot be read.
@@ -330,7 +330,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
 
 
 def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Iterator[str]:
-    """Yield the lines; what is wrong with those that cannot be read goes into ``broken``."""
+    """Yield the lines; problems of unreadable ones are appended to ``broken``."""
     for number, line in lines:
         if isinstance(line, BrokenLine):
             if number == 1:
@@ -347,7 +347,7 @@ def _check_header(columns: list[str], where: str) -> None:
 
 
 def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -> Iterator[Entry]:
-    """Read a Parquet file a batch at a time, its values as ``spell_as_json`` has them.
+    """Read a Parquet file in batches, with values converted by ``spell_as_json``.
 
     Args:
         file: The opened file.
@@ -375,7 +375,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
 
 
 def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
-    """Read an Arrow file, a stream as ``datasets`` writes it or a file as others do, as ``read_parquet`` reads.
+    """Read an Arrow file, a stream as written by ``datasets`` or a file, with values as in ``read_parquet``.
 
     Raises:
         BrokenFileError: What follows cannot be read.
@@ -384,7 +384,7 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
 
     try:
         is_stream = file.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)] != _ARROW_FILE
-        # A file has its index at the end, so that one that is compressed is held in memory.
+        # The index of a file is at its end, so a compressed file is decompressed in memory.
         reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(pa.py_buffer(file.read()))
         _check_header(reader.schema.names, name)
         decode = _find_decoder(reader.schema)
@@ -400,7 +400,7 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
 
 
 def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What turns stored values into those of the dataset: ``datasets`` keeps JSON of any shape as text, for one."""
+    """Return the decoder of stored values: ``datasets`` stores JSON of mixed shape as text, for example."""
     if b"huggingface" not in (schema.metadata or {}):
         return lambda columns: columns
     import datasets
@@ -410,9 +410,10 @@ def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any
 
 
 def spell_as_json(value: Any) -> Any:
-    """Return an Arrow value as a JSON file would have it.
+    """Convert an Arrow value to its form in a JSON file.
 
-    An object's null keys are dropped, for Arrow gives all rows the keys that any row has; dates and times are ISO text.
+    Null keys of an object are dropped, because Arrow gives all rows the keys of any row; dates and times become ISO
+    strings.
     """
     if isinstance(value, dict):
         return {key: spell_as_json(item) for key, item in value.items() if item is not None}

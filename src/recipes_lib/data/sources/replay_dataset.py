@@ -1,4 +1,4 @@
-"""Replay of earlier data: which rows they are, and the order in which they come among the new ones."""
+"""Replay of earlier data: its rows, and their order among the new ones."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _OF_REPLAY: Final = 0x5EED
 
 
 def find_replayed(config: RecipeConfig, max_length: int | None = None) -> RecipeConfig | None:
-    """Return the run with the data that it replays in the place of its own, or ``None`` where it replays nothing.
+    """Return the configuration whose data are the replayed ones, or ``None`` without replay.
 
-    Rows that an earlier run held out stay held out. What is trained on of a row follows from its layout, or from the
+    Held-out rows of an earlier run stay held out. The loss mask of a row follows from its layout, or from the
     ``loss_on`` of the earlier run.
 
     Args:
@@ -62,7 +62,7 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
         record = _read_keys(Path(expand_home(keys.replay_from)) / "run.json")
         data = DataConfig(**{name: record[name] for name in _OF_DATA if record.get(name) is not None})
         loss_on = record.get("loss_on")
-        # Which rows are held out, and which are drawn by a mixture, follows from it.
+        # It determines held-out rows and draws of a mixture.
         training["seed"] = record.get("seed")
         if data.dataset_name is None and data.dataset_mixture is None:
             where = config.provenance.get("replay_from", "replay_from")
@@ -80,7 +80,7 @@ def _read_keys(path: Path) -> Mapping[str, Any]:
 
 
 class Order(Protocol):
-    """Which row of the data comes at which place of a run."""
+    """Order of rows: position in the run to row of the data."""
 
     @property
     def rows_per_epoch(self) -> int:
@@ -88,13 +88,13 @@ class Order(Protocol):
         ...
 
     def locate(self, numbers: IntArray) -> IntArray:
-        """Return which rows of the data come at these places of the run, the epochs laid end to end; ``int64 (K,)``."""
+        """Return the rows at these positions of the run, over concatenated epochs; ``int64 (K,)``."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """All rows of the data in every epoch, each time in another order: a permutation drawn from seed and epoch.
+    """All rows of the data in every epoch, each in another order: a permutation from seed and epoch.
 
     Attributes:
         num_rows: Rows of the data.
@@ -108,7 +108,7 @@ class EpochOrder:
 
     @property
     def rows_per_epoch(self) -> int:
-        """All of them."""
+        """Number of all rows."""
         return self.num_rows
 
     def locate(self, numbers: IntArray) -> IntArray:
@@ -122,7 +122,7 @@ class EpochOrder:
     def _permute(self, epoch: int) -> IntArray:
         if self.seed is None:
             return np.arange(self.num_rows)
-        import torch  # seconds that a set which is only found does not need
+        import torch  # The import takes seconds, which an existing set does not need.
 
         generator = torch.Generator().manual_seed(self.seed + epoch)
         permutation: IntArray = torch.randperm(self.num_rows, generator=generator).numpy()
@@ -130,17 +130,17 @@ class EpochOrder:
 
 
 class ReplayOrder:
-    """New rows in the order that they have without replay, and replayed rows among them.
+    """New rows in their order without replay, with replayed rows in between.
 
-    A replayed row comes as soon as the replayed ones have less than their share of the terms so far: in every prefix
-    they differ from it by less than one row. Rows are numbered over both data sets, the new ones first. Of either all
-    come once before any comes again. An epoch is as many rows as all new ones with what is replayed in the first pass.
+    A replayed row follows as soon as replayed rows have less than their share of the terms: in every prefix they differ
+    from it by less than one row. Rows are numbered over both datasets, new ones first. In both, every row is used once
+    before any is repeated. An epoch has as many rows as all new ones plus the replayed ones of the first pass.
 
     Source: ``tests/data/sources/test_replay_dataset.py``.
     """
 
     def __init__(self, terms: IntArray, replayed_terms: IntArray, share: float, *, seed: int | None) -> None:
-        """Nothing is computed yet.
+        """Computes nothing yet.
 
         Args:
             terms: What each new row adds to the mean that the loss is, ``int64 (N,)``: its trained tokens, or 1.
@@ -154,21 +154,21 @@ class ReplayOrder:
         exact = Fraction(str(share)).limit_denominator(_MAX_DENOMINATOR)
         self._share, self._rest = exact.numerator, exact.denominator - exact.numerator
         self._total, self._replayed_total = int(terms.sum()), int(replayed_terms.sum())
-        # The pass that a run stands in, and the next one.
+        # The current pass of the run, and the next one.
         self._merge_once = functools.lru_cache(maxsize=2)(self._merge)
 
     @property
     def rows_per_epoch(self) -> int:
-        """All new rows, and those that are replayed meanwhile in the first epoch."""
+        """All new rows, plus the rows that are replayed in the first epoch."""
         return self._new.num_rows + self._count_replayed(1)
 
     @property
     def replayed_per_epoch(self) -> float:
-        """How often each replayed row comes up in an epoch, in the mean."""
+        """Mean number of repetitions of each replayed row per epoch."""
         return self._count_replayed(1) / self._replayed.num_rows
 
     def locate(self, numbers: IntArray) -> IntArray:
-        """As ``Order``; a replayed row is numbered behind all new ones."""
+        """As ``Order``; replayed rows are numbered after all new ones."""
         starts = [0]
         while starts[-1] <= numbers.max(initial=0):
             starts.append(len(starts) * self._new.num_rows + self._count_replayed(len(starts)))
@@ -180,7 +180,7 @@ class ReplayOrder:
         return rows
 
     def _count_replayed(self, num_passes: int) -> int:
-        """Replayed rows before that many passes over the new ones are complete."""
+        """Number of replayed rows before that many complete passes over the new ones."""
         if num_passes == 0:
             return 0
         limit = -(-num_passes * self._total * self._share // self._rest)
@@ -197,7 +197,7 @@ class ReplayOrder:
         first, last = drawn[0] // size if len(drawn) else 0, drawn[-1] // size + 1 if len(drawn) else 0
         before = [passed * self._replayed_total + self._read_replayed(passed) for passed in range(first, last)]
         terms = np.concatenate([np.zeros(0, np.int64), *before])[drawn - first * size]
-        # Behind the first new row with which the share of all terms exceeds that of the replayed ones.
+        # After the first new row at which the replayed ones fall below their share of all terms.
         places = np.searchsorted(reached * self._share, terms * self._rest, side="right") + 1
         merged: IntArray = np.insert(new, places, self._replayed.locate(drawn) + len(new))
         return merged
@@ -210,7 +210,7 @@ class ReplayOrder:
 
 
 def build_order(config: RecipeConfig, terms: IntArray, replayed_terms: IntArray) -> ReplayOrder:
-    """Return the order of a run; ``terms`` and ``replayed_terms`` as ``ReplayOrder`` takes them."""
+    """Return the order of a run; ``terms`` and ``replayed_terms`` as for ``ReplayOrder``."""
     data_seed = config.read("data_seed")
     seed = config.read("seed") if data_seed is None else data_seed
     is_shuffled = config.read("train_sampling_strategy") != "sequential"
@@ -219,7 +219,7 @@ def build_order(config: RecipeConfig, terms: IntArray, replayed_terms: IntArray)
 
 
 def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: PreparedSet) -> dict[str, Any]:
-    """Return what ``run.json`` says of the replayed rows, as JSON values."""
+    """Return the record of replayed rows for ``run.json``, as JSON values."""
     return {
         "share": config.forgetting.replay_share,
         "rows_per_epoch": order.rows_per_epoch,
@@ -230,7 +230,7 @@ def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: Prepared
 
 
 def tell_replay(record: Mapping[str, Any]) -> list[str]:
-    """Return a warning where replayed rows come up too often; ``record`` is that of the data."""
+    """Return a warning if replayed rows are repeated too often; ``record`` is that of the data."""
     passes = record.get("replay", {}).get("passes_per_epoch", 0.0)
     if passes <= MAX_EPOCHS:
         return []

@@ -1,4 +1,4 @@
-"""The canonical row: target of every dataset layout, input of rendering, and what is remarked on it."""
+"""The canonical row: target of every dataset layout, input of rendering, and remarks on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One example in canonical form: a chat, a plain prompt and completion, or a plain text; exactly one of the three.
+    """One example in canonical form: exactly one of a chat, a plain prompt and completion, or a plain text.
 
     Attributes:
         source: File, folder or Hub id as the user wrote it.
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """The row as an error names it: ``train.jsonl:17`` or ``folder row 17``."""
+        """Name of the row in errors: ``train.jsonl:17`` or ``folder row 17``."""
         return f"{self.source}:{self.index}" if self.index_name == "line" else f"{self.source} row {self.index}"
 
 
@@ -73,7 +73,7 @@ class EncodedRow:
 
 @dataclass(slots=True)
 class RawRow:
-    """A row as the dataset has it, and its place.
+    """A row of the dataset, unchanged, and its place.
 
     Attributes:
         source: File or Hub id, as the user would write it.
@@ -89,7 +89,7 @@ class RawRow:
 
     @property
     def where(self) -> str:
-        """The row as an error names it."""
+        """Name of the row in errors: ``train.jsonl:17`` or ``folder row 17``."""
         return Row(source=self.source, index=self.index, index_name=self.index_name).where
 
 
@@ -98,15 +98,15 @@ Entry = RawRow | Problem
 
 
 class Source(Protocol):
-    """Rows that can be read again and again, in the same order, in memory that does not grow with their number."""
+    """Rows that can be read repeatedly, in the same order, in memory that does not grow with their number."""
 
     @property
     def name(self) -> str:
-        """What the user called it."""
+        """Name given by the user."""
 
     @property
     def streaming(self) -> bool:
-        """Whether reading it through just to list every problem is too much to ask."""
+        """Whether a full pass only to list every problem is too expensive."""
 
     def rows(self) -> Iterator[Entry]:
         """Read from the start.
@@ -116,14 +116,14 @@ class Source(Protocol):
         """
 
     def fingerprint(self) -> str:
-        """SHA-256 of what the rows are made of, without parsing them."""
+        """SHA-256 of the content of the rows, without parsing them."""
 
 
 _OTHER_TEMPLATE: Final = "use a template that writes it (chat_template_path), or take it out of the rows"
 
 
 class Remark(Enum):
-    """Something worth knowing of a row: what such rows do, and what may be done about it."""
+    """A remark on a row: a problem of such rows, and a possible remedy."""
 
     LOST_BESIDE_CALL = "say something beside a tool call that the chat template does not write", _OTHER_TEMPLATE
     PYTHON_ARGUMENTS = (
@@ -153,6 +153,6 @@ def build_bits(remarks: Iterable[Collection[Remark]]) -> RemarkBits:
 
 
 def find_remarked(bits: RemarkBits) -> dict[Remark, npt.NDArray[np.int64]]:
-    """Positions of the rows on which each remark was made, by the first of them; a remark on no row is left out."""
+    """Positions of the rows with each remark, ordered by the first of them; unused remarks are omitted."""
     rows = {remark: np.flatnonzero(bits >> number & 1) for number, remark in enumerate(Remark)}
     return {remark: at for remark, at in sorted(rows.items(), key=lambda item: item[1][:1].tolist()) if len(at)}

@@ -1,4 +1,4 @@
-"""Held-out splits without duplicates across sides, and detection of overlap."""
+"""Held-out splits without duplicates in both, and detection of overlap."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ROWS_AT_ONCE: Final = 1 << 20
 
 
 class Split(NamedTuple):
-    """Positions of the rows of each side, ascending, ``int64``."""
+    """Positions of the rows of each split, ascending, ``int64``."""
 
     train: npt.NDArray[np.int64]
     test: npt.NDArray[np.int64]
 
 
 class Overlap(NamedTuple):
-    """Training rows that are held-out rows too.
+    """Training rows that are also held-out rows.
 
     Attributes:
         num_rows: How many training rows are.
@@ -41,10 +41,9 @@ class Overlap(NamedTuple):
 
 
 def compute_row_digest(row: Row) -> bytes:
-    """Digest of what a row says, 16 bytes; equal for rows that differ only in key order and surrounding whitespace.
+    """Digest of a row's content, 16 bytes; equal for rows that differ only in key order and surrounding white space.
 
-    Where the row stands, which part of it is the prompt, and the template's variables do not count: a model that has
-    seen it knows it.
+    Place, prompt boundary and template variables do not count: to a model, the content is the same.
 
     Raises:
         DataError: A message holds what JSON has no word for.
@@ -69,10 +68,9 @@ def compute_digests(rows: Iterable[Row]) -> npt.NDArray[np.bytes_]:
 def split_rows(
     digests: Digests | Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
 ) -> Split:
-    """Hold out rows, equal ones together; which ones depends on their content and the seed, not on their order.
+    """Choose held-out rows, with equal ones together; the choice depends on content and seed, not on order.
 
-    The number held out is exact, unless only groups of equal rows are left that are larger than what is missing; then
-    it is less.
+    The number is exact, unless only groups of equal rows are left that are larger than the remainder; then it is less.
 
     Args:
         digests: Digest of each row.
@@ -109,7 +107,7 @@ def split_rows(
 def find_overlap(
     train_digests: Digests | Sequence[bytes], eval_digests: Digests | Sequence[bytes], max_pairs: int = 5
 ) -> Overlap:
-    """Find training rows that are held-out rows too; the training digests may be mapped from a file of any size."""
+    """Find training rows that are also held-out rows; training digests may be memory-mapped."""
     train = _as_array(train_digests)
     held_out, places = np.unique(_as_array(eval_digests), return_index=True)
     num_rows = 0
@@ -131,7 +129,7 @@ def refuse_overlap(
     *,
     relation: str = "are held-out rows too",
 ) -> None:
-    """Raise when training rows are held-out rows too, naming the first few by their places.
+    """Raise if training rows are also held-out rows, naming the first few.
 
     Args:
         overlap: From ``find_overlap``.

@@ -24,12 +24,12 @@ MAX_PERIOD: Final = 1_000_000
 """Longest pattern of sources; weights that need a longer one are rounded to multiples of its inverse."""
 
 _NUM_ROUNDS: Final = 7
-_MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # of splitmix64
+_MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # Constants of splitmix64.
 _SHIFT: Final = np.uint64(31)
 
 
 class RowPlaces(NamedTuple):
-    """Where rows are read, three ``int64`` arrays of the rows' shape.
+    """Positions of rows in the sources, three ``int64`` arrays of the rows' shape.
 
     Attributes:
         source: Number of the source.
@@ -43,10 +43,10 @@ class RowPlaces(NamedTuple):
 
 
 class RowOrder:
-    """The order in which the windows of several sources are trained on.
+    """Order of the windows of several sources.
 
-    At every prefix of n rows of a phase, the rows of each source differ from n times its weight by less than one.
-    Inside a source all windows come once before any comes again, every pass in another order.
+    In every prefix of n rows of a phase, the rows of each source differ from n times its weight by less than one.
+    Within a source every window is used once before any is repeated, with another order in each pass.
 
     Args:
         num_windows: Windows of each source.
@@ -76,11 +76,11 @@ class RowOrder:
 
     @property
     def weights(self) -> list[list[float]]:
-        """The weights that each phase keeps to, which sum to 1; rounded where the exact ones need a longer pattern."""
+        """Weights of each phase, which sum to 1; rounded if the exact ones need a longer pattern."""
         return [(pattern.units / pattern.units.sum()).tolist() for pattern in self._patterns]
 
     def locate(self, rows: npt.ArrayLike) -> RowPlaces:
-        """Where rows are read.
+        """Return the positions of rows in the sources.
 
         Args:
             rows: Numbers of rows from 0, ``int`` of any shape.
@@ -107,13 +107,13 @@ class RowOrder:
         return counts
 
     def count_epochs(self, num_rows: int) -> npt.NDArray[np.float64]:
-        """Passes over each source that the first ``num_rows`` rows make, fractional, ``float64 (sources,)``."""
+        """Epochs of each source in the first ``num_rows`` rows, fractional, ``float64 (sources,)``."""
         epochs: npt.NDArray[np.float64] = self.count_rows(num_rows) / np.maximum(self._num_windows, 1)
         return epochs
 
     def _permute(self, source: IntArray, epoch: IntArray, position: IntArray) -> IntArray:
         window = np.empty_like(position)
-        # In one number: numpy finds distinct pairs slowly.
+        # Encoded in one number, because numpy finds distinct pairs slowly.
         passes = epoch * len(self._num_windows) + source
         for each in np.unique(passes).tolist():
             passed, number = divmod(each, len(self._num_windows))
@@ -124,10 +124,10 @@ class RowOrder:
 
 
 def permute(positions: IntArray, size: int, keys: WordArray) -> IntArray:
-    """Where a keyed pseudo-random permutation of ``range(size)`` takes some of its members; nothing is tabulated.
+    """Apply a keyed pseudo-random permutation of ``range(size)`` to some members, without a table.
 
-    A Feistel network is a permutation of ``range(4**h)``, whatever its round function; a member that it takes outside
-    ``range(size)`` is taken on until it is inside.
+    A Feistel network is a permutation of ``range(4**h)`` for any round function. A value outside of ``range(size)`` is
+    mapped again until it is inside (cycle walking).
 
     Args:
         positions: Members, ``int64 (K,)``.
@@ -170,7 +170,7 @@ def _derive_keys(seed: int, source: int, epoch: int) -> WordArray:
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """The sources of consecutive rows, repeated for ever.
+    """Periodic pattern of the sources of consecutive rows.
 
     Attributes:
         units: Rows of each source in one period, ``int64 (sources,)``.
@@ -183,7 +183,7 @@ class _Pattern:
     ranks: npt.NDArray[np.uint32]
 
     def count(self, num_rows: int) -> IntArray:
-        """Rows of each source among the first ``num_rows``."""
+        """Number of rows of each source among the first ``num_rows``."""
         periods, rest = divmod(num_rows, len(self.sources))
         return periods * self.units + np.bincount(self.sources[:rest], minlength=len(self.units))
 
@@ -198,7 +198,7 @@ def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PERIOD:
         return tuple(int(share * period) for share in shares)
-    # A source with any weight comes at least once.
+    # Every source with a weight has at least one row.
     units = [max(1, math.floor(share * MAX_PERIOD)) if share else 0 for share in shares]
     by_remainder = sorted(range(len(units)), key=lambda at: units[at] - shares[at] * MAX_PERIOD)
     spare = MAX_PERIOD - sum(units)
@@ -212,9 +212,9 @@ def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
 def _build_pattern(units: tuple[int, ...]) -> _Pattern:
     """One period of Tijdeman's assignment.
 
-    With k sources and d = 1 / (2k - 2), the row j of a source with weight w (both from 0) may come from row n on with
-    (n + 1) w - j >= d, and has to come before (n + 1) w - j exceeds 1 - d. Of the rows that may come, the one that has
-    to come first is next. Both limits are known beforehand, as fractions of whole numbers.
+    With k sources and d = 1 / (2k - 2), row j of a source with weight w (both from 0) can be placed from row n on with
+    (n + 1) w - j >= d, and must be placed before (n + 1) w - j exceeds 1 - d. Among the rows that can be placed, the
+    one with the earliest deadline is next. Both limits are computed beforehand, as fractions of integers.
     """
     present = [source for source, unit in enumerate(units) if unit]
     period, num_parts = sum(units), max(1, 2 * len(present) - 2)
@@ -227,7 +227,7 @@ def _build_pattern(units: tuple[int, ...]) -> _Pattern:
         sources.append(np.full(units[source], source))
     release = np.concatenate(releases)
     by_release = np.argsort(release, kind="stable")
-    # One number for each row, so that the heap compares plain integers.
+    # One number per row, so that the heap compares plain integers.
     jobs = (np.concatenate(deadlines) * len(units) + np.concatenate(sources))[by_release].tolist()
     num_released = np.searchsorted(release[by_release], np.arange(1, period + 1), side="right").tolist()
     waiting: list[int] = []
@@ -246,10 +246,10 @@ def _build_pattern(units: tuple[int, ...]) -> _Pattern:
 
 @dataclass(frozen=True, slots=True)
 class RowSkips:
-    """The rows of a run's natural order that are never trained on.
+    """Skipped rows in a run's natural order.
 
-    The natural order numbers the rows of all passes over the data one after the other, from 0. The rows of the run are
-    those that are left, numbered from 0 again.
+    The natural order numbers the rows of all passes over the data consecutively, from 0. The rows of the run are the
+    remaining ones, renumbered from 0.
 
     Attributes:
         ranges: Natural numbers ``(first, stop)``, ascending, apart from each other.
@@ -270,13 +270,13 @@ class RowSkips:
             return numbers
         starts, stops = np.array(self.ranges, np.int64).T
         skipped = np.cumsum(stops - starts)
-        # The first row of the run behind each range.
+        # The first row of the run after each range.
         behind = starts - (skipped - (stops - starts))
         located: IntArray = numbers + np.append(0, skipped)[np.searchsorted(behind, numbers, side="right")]
         return located
 
     def leave_out(self, first: int, stop: int) -> RowSkips:
-        """Return the skips with these rows of the run, ``first`` to ``stop - 1``, left out as well."""
+        """Return the skips extended by rows ``first`` to ``stop - 1`` of the run."""
         start, last = self.locate([first, stop - 1]).tolist()
         return RowSkips(tuple(_merge([*self.ranges, (start, last + 1)])))
 
@@ -296,7 +296,7 @@ NO_SOURCE = -1
 
 
 class TokenRow(TypedDict):
-    """A row of a batch as ``PackedCollator`` takes it.
+    """A row of a batch in the form for ``PackedCollator``.
 
     Attributes:
         input_ids: ``uint32 (T,)``.
@@ -314,11 +314,11 @@ class TokenRow(TypedDict):
 
 
 class TokenDataset(torch.utils.data.Dataset[TokenRow]):
-    """The rows of a run in the order in which they are trained on, so many for each optimizer step.
+    """Rows of a run in training order, with their number per optimizer step.
 
-    Row r of the run is ``order.locate(r)``, whatever the step or the process that asks for it. A step with fewer rows
-    than ``rows_per_step``, while the batch grows, begins with rows of no token that hold the places of whole
-    micro-steps, on all processes alike. Of the order, ``skips`` leaves rows out.
+    Row r of the run is ``order.locate(r)``, for any step and process. During a batch ramp, a step with fewer rows than
+    ``rows_per_step`` begins with empty rows in place of whole micro-batches, equal on all processes. ``skips`` excludes
+    rows of the order.
 
     Args:
         sources: The sources, in the order of ``order``.
@@ -345,7 +345,7 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
     ) -> None:
         rows = np.diff(row_starts)
         assert not rows_per_step % rows_per_micro_step, "a step is whole micro-steps"
-        # Otherwise a process without rows would wait for ever for the gradients of another.
+        # Otherwise a process without rows would block the gradient reduction of the others.
         assert not (rows % rows_per_micro_step).any(), "the rows of a step fill whole micro-steps"
         assert ((rows > 0) & (rows <= rows_per_step)).all(), "a step has rows, and no more than fit"
         self._sources = sources
@@ -357,7 +357,7 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         self.skips = RowSkips()
 
     def find_rows(self, step: int) -> tuple[int, int]:
-        """Return the first row of step ``step``, from 0, and the first behind it."""
+        """Return the first row of step ``step``, from 0, and the first row after it."""
         return int(self._row_starts[step]), int(self._row_starts[step + 1])
 
     def __len__(self) -> int:
@@ -367,7 +367,7 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenRow]:
-        """The rows of a micro-batch; what a data loader calls."""
+        """Return the rows of a micro-batch; called by the data loader."""
         steps, items = np.divmod(np.asarray(indices, np.int64), self._rows_per_step)
         ends = self._row_starts[steps + 1]
         rows = ends - self._rows_per_step + items
@@ -383,7 +383,7 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
 
 
 class EvalWindows(torch.utils.data.Dataset[TokenRow]):
-    """All tokens of a held-out source, each in one row, in their order; the last row may be shorter.
+    """All tokens of a held-out source, each in one row, in order; the last row may be shorter.
 
     Args:
         source: The held-out source.

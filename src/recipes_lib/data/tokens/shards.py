@@ -25,13 +25,13 @@ SHARD_BYTES: Final = 1 << 28
 
 _ENDS_FILE: Final = "document_ends.bin"
 _DIGESTS_FILE: Final = "document_digests.bin"
-# Each open map holds a file descriptor, of which a process has often no more than 1,024.
+# Each open map holds a file descriptor, and processes are often limited to 1,024.
 _MAX_OPEN_FILES: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """The tokens of a source's documents, end to end; cheap to pickle, since files are opened where they are read.
+    """Concatenated tokens of a source's documents; cheap to pickle, because files are opened on first read.
 
     Attributes:
         name: What the user called it.
@@ -63,24 +63,24 @@ class TokenSource:
         return tokens
 
     def read_document_lengths(self, start: int, stop: int) -> IntArray:
-        """Lengths of the pieces of documents that lie in tokens ``start:stop``, ``int64``; they sum to its length."""
+        """Lengths of the parts of documents in tokens ``start:stop``, ``int64``; they sum to its length."""
         if start == stop:
             return np.zeros(0, np.int64)
-        # As signed numbers, because numpy compares signed with unsigned ones as floats, in a copy of the whole file.
+        # As signed numbers: numpy compares signed and unsigned ones as floats, in a copy of the whole file.
         ends = _map_file(self.folder / _ENDS_FILE, "<i8")
         first, last = ends.searchsorted(start, side="right"), ends.searchsorted(stop)
         return np.diff(ends[first:last], prepend=start, append=stop)
 
     @property
     def digests(self) -> DigestArray:
-        """Digest of each document, ``uint64 (num_documents,)``, mapped; equal for documents that say the same."""
+        """Digest of each document, ``uint64 (num_documents,)``, memory-mapped; equal for equal documents."""
         if not self.num_documents:
             return np.zeros(0, np.uint64)
         return _map_file(self.folder / _DIGESTS_FILE, "<u8")[: self.num_documents]
 
 
 def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = False) -> bool:
-    """Whether a folder has every byte that ``TokenWriter.describe`` told of; ``exactly``: and none that it did not."""
+    """Whether a folder has all bytes according to ``TokenWriter.describe``; ``exactly``: and no more."""
     size, per_shard = np.dtype(description["dtype"]).itemsize, description["tokens_per_shard"]
     num_full, rest = divmod(description["num_tokens"], per_shard)
     wanted = {_shard_file(folder, number): per_shard * size for number in range(num_full)}
@@ -93,9 +93,9 @@ def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = Fa
 
 
 class TokenWriter:
-    """Appends documents to the shards of one source; the bytes do not depend on how the documents are handed over.
+    """Appends documents to the shards of one source; the bytes do not depend on the batching of documents.
 
-    Used as a context manager, which closes its files.
+    Use it as a context manager, which closes its files.
 
     Args:
         folder: Where the files go; made with the first document.
@@ -129,11 +129,11 @@ class TokenWriter:
 
     @property
     def num_full_shards(self) -> int:
-        """Shards that will not grow any more."""
+        """Number of shards that are full."""
         return self.num_tokens // self._tokens_per_shard
 
     def describe(self) -> dict[str, Any]:
-        """What ``TokenSource`` has to know besides name and folder, as JSON values."""
+        """Fields of ``TokenSource`` other than name and folder, as JSON values."""
         return {
             "dtype": self._type.str,
             "tokens_per_shard": self._tokens_per_shard,
@@ -142,7 +142,7 @@ class TokenWriter:
         }
 
     def append(self, input_ids: TokenArray, lengths: IntArray, digests: DigestArray) -> None:
-        """Appends documents laid end to end.
+        """Append concatenated documents.
 
         Args:
             input_ids: ``uint32 (N,)``.
@@ -171,7 +171,7 @@ class TokenWriter:
         self.num_documents += len(lengths)
 
     def flush(self) -> None:
-        """Returns when everything appended is on the disk.
+        """Flush and fsync everything appended.
 
         Raises:
             OSError: The disk is full.
@@ -187,7 +187,7 @@ class TokenWriter:
         self._files["digests"] = _open_at(self._folder / _DIGESTS_FILE, 8 * self.num_documents)
 
     def _open_shard(self) -> None:
-        """Opens the shard of the next token, and has done with the one before."""
+        """Open the shard of the next token, and finish the previous one."""
         if "shard" in self._files:
             self.flush()
             self._files["shard"].close()
@@ -200,7 +200,7 @@ def _shard_file(folder: Path, number: int) -> Path:
 
 
 def _open_at(path: Path, num_bytes: int) -> BufferedWriter:
-    """Opens a file to append to its first ``num_bytes``."""
+    """Open a file for appending after its first ``num_bytes``."""
     file = path.open("ab")
     file.truncate(num_bytes)
     return file

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_out_source: TokenSource) -> None:
-    """Raise when documents are trained on although they are held out, naming the first few by their places.
+    """Raise if training documents are also held-out documents, naming the first few.
 
     Args:
         corpus: What is trained on; nothing is held out of it, so that its rows are its documents.
@@ -57,11 +57,11 @@ def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_ou
 
 
 def _find_places(corpus: Corpus, tokens: TokenSource, positions: Collection[int]) -> dict[int, str]:
-    """The places of the first rows that say what these documents do; reads the source again."""
+    """Places of the first rows with these documents' content; reads the source again."""
     digests = {position: int(tokens.digests[position]) for position in positions}
     places: dict[int, str] = {}
     for row in corpus.rows():
-        with suppress(DataError):  # A broken row is no document.
+        with suppress(DataError):  # A broken row is not a document.
             digest = int(halve_digests([compute_row_digest(row)])[0])
             if digest in digests.values():
                 places.setdefault(digest, row.where)
@@ -103,9 +103,9 @@ class _Part(NamedTuple):
 def prepare_tokens(
     config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0, num_tokens: int | None = None
 ) -> TokenData:
-    """Finds the tokens of a run, or makes them; call it before any process group exists.
+    """Find the tokens of a run, or build them; call it before any process group exists.
 
-    Every source is a prepared set of its own, so that a changed mixture tokenises only what is new in it, and a changed
+    Every source is a separate prepared set. Therefore a changed mixture tokenises only new sources, and a changed
     weight, curriculum or ``max_length`` nothing.
 
     Args:
@@ -152,7 +152,7 @@ def prepare_tokens(
 def _prepare(
     corpora: Sequence[Corpus], config: RecipeConfig, load_tokenizer: TokenizerLoader, local_rank: int
 ) -> list[_Part]:
-    """The token set of each corpus; all are tried before anything is refused."""
+    """The token set of each corpus; all are tried before anything is raised."""
     root = find_root(config)
 
     @functools.cache
@@ -172,7 +172,7 @@ def _prepare(
             with _show_progress(corpus.name) as on_documents:
                 parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder, on_documents)))
         except DataError as error:
-            if isinstance(error.__cause__, OSError):  # a full disk is full for the next one too
+            if isinstance(error.__cause__, OSError):  # A full disk is full for the next one too.
                 raise
             problems += error.problems
     raise_problems(problems, "dataset_mixture")
@@ -181,7 +181,7 @@ def _prepare(
 
 @contextmanager
 def _show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many documents and tokens there are, on a terminal and only while they become more."""
+    """Show the number of documents and tokens, on a terminal and only while they grow."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("tokenising {task.description}:"), _Figures()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -217,7 +217,7 @@ def _open_train(parts: Sequence[_Part], max_length: int) -> list[TokenSource]:
 
 
 def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, TokenSource]:
-    """The held-out tokens by name; a source of which nothing is held out is left out.
+    """Held-out tokens by name, of sources that have any.
 
     Raises:
         DataError: Documents were to be held out, and none of any source is.
@@ -259,7 +259,7 @@ def _describe(part: _Part) -> dict[str, Any]:
 
 
 def render_summary(tokens: TokenData) -> Table:
-    """What is in the tokens of a run, one line for each source and side."""
+    """Table of the tokens of a run, one line for each source and split."""
     table = Table("source", "share", "documents", "tokens", title="tokens to train on")
     for source, weight in zip(tokens.train, tokens.weights, strict=True):
         table.add_row(source.name, f"{weight:.1%}", f"{source.num_documents:,}", f"{source.num_tokens:,}")

@@ -71,7 +71,7 @@ class Corpus:
     tokens: TokensConfig = field(default_factory=TokensConfig)
 
     def entries(self) -> Iterator[Row | Problem]:
-        """Read the documents from the start, and the problem that stands in the place of one.
+        """Read the documents from the start, or the problem in place of one.
 
         Raises:
             DataError: Once, at the end: the source cannot be read further.
@@ -79,7 +79,7 @@ class Corpus:
         return read_entries(self.source, self.format)
 
     def rows(self) -> Iterator[Row]:
-        """Read the documents that are sound.
+        """Read the valid documents.
 
         Raises:
             DataError: Once, at the end: all that is wrong, where more is broken than may be.
@@ -87,7 +87,7 @@ class Corpus:
         return read_rows(self.source, self.format, self.tokens)
 
     def collect_inputs(self, config: RecipeConfig) -> dict[str, Any]:
-        """Everything that decides its token set, as JSON values; the key is their hash.
+        """Return everything that determines its token set, as JSON values; the key is their hash.
 
         Raises:
             ConfigError: The tokenizer or the chat template cannot be found.
@@ -104,7 +104,7 @@ class Corpus:
 
 
 def select_options(config: RecipeConfig) -> RecipeConfig:
-    """The run with only those options of its data and tokens that decide which rows are tokenised, and how."""
+    """The configuration with only those data and token options that determine rows and their tokenisation."""
     tokens = config.tokens
     return dataclasses.replace(
         config,
@@ -120,7 +120,7 @@ def select_options(config: RecipeConfig) -> RecipeConfig:
 
 
 def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Corpus]:
-    """Open the sources to train on: those of ``dataset_mixture``, or the one dataset.
+    """Open the training sources: those of ``dataset_mixture``, or the single dataset.
 
     Args:
         config: The run.
@@ -156,7 +156,7 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
 
 
 def load_held_out(config: RecipeConfig) -> Corpus | None:
-    """Open the held-out source that ``dataset_test_split`` names.
+    """Open the held-out source of ``dataset_test_split``.
 
     Raises:
         ConfigError: As ``find_held_out``.
@@ -172,7 +172,7 @@ def load_held_out(config: RecipeConfig) -> Corpus | None:
 
 
 def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
-    """Open the sources that ``eval_datasets`` names.
+    """Open the sources of ``eval_datasets``.
 
     Raises:
         DataError: One cannot be opened.
@@ -189,7 +189,7 @@ def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
 
 
 def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The entries' names, with configuration and split where the name alone is not unique."""
+    """Names of the entries, with configuration and split where the name alone is not unique."""
     counts = Counter(entry["name"] for entry in entries)
     full = [":".join(filter(None, map(entry.get, ("name", "config", "revision", "split")))) for entry in entries]
     names = [name if counts[entry["name"]] > 1 else entry["name"] for entry, name in zip(entries, full, strict=True)]
@@ -232,7 +232,7 @@ class DocumentChunk:
     is_held_out: npt.NDArray[np.bool_]
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> DocumentChunk:
-        """The documents where ``chosen``, ``bool (R,)``, is True."""
+        """Return the documents where ``chosen``, ``bool (R,)``, is True."""
         if chosen.all():
             return self
         tokens = self.input_ids[np.repeat(chosen, self.lengths)]
@@ -241,9 +241,9 @@ class DocumentChunk:
 
 @dataclass(frozen=True, slots=True)
 class HoldOut:
-    """Holds documents out by what they say, whatever their order, so that equal ones stay together.
+    """Chooses held-out documents by content, independent of order, with equal ones together.
 
-    Each document has a draw, a number below 2**64 that follows from its content and the seed.
+    Each document has a draw, a number below 2**64 that is a function of its content and the seed.
 
     Attributes:
         seed: Decides the draws.
@@ -264,10 +264,12 @@ class HoldOut:
 
 
 def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> HoldOut:
-    """The rule that holds ``test_split_size`` of the documents out.
+    """Build the rule that holds out ``test_split_size`` of the documents.
 
-    Below 1 it is the chance of each document, so that no document has to be known beforehand. From 1 on it is a number
-    of documents that differ: those with the smallest draws, each with all its copies, for which ``rows`` is read.
+    Below 1 it is a probability per document, so that no document needs to be known beforehand. From 1 on it is a number
+    of different documents: those with the smallest draws, each with all copies; this reads ``rows``.
+
+    Rows without a digest are skipped: they cannot be encoded either.
 
     Args:
         rows: The documents; read only for a number of them.

@@ -1,4 +1,4 @@
-"""LoRA adapters: the layers that get one, mixtures of experts included; fresh, saved and switched off."""
+"""LoRA adapters: target layers (including mixture-of-experts models), creation, loading and disabling."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ _MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
 def add_adapter(
     model: PreTrainedModel, config: AdapterConfig, *, seed: int, task_type: TaskType = "CAUSAL_LM"
 ) -> PeftModel:
-    """The model under an adapter that alone is trained: a fresh one, or a saved one that is trained further.
+    """Add an adapter to a model, the only trained part: a new one, or a saved one to continue.
 
-    The adapter's weights are ``float32``, whatever the model's are. ``model`` itself is changed, never copied. Tied
-    embeddings stay tied where one of them is trained whole. A fresh adapter changes no logit, however it begins; one of
-    ``pissa`` or ``olora`` begins with a part of the model's weights, and only together they are the model.
+    Adapter weights are ``float32``, whatever the dtype of the model. ``model`` is modified, not copied. Tied embeddings
+    stay tied if one of them is fully trained. A new adapter changes no logit with any initialisation; with ``pissa`` or
+    ``olora`` a part of the base weights moves to the adapter, and only both together equal the model.
 
     Args:
         model: With or without the loss head; ``lora_modules_to_save: [lm_head]`` needs it to come after.
@@ -107,7 +107,7 @@ def add_adapter(
     verify_layers(adapted, "lora_target_modules")
     if tied:
         _verify_tie(adapted)
-        # PEFT took the head out of the list, by which it would know, on loading, that there is a tie to make.
+        # PEFT removes the head from the list, from which it would otherwise know on loading that embeddings are tied.
         settings.modules_to_save = whole
     _train_whole_modules_in_float32(adapted)
     if before is not None:
@@ -116,7 +116,7 @@ def add_adapter(
             found = f"{init} moves the model's logits before anything is trained, by {shift:.2g} of the largest"
             remedy = "write dtype: float32, in which they add up, or init_lora_weights: default"
             raise ConfigError(Problem("init_lora_weights", found, remedy))
-        # What an export needs to say what was learnt in terms of the original weights.
+        # An export needs these to convert the adapter to the original base weights.
         adapted.initial_factors = {
             name: tensor.detach().cpu().clone()
             for name, tensor in read_adapter_state(adapted).items()
@@ -134,7 +134,7 @@ def load_adapter(
     dropout: float = 0.0,
     on_any_base: bool = False,
 ) -> PeftModel:
-    """The model under a saved adapter, every weight of which comes from the file.
+    """Load a model with a saved adapter, and verify that every adapter weight comes from the file.
 
     Args:
         model: The base, which is changed, never copied.
@@ -166,7 +166,7 @@ def load_adapter(
         raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
     verify_layers(adapted, key)
     _train_whole_modules_in_float32(adapted)
-    # PEFT only warns of what a file lacks, and ignores what it has too much of.
+    # PEFT only warns about missing weights, and ignores additional ones.
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         differing = read_adapter_state(adapted).keys() ^ file.keys()
     if differing:
@@ -176,7 +176,7 @@ def load_adapter(
 
 
 def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
-    """Put a saved adapter with a score head beside the adapters of a causal language model, frozen.
+    """Add a saved adapter with a score head to a causal language model that has adapters, frozen.
 
     Args:
         model: On the base that the adapter was trained on (``find_shareable``).
@@ -207,9 +207,9 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
 
 
 def load_fresh_base(model: PeftModel) -> PreTrainedModel:
-    """The base of an adapter as its checkpoint has it, precision and quantisation as in ``model``.
+    """Load the base of an adapter from its checkpoint, with the dtype and quantisation of ``model``.
 
-    On the device of ``model`` where there is room for both, otherwise on the CPU.
+    It is placed on the device of ``model`` if there is memory for both, otherwise on the CPU.
 
     Raises:
         ConfigError: It cannot be loaded.
@@ -228,20 +228,20 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
             quantization_config=getattr(base.config, "quantization_config", None),
             attn_implementation=base.config._attn_implementation,
             device_map={"": device},
-            # Code of the repository that has run all the while.
+            # The repository's code is already running.
             trust_remote_code=any(kind.__module__.startswith("transformers_modules") for kind in type(base).__mro__),
             **options,
         )
-    # The same kernel as while training.
+    # The same attention kernel as in training.
     keep_differentiable(fresh)
     return fresh
 
 
 @contextmanager
 def adapters_off(model: PeftModel) -> Iterator[None]:
-    """Let the model be its base inside the block, exactly: in evaluation mode, without gradients.
+    """Disable all adapters in the context, exactly: evaluation mode without gradients.
 
-    Afterwards every module is in the mode it was in, and every parameter is trained that was.
+    Afterwards the modes of all modules and ``requires_grad`` of all parameters are restored.
 
     Raises:
         ValueError: The adapter began with a part of the base's weights, so that the base alone is no model.
@@ -256,7 +256,7 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 
     try:
         with evaluating(model), model.disable_adapter():
-            # PEFT freezes the adapter meanwhile, and FSDP2 looks in its first forward pass at what is trained.
+            # PEFT freezes the adapter here, but FSDP2 reads ``requires_grad`` in its first forward pass.
             restore_flags()
             yield
     finally:
@@ -264,14 +264,14 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 
 
 def is_taken_out_of_weights(model: PeftModel) -> bool:
-    """Return whether the base lacks what the adapter began with, as after ``pissa`` and ``olora``."""
+    """Return whether the base lacks the adapter's initial part, as with ``pissa`` and ``olora``."""
     return has_such_an_init(model.peft_config[model.active_adapter])
 
 
 def compute_probe_logits(model: Any) -> Tensor:
-    """Return the logits ``float32 (1, 8, V)``, on the CPU, of eight fixed tokens; scores ``(1, n)`` of a classifier.
+    """Return the logits of eight fixed tokens, ``float32 (1, 8, V)``, on the CPU; scores ``(1, n)`` of a classifier.
 
-    When weights are sharded every process must call; modes are left as they were.
+    For sharded weights every process must call; modes are restored.
     """
     config = model.config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
@@ -281,14 +281,14 @@ def compute_probe_logits(model: Any) -> Tensor:
 
 
 def find_logit_shift(before: Tensor, after: Tensor, dtype: torch.dtype) -> float | None:
-    """Return by how much of the largest logit one has moved; ``None`` when rounding to ``dtype`` explains it."""
+    """Return the largest change of a logit, relative to the largest; ``None`` if rounding to ``dtype`` explains it."""
     shift = (after - before).abs().max().item() / before.abs().max().item()
     return None if shift <= max(1e-4, 4 * torch.finfo(dtype).eps) else shift
 
 
 def read_adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """Return what a save of the active adapter holds, by the names in the file."""
-    # Whether embeddings were resized would be asked of the Hub; here no token is ever added.
+    """Return the state of the active adapter, with the names of the saved file."""
+    # To check for resized embeddings, PEFT would query the Hub; tokens are never added here.
     state: dict[str, Tensor] = get_peft_model_state_dict(
         model, adapter_name=model.active_adapter, save_embedding_layers=False
     )
@@ -296,7 +296,7 @@ def read_adapter_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def describe_adapter(model: PeftModel) -> dict[str, Any]:
-    """Return what ``run.json`` says of an adapter: its base and commit, its size, and how much of all is trained."""
+    """Return the adapter's record for ``run.json``: base and commit, size, and share of trained parameters."""
     settings = model.peft_config[model.active_adapter]
     num_trained, num_parameters = model.get_nb_trainable_parameters()
     return {
@@ -310,9 +310,9 @@ def describe_adapter(model: PeftModel) -> dict[str, Any]:
 
 
 def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Problem]:
-    """Where the layers that ``config`` names are unknown, or cannot have the adapter that it describes.
+    """Problems of target layers: unknown ones, and ones that do not support the adapter of ``config``.
 
-    PEFT takes a wrong name in ``lora_modules_to_save`` in silence, as it does a wrong one among right ones in
+    PEFT silently ignores a wrong name in ``lora_modules_to_save``, and a wrong one among right ones in
     ``lora_target_modules``.
     """
     modules = _list_modules(model)
@@ -340,7 +340,7 @@ def check_layers(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Prob
 
 
 def _verify_tie(model: PeftModel) -> None:
-    """Fail where PEFT, which knows a tie by the names of the modules, trains one of two embeddings that are one.
+    """Raise if PEFT, which detects ties by module names, would train only one of two tied embeddings.
 
     Raises:
         ConfigError: Input and output embedding are no longer the same.
@@ -351,9 +351,9 @@ def _verify_tie(model: PeftModel) -> None:
 
 
 def _train_whole_modules_in_float32(model: PeftModel) -> None:
-    """Keep modules that are trained whole in ``float32``, as PEFT keeps the low-rank matrices, beside a half model.
+    """Convert fully trained modules to ``float32``, like PEFT's low-rank matrices, also in a half-precision model.
 
-    Adam's updates are below what sixteen bits resolve, so that a copy in the precision of the base would never change.
+    Adam's updates are below the resolution of 16 bits, so a copy in the dtype of the base would never change.
     """
     for wrapper in [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]:
         dtype = next(wrapper.original_module.parameters()).dtype
@@ -371,20 +371,20 @@ def _widen_inputs(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-    # Beside tensors there are the sums of the loss head, which stay as they are.
+    # The loss head also returns sums, which are not cast.
     return output.to(dtype) if isinstance(output, Tensor) else output
 
 
 @contextmanager
 def _without_old_name() -> Iterator[None]:
-    """Suppress a warning that users cannot act on; until PEFT asks by transformers' new name."""
+    """Suppress a deprecation warning of PEFT, until PEFT uses transformers' new name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
 
 
 def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any]:
-    """Return the linear layers that get an adapter, by their paths."""
+    """Return the linear layers that get an adapter, by path."""
     if config.lora_target_modules is not None:
         return {
             path: module for name in config.lora_target_modules for path, module in find_modules(model, name).items()
@@ -395,9 +395,9 @@ def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any
 
 
 def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | str:
-    """Return what PEFT is told of the layers that get an adapter.
+    """Return PEFT's ``target_modules``.
 
-    What the recipe says, unless PEFT would take in the experts of a mixture, or layers outside the text model.
+    The recipe's value, unless PEFT would include experts of a mixture or layers outside the text model.
     """
     targets = config.lora_target_modules or ALL_LINEAR
     is_exact = not takes_experts(model, targets) and not find_outside_text(model)
@@ -405,9 +405,9 @@ def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | s
 
 
 def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], bool]:
-    """Return the names of the modules that are trained whole, and whether a tie is to be kept between two of them.
+    """Return the names of fully trained modules, and whether a tie between two of them must be kept.
 
-    Where one of two tied embeddings is named, both are: they are one.
+    If one of two tied embeddings is named, both are included, because they are one matrix.
     """
     named = config.lora_modules_to_save or []
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
@@ -419,12 +419,12 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
 
 
 def stores_transposed(model: PreTrainedModel, config: AdapterConfig) -> bool:
-    """Return whether the layers keep their weights as ``(in, out)``, which only GPT-2 and its kin do."""
+    """Return whether layers store their weights as ``(in, out)``, as only GPT-2 and similar models do."""
     return any(isinstance(module, Conv1D) for module in find_targets(model, config).values())
 
 
 def verify_layers(model: PeftModel, key: str) -> None:
-    """Fail where an adapter has come to lie on something else than layers.
+    """Raise if an adapter was applied to a module that is not a layer.
 
     Args:
         model: Under its adapters.
@@ -440,23 +440,22 @@ def verify_layers(model: PeftModel, key: str) -> None:
 
 
 def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
-    """Return whether PEFT, told to adapt ``targets``, would adapt stacks of experts or their routers.
+    """Return whether PEFT, given ``targets``, would adapt stacked experts or their routers.
 
     Source: ``peft.utils.transformers_weight_conversion``; ``tests/models/adapters/test_adapter_experts.py``.
     """
     settings = LoraConfig(target_modules=targets)
     try:
         convert_peft_config_for_transformers(settings, model, None)
-    except ValueError:  # One of two matrices that are one stack.
+    except ValueError:  # One of two matrices in one stack.
         return True
     return bool(settings.target_parameters)
 
 
 def find_experts(model: PreTrainedModel, paths: Iterable[str]) -> set[str]:
-    """Return those of the paths that PEFT would take for experts.
+    """Return the paths that PEFT would treat as experts.
 
-    It goes by the last name, which a shared expert or a dense layer may have as well, so that their adapter
-    could not be loaded again.
+    PEFT matches the last name, which a shared expert or dense layer can have too; their adapter could not be reloaded.
     """
     last_names = {path: path.rpartition(".")[2] for path in paths}
     taken = {name for name in set(last_names.values()) if takes_experts(model, [name])}
@@ -464,7 +463,7 @@ def find_experts(model: PreTrainedModel, paths: Iterable[str]) -> set[str]:
 
 
 def find_modules(model: PreTrainedModel, name: str) -> dict[str, nn.Module]:
-    """Return the modules that text passes through and whose path is ``name`` or ends with it after a dot, by path."""
+    """Return the text modules whose path equals ``name`` or ends with it after a dot, by path."""
     return {path: module for path, module in _list_modules(model).items() if f".{path}".endswith(f".{name}")}
 
 

@@ -1,4 +1,4 @@
-"""Policy, critic, reference and reward model as adapters on one shared trunk."""
+"""Policy, critic, reference and reward model as adapters on one shared base model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ REWARD: Final = "reward"
 
 
 class AdapterScorer(nn.Module):
-    """A score for each position: an adapter of its own on the policy's trunk, and a linear head.
+    """Score per position: a separate adapter on the policy's base model, and a linear head.
 
-    Its parameters are the head's; the adapter's are the trunk's. The trainer runs forward and backward passes inside
-    ``role(model, "critic")``; it enters its role by itself.
+    Its parameters are those of the head; the adapter belongs to the base model. The trainer runs forward and backward
+    passes in ``role(model, "critic")``; the scorer activates its role itself.
 
     Attributes:
         head: In ``float32``, whatever the trunk's precision.
@@ -34,7 +34,7 @@ class AdapterScorer(nn.Module):
     """
 
     def __init__(self, model: Any, name: Literal["critic", "reward"], weight: Tensor | None = None) -> None:
-        """Stand on a trunk that has the adapter.
+        """Use a base model that has the adapter.
 
         Args:
             model: A PEFT model with a loss head (``add_loss_head``).
@@ -49,14 +49,14 @@ class AdapterScorer(nn.Module):
             self.head.weight.copy_(torch.zeros(1, width) if weight is None else weight)
         self.config = copy.deepcopy(model.config)
         self._name: Role = name
-        # Not as a submodule: the trunk's parameters are not the scorer's.
+        # Not a submodule: the parameters of the base are not the scorer's.
         self._model = (model,)
 
     def forward(self, *, last_positions: Tensor, **inputs: Tensor) -> ScoreOutput:
         """Score positions, as a model with a score head does (``add_score_head``)."""
         (model,) = self._model
         with role(model, self._name), kernel_precision(model):
-            # Through the outermost module, which FSDP2 gathers first.
+            # Call the outermost module, which FSDP2 gathers first.
             output = model(**inputs, states_at=last_positions)
         with torch.autocast(output.states.device.type, enabled=False):
             scores = self.head(output.states.float()).squeeze(-1)
@@ -64,7 +64,7 @@ class AdapterScorer(nn.Module):
 
 
 def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
-    """Give a model a critic that is trained.
+    """Add a trainable critic to a model.
 
     Args:
         model: A PEFT model whose active adapter is the policy's.
@@ -87,7 +87,7 @@ def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
 
 
 def add_reward(model: Any, folder: Path) -> AdapterScorer:
-    """Give a model a saved reward model, which is not trained, as one more adapter.
+    """Add a saved reward model to a model as a frozen adapter.
 
     Args:
         model: A PEFT model.
@@ -100,17 +100,18 @@ def add_reward(model: Any, folder: Path) -> AdapterScorer:
 
 
 def drop_scorers(model: Any) -> None:
-    """Leave a model no adapter but the policy's."""
+    """Remove all adapters except the policy's."""
     for name in {CRITIC, REWARD} & set(model.peft_config):
         model.delete_adapter(name)
 
 
 @contextmanager
 def role(model: Any, name: Role) -> Iterator[None]:
-    """Let a PEFT model with several adapters be one of the four inside the block.
+    """Activate one of the four roles of a PEFT model with several adapters in the context.
 
-    Afterwards the adapter is on that was, and every parameter is trained that was: PEFT's ``set_adapter`` freezes all
-    others. As ``reference`` the model is its base; so and as ``reward`` it is in evaluation mode and without gradients.
+    Afterwards the previous adapter is active again, and ``requires_grad`` of all parameters is restored, because PEFT's
+    ``set_adapter`` freezes all others. As ``reference``, all adapters are disabled; ``reference`` and ``reward`` are in
+    evaluation mode without gradients.
 
     Source: ``tests/models/adapters/test_roles.py``.
     """

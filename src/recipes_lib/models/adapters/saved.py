@@ -30,7 +30,7 @@ _BASE = ".base_layer."
 
 
 def find_adapter(name: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a saved adapter, fetched if it is on the Hub; ``None`` where ``name`` is something else.
+    """Return the folder of a saved adapter, downloaded from the Hub if necessary; ``None`` if ``name`` is no adapter.
 
     Raises:
         ConfigError: It is on the Hub, and cannot be fetched.
@@ -44,14 +44,14 @@ def find_adapter(name: str, revision: str | None = None) -> Path | None:
 
 
 class Base(NamedTuple):
-    """What an adapter was trained on, by the names of ``ModelConfig``."""
+    """Base model of an adapter, with the field names of ``ModelConfig``."""
 
     model_name_or_path: str
     model_revision: str | None
 
 
 def read_base(folder: Path) -> Base:
-    """Return what an adapter was trained on, as its configuration has it."""
+    """Return the base model of an adapter from its configuration."""
     settings = PeftConfig.from_pretrained(str(folder))
     return Base(str(settings.base_model_name_or_path), settings.revision)
 
@@ -59,7 +59,7 @@ def read_base(folder: Path) -> Base:
 def find_shareable(
     name: str, revision: str | None, base: PreTrainedConfig, *, is_quantized: bool
 ) -> tuple[Path | None, str]:
-    """Whether a saved reward model can stand as one more adapter on the weights of another model.
+    """Find a saved reward model that can be loaded as an adapter on the weights of another model.
 
     Args:
         name: Folder or Hub id of the reward model.
@@ -86,20 +86,20 @@ def find_shareable(
 
 
 def name_in_file(name: str, adapter: str = "default") -> str:
-    """Return the name that PEFT's file gives to a parameter of an adapter: without that of the adapter.
+    """Return the name of an adapter parameter in PEFT's file, without the adapter name.
 
     Source: PEFT's ``get_peft_model_state_dict``; ``tests/models/adapters/test_saved.py``.
     """
     plain = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
-    # DoRA's magnitudes are a module of one weight, and a tensor in the file.
+    # DoRA's magnitudes are a module with one weight in the model, and a tensor in the file.
     return plain.removesuffix(".weight") if plain.endswith(".lora_magnitude_vector.weight") else plain
 
 
 def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) -> None:
-    """Rewrite a saved adapter of ``pissa`` or ``olora`` so that it fits the weights it was taken out of.
+    """Convert a saved ``pissa`` or ``olora`` adapter so that it fits the original base weights.
 
     The base lost ``s B0 A0`` and gained ``s B A``: together ``s [B, -B0] [A; A0]``, an adapter of twice the rank at the
-    same scale ``s``. Unlike PEFT's own conversion it keeps DoRA's magnitudes and the modules trained whole.
+    same scale ``s``. Unlike PEFT's own conversion, it keeps DoRA's magnitudes and the fully trained modules.
 
     Args:
         folder: Of the saved adapter.
@@ -120,7 +120,7 @@ def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) 
 
 
 def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tuple[str, str]]:
-    """What was found and what to do, where a saved adapter cannot be loaded whichever model it is for."""
+    """Return problem and remedy if a saved adapter cannot be loaded on any model."""
     if saved.peft_type != "LORA":
         yield f"is a {saved.peft_type} adapter", "name a LoRA adapter"
         return
@@ -136,7 +136,7 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
 
 
 def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """What was found and what to do, where the base is another than the one that the adapter was trained on."""
+    """Return problem and remedy if the base differs from the one that the adapter was trained on."""
     wanted, given = saved.base_model_name_or_path, str(base.name_or_path)
     if wanted is None:
         return
@@ -153,27 +153,27 @@ def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str,
 
 
 def has_such_an_init(settings: PeftConfig) -> bool:
-    """Return whether the adapter began with a part of the base's weights."""
+    """Return whether the adapter's initialisation took a part of the base weights."""
     return str(settings.init_lora_weights).startswith(TAKEN_OUT_OF_WEIGHTS)
 
 
 def read_such_an_init(folder: Path) -> str | None:
-    """Return how a saved adapter began where no file holds the base that it fits; else ``None``."""
+    """Return the initialisation of a saved adapter if no file has the matching base; else ``None``."""
     settings = PeftConfig.from_pretrained(str(folder))
     return str(settings.init_lora_weights) if has_such_an_init(settings) else None
 
 
 def read_commit(config: PreTrainedConfig) -> str | None:
-    """The commit of the Hub repository that a model's configuration came from; ``None`` for a folder."""
+    """Return the Hub commit of a model configuration; ``None`` for a folder."""
     return getattr(config, "_commit_hash", None)
 
 
 @torch.no_grad()
 def iterate_weights(model: Any, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield each weight once, under the name that it has without an adapter; the adapter that is on is added to it.
+    """Yield each weight once, under its name without an adapter, with the active adapter merged.
 
-    One layer at a time has its adapter added, and afterwards exactly the bits that it had before: PEFT's ``unmerge``
-    subtracts, which would leave a rounding in the weights that a reference shares.
+    One layer at a time is merged, and its original bits are restored afterwards: PEFT's ``unmerge`` subtracts, which
+    would leave rounding errors in weights that the reference shares.
 
     Args:
         model: A model, or a PEFT model of low rank around it.

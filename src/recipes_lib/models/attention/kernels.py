@@ -1,4 +1,4 @@
-"""The choice of attention kernel, and the proof that packed documents stay isolated."""
+"""Choice of the attention kernel, and verification that packed documents are isolated."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ISOLATING_LAYERS: Final = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What to load the model with, and how to lay its batches out."""
+    """Attention kernel to load the model with, and the batch layout for it."""
 
     implementation: str
     layout: Layout
@@ -75,7 +75,7 @@ def choose_attention(
     flattens: bool = False,
     context: ContextParallelGroup | None = None,
 ) -> AttentionChoice:
-    """Settle the kernel for a run: ``choose_kernel`` for its model, device and precision.
+    """Choose the kernel of a run: ``choose_kernel`` for its model, device and precision.
 
     Args:
         config: Which kernel was asked for.
@@ -119,7 +119,7 @@ def choose_kernel(
     packing: bool,
     flattens: bool = False,
 ) -> AttentionChoice:
-    """Settle the attention kernel: the requested one if it may be used, otherwise the fastest that may.
+    """Choose the attention kernel: the requested one if it is supported, otherwise the fastest supported one.
 
     Args:
         config: The model's configuration.
@@ -137,8 +137,8 @@ def choose_kernel(
     config = config.get_text_config()
     mixing = _packing_problems(config)
     problems = mixing if packing else []
-    # Only on CUDA and for packed rows is there more to win than sdpa gives: FlashAttention 3 is Hopper's, and the
-    # flash-attn package and torch's own variable-length attention are both FlashAttention 2.
+    # Only on CUDA and for packed rows are other kernels faster than sdpa. FlashAttention 3 needs Hopper; the flash-attn
+    # package and torch's own variable-length attention are both FlashAttention 2.
     is_packed = packing or (flattens and not mixing)
     fast = FASTEST if is_packed and device.type == "cuda" else ()
     default = [*fast, "sdpa", "eager"]
@@ -159,14 +159,14 @@ def choose_kernel(
 
 
 def find_refusals(config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> dict[str, str | None]:
-    """Return why each kernel cannot be used, as a clause that follows its name; ``None`` where it can."""
+    """Return why each kernel cannot be used, as a clause that follows its name; ``None`` if it can."""
     return {name: _refusal(name, config, device, compute_dtype) for name in LAYOUTS}
 
 
 def explain_choice(
     implementation: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype
 ) -> str:
-    """Return an attention, and on CUDA why those that would be faster on packed rows are not used.
+    """Return the kernel name, and on CUDA why faster kernels for packed rows are not used.
 
     Args:
         implementation: What the model runs.
@@ -182,7 +182,7 @@ def explain_choice(
 
 
 def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
-    """Why documents that share a row would see each other, as far as the configuration tells."""
+    """Reasons why packed documents would not be isolated, according to the configuration."""
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     mixing = sorted(set(getattr(config, "layer_types", None) or ()) - ISOLATING_LAYERS)
     if getattr(model_class, "_is_stateful", False) or mixing:
@@ -195,18 +195,18 @@ def _packing_problems(config: PreTrainedConfig) -> list[Problem]:
 
 
 def _takes_position_ids(model_class: Any) -> bool:
-    # A model that brings its own code is judged by running it, in prove_isolation.
+    # A model with its own code is tested by running it, in prove_isolation.
     return model_class is None or "position_ids" in inspect.signature(model_class.forward).parameters
 
 
 def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_dtype: torch.dtype) -> str | None:
-    """Why this kernel cannot be used here, or ``None``."""
+    """Return why this kernel cannot be used here, or ``None``."""
     is_cuda, is_flash, is_varlen = device.type == "cuda", name in FLASH_IS_INSTALLED, name == "varlen"
     has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
     least = (9, 0) if name.endswith("3") else (8, 0)
-    # A launch may be planned where no GPU is.
+    # A launch can be planned on a machine without a GPU.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else least
     is_hubs = name.startswith(_HUB)
     absent = f"needs the package kernels, {KERNELS_MIN_VERSION} or later" if is_hubs else "is not installed"
@@ -229,18 +229,18 @@ def _is_supported(name: str, config: PreTrainedConfig) -> bool:
     answers: dict[str, bool] = {
         "eager": True,
         "sdpa": model_class._supports_sdpa,
-        # It computes what sdpa does, reached by way of transformers' attention interface.
+        # It computes the same as sdpa, through transformers' attention interface.
         "varlen": model_class._supports_sdpa and model_class._supports_attention_backend,
     }
     return answers.get(name, bool(model_class._supports_flash_attn))
 
 
 def prove_isolation(model: Any, layout: Layout) -> None:
-    """Run two packed documents through the model itself and show that neither sees the other.
+    """Run two packed documents through the model and verify that neither attends to the other.
 
-    Each must have the logits that it has alone, and changing one must leave the other's as they were; of a reward
-    model, whose logits are those of one token, the hidden states. A few forward passes over sixteen tokens; when the
-    weights are sharded every process must call.
+    Each must have the same logits as alone, and changing one must not change the other's. For a reward model, whose
+    logits are those of one token, hidden states are compared. A few forward passes over sixteen tokens; for sharded
+    weights every process must call.
 
     Args:
         model: The model as it will be trained; mode and random state are left alone.
@@ -268,8 +268,9 @@ def prove_isolation(model: Any, layout: Layout) -> None:
         remedy = "set packing: false, or another attn_implementation"
         raise ConfigError(Problem("packing", f"this model fails on a packed batch: {error}", remedy)) from error
     scale = max(states.abs().max().item() for states in alone)
-    # Alone, other kernels and shapes may run; beside another document, nothing differs but that document, and only
-    # mixtures of experts move by a rounding, when it is routed elsewhere.
+    # Compared with the document alone, kernels and shapes may differ, so the tolerance is larger. With another document
+    # in the row, only that document differs, and only mixtures of experts change by rounding, when it is routed
+    # elsewhere.
     for others, tolerance in ((alone, scale * max(1e-4, 4 * eps)), (beside_another, scale * 4 * eps)):
         difference = max((one - other).abs().max().item() for one, other in zip(together, others, strict=True))
         if not difference <= tolerance:
@@ -283,7 +284,7 @@ def _is_scorer(model: Any) -> bool:
 
 
 def _run_packed(model: Any, documents: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    """Logits ``(T, V)`` of each document, all in one row; of a reward model, hidden states ``(T, H)``."""
+    """Logits ``(T, V)`` of each document, packed in one row; for a reward model, hidden states ``(T, H)``."""
     lengths = [len(document) for document in documents]
     device = documents[0].device
     inputs: dict[str, Any] = {

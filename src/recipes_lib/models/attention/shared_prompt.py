@@ -1,4 +1,4 @@
-"""One copy of a prompt shared by both answers of a pair: attention mask and proof of equality."""
+"""Shared prompts: one copy of a prompt for both answers of a pair; attention mask and verification."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHANGES: Final[tuple[set[_Answer], ...]] = (
 
 
 def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementation: str) -> Tensor:
-    """Which token may attend to which: those before it in the prompt of its own pair and in its own answer.
+    """Attention mask of pairs: a token attends to earlier tokens of its own prompt and its own answer.
 
     Args:
         pair_ids: ``int64 (R, L)``: the pair of each token, -1 in padding.
@@ -63,10 +63,10 @@ def build_shared_prompt_mask(pair_ids: Tensor, branch_ids: Tensor, implementatio
 
 
 def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
-    """What a kernel that goes by bounds takes instead of a mask.
+    """Sequence bounds of pairs, for kernels that use bounds instead of a mask.
 
-    A prompt with the chosen answer behind it is one part, which sees itself. The rejected answer is the other part,
-    which sees the prompt, and then itself.
+    A prompt with its chosen answer is one part, which attends to itself. The rejected answer is the other part, which
+    attends to the prompt, and then to itself.
 
     Args:
         lengths: ``int64 (P, 3)``: tokens of each prompt, chosen answer and rejected answer, all of which stand behind
@@ -82,7 +82,7 @@ def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
     keys = torch.stack([prompts + chosen, prompts + rejected], dim=1).flatten()
     places = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys).repeat_interleave(keys)
     starts = (lengths.sum(dim=1).cumsum(0) - lengths.sum(dim=1)).repeat_interleave(2).repeat_interleave(keys)
-    # Between a prompt and its rejected answer stands the chosen one.
+    # The chosen answer is between a prompt and its rejected answer.
     is_behind = places >= prompts.repeat_interleave(2).repeat_interleave(keys)
     skipped = torch.stack([torch.zeros_like(chosen), chosen], dim=1).flatten().repeat_interleave(keys)
     return {
@@ -95,7 +95,7 @@ def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
 
 
 def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max_length: int) -> str | None:
-    """Why a model cannot take shared prompts, as far as its configuration tells; ``None`` if nothing speaks against it.
+    """Return why a model does not support shared prompts, according to its configuration; else ``None``.
 
     Args:
         config: The model's configuration.
@@ -106,7 +106,7 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
     if implementation not in (*TAKES_A_MASK, *TAKES_BOUNDS):
         return f"attn_implementation: {implementation} takes no mask, only where documents begin"
     try:
-        # What lets packed documents see each other lets answers see each other too.
+        # Reasons against packing are also reasons against shared prompts.
         choose_kernel(config, "eager", device=torch.device("cpu"), compute_dtype=torch.float32, packing=True)
     except ConfigError as error:
         return error.problems[0].found
@@ -114,7 +114,7 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
         return None
     if config.model_type in _COUNTS_PLACES:
         return f"a {config.model_type} model counts places in the row, where a rejected answer is behind the chosen one"
-    # A mask of four dimensions takes the place of the model's own, and with it of the window that is in there.
+    # A four-dimensional mask replaces the model's own mask, and so its sliding window.
     layer_types = getattr(config, "layer_types", None)
     has_window = not layer_types or "sliding_attention" in layer_types
     window = getattr(config, "sliding_window", None) if has_window else None
@@ -124,11 +124,11 @@ def supports_shared_prompt(config: PreTrainedConfig, implementation: str, *, max
 
 
 def prove_shared_prompt(model: Any) -> str | None:
-    """Why a model cannot take shared prompts, found by running it; ``None`` when it is proved that it can.
+    """Return why a model does not support shared prompts, found by running it; ``None`` if the results are equal.
 
-    Two pairs in one row must have the hidden states that each prompt with each answer has alone, and changing an answer
-    must leave all other states as they were. A few forward passes over thirty tokens; when the weights are sharded
-    every process must call.
+    Two pairs in one row must have the same hidden states as each prompt with each answer alone, and changing an answer
+    must not change any other state. A few forward passes over thirty tokens; for sharded weights every process must
+    call.
 
     Args:
         model: The model as it will be trained, for which ``supports_shared_prompt`` found nothing; mode and random
@@ -153,7 +153,8 @@ def prove_shared_prompt(model: Any) -> str | None:
     except (RuntimeError, TypeError, ValueError) as error:
         return f"this model fails on a row with shared prompts: {error}"
     scale = max(states.abs().max().item() for states in alone.values())
-    # As in prove_isolation: alone, other kernels and shapes may run; beside another, nothing differs but what changed.
+    # As in prove_isolation: compared with rows alone, kernels and shapes may differ; otherwise only the changed part
+    # does.
     for others, tolerance in ((alone, max(1e-4, 4 * eps)), *((others, 4 * eps) for others in beside_another)):
         difference = max((together[answer] - states).abs().max().item() for answer, states in others.items())
         if not difference <= scale * tolerance:
@@ -189,7 +190,7 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
 def _run_beside_another(
     model: Any, pairs: Sequence[Sequence[Tensor]], changed: Collection[_Answer]
 ) -> dict[_Answer, Tensor]:
-    """The same of the answers that may not see the parts that are ``changed``, after the change."""
+    """Hidden states of the answers that must not attend to the ``changed`` parts, after the change."""
     others = [
         [part + 9 * ((pair, branch) in changed) for branch, part in enumerate(parts)]
         for pair, parts in enumerate(pairs)
@@ -199,7 +200,7 @@ def _run_beside_another(
 
 
 def _run(model: Any, ids: Tensor, **inputs: Tensor | int) -> Tensor:
-    """Hidden states ``(T, H)`` behind the last norm."""
+    """Hidden states ``(T, H)`` after the final norm."""
     ids = ids.to(find_device(model)) % model.config.get_text_config().vocab_size
     outputs = model(input_ids=ids[None], use_cache=False, output_hidden_states=True, **inputs)
     states: Tensor = outputs.hidden_states[-1][0]

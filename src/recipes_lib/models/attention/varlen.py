@@ -17,12 +17,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 def register_varlen() -> None:
-    """Make ``attn_implementation="varlen"`` known to transformers.
+    """Register ``attn_implementation="varlen"`` with transformers.
 
-    A batch of one row with ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` runs document by
-    document; on a CPU, where torch has no such kernel, by one sdpa call each. With ``shared_prompt_index`` beside them
-    (``build_shared_prompt_bounds``) documents are the parts of pairs, and an answer sees its prompt before itself.
-    Anything else (padding, generation) runs as with ``sdpa``.
+    A batch of one row with ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` is computed per
+    document; on a CPU, where torch has no such kernel, by one sdpa call each. With ``shared_prompt_index``
+    (``build_shared_prompt_bounds``) documents are the parts of pairs, and an answer attends to its prompt before
+    itself. Everything else (padding, generation) is computed as with ``sdpa``.
 
     Source: ``torch.nn.attention.varlen.varlen_attn``; ``tests/models/attention/test_varlen.py``.
     """
@@ -31,10 +31,10 @@ def register_varlen() -> None:
 
 
 def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
-    """Return whether an attention that is given an empty mask is causal attention, of each document for itself.
+    """Return whether an attention kernel treats an empty mask as causal attention within each document.
 
-    With a mask of four axes transformers does not search the positions for documents, for which the host would wait in
-    each forward pass. Who knows no such mask is given none.
+    With a four-dimensional mask, transformers does not search the positions for documents, which would synchronise host
+    and device in each forward pass. Other kernels get no mask.
 
     Args:
         implementation: Of the attention.
@@ -65,7 +65,7 @@ def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
 def _varlen_mask(
     *, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None, **settings: Any
 ) -> Tensor | None:
-    """What sdpa needs, except that a packed row gets an empty mask, as a mark that its lengths must come beside it."""
+    """Return sdpa's mask, but for a packed row an empty mask: its sequence lengths are passed separately."""
     is_packed = not settings.get("allow_is_causal_skip", True) and not settings.get("use_vmap", False)
     if attention_mask is None and is_packed and batch_size == 1 and q_length == kv_length:
         return torch.empty(0, dtype=torch.bool, device=settings["device"])
@@ -82,7 +82,7 @@ def _varlen_attention(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each document of a row, ``(1, heads, T, D)`` to ``(1, T, heads, D)``; or else sdpa's."""
+    """Causal attention within each document of a row, ``(1, heads, T, D)`` to ``(1, T, heads, D)``; otherwise sdpa."""
     bounds: Tensor | None = settings.get("cu_seq_lens_q")
     is_packed = attention_mask is not None and attention_mask.numel() == 0
     if is_packed and bounds is None:
@@ -91,9 +91,9 @@ def _varlen_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
     if settings.get("dropout") or any(settings.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise ValueError("attn_implementation: varlen has no dropout, softcap, sinks or position bias")
-    # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
+    # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
     states = (query.to(value.dtype), key.to(value.dtype), value)
-    # Squeezed, not picked: the backward pass of an index fills and copies a tensor of its own.
+    # squeeze, not indexing: the backward pass of an index allocates and copies another tensor.
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in states)
     if (index := settings.get("shared_prompt_index")) is not None:
         key, value = key[index], value[index]
@@ -103,9 +103,9 @@ def _varlen_attention(
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, settings: Mapping[str, Any], *, window: int | None = None
 ) -> Tensor:
-    """Causal attention of packed documents, each for itself; ``(T, heads, D)``, as ``query`` is.
+    """Causal attention within each packed document; ``(T, heads, D)``, as ``query``.
 
-    Where a document has more keys than queries, the last of both are the same token.
+    If a document has more keys than queries, their last tokens are aligned.
 
     Args:
         query: ``(T, heads, D)``, document behind document.

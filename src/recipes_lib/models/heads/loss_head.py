@@ -50,7 +50,7 @@ class LossHeadOutput(ModelOutput):
 
 @dataclass
 class TokenLogpsOutput(ModelOutput):
-    """What the model says of the target tokens of a batch.
+    """Log-probabilities and statistics of the target tokens of a batch.
 
     Attributes:
         logps: ``log p(target)`` in nats; ``float32 (N,)``, differentiable.
@@ -69,7 +69,7 @@ class TokenLogpsOutput(ModelOutput):
 
 @dataclass
 class StatesOutput(ModelOutput):
-    """What the model knows at some positions of a batch.
+    """Hidden states at some positions of a batch.
 
     Attributes:
         states: Last hidden states, ``(N, D)``, differentiable.
@@ -81,7 +81,7 @@ class StatesOutput(ModelOutput):
 
 
 class HeadOutput(NamedTuple):
-    """What a function of hidden states and output embedding gave.
+    """Result of a function of hidden states and output embedding.
 
     Attributes:
         result: What it returned.
@@ -144,7 +144,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
             )
     original_forward = cast(types.MethodType, model.forward).__func__
 
-    # generate() checks its arguments against the signature of the class's forward.
+    # generate() validates its arguments against the signature of the class's forward.
     @functools.wraps(type(model).forward)
     def forward(
         self: PreTrainedModel,
@@ -167,14 +167,14 @@ def add_loss_head(model: PreTrainedModel) -> None:
             return HeadOutput(_score(self, head, hidden), aux_loss)
         return original_forward(self, *args, **kwargs)
 
-    # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
+    # Modules call an instance's forward inside their hooks, and PEFT copies it with the module.
     vars(model)["forward"] = types.MethodType(forward, model)
     for projection in projections:
         vars(projection)["forward"] = types.MethodType(_project_or_score, projection)
 
 
 def verify_loss_head(model: Any) -> None:
-    """Compare the loss head with the model's own loss on eight tokens, before anything is trained.
+    """Compare the loss head with the model's own loss on eight tokens, before training.
 
     Args:
         model: What ``add_loss_head`` was given; when its weights are sharded every process must call.
@@ -211,8 +211,8 @@ def score_beside_teacher(
 ) -> HeadOutput:
     """Run both models on a batch and sum the objective over its targets.
 
-    The student is run inside the call of the teacher's output projection, so that the weights of both are gathered
-    there by whatever shards them, while the logits of a chunk are made; nothing of the teacher's is kept for backward.
+    The student runs inside the call of the teacher's output projection, so that FSDP2 or ZeRO-3 gathers the weights of
+    both while the logits of a chunk are computed. Nothing of the teacher is kept for the backward pass.
 
     Args:
         student: A model with a loss head, as it is trained.
@@ -233,7 +233,7 @@ def score_beside_teacher(
 
     def lend(hidden: Tensor, weight: Tensor, **options: Any) -> None:
         head = TeacherHead(pick_predictors(hidden, positions), weight, **options)
-        # Not returned through the teacher, whose hooks would wait for a backward pass of its own.
+        # Not returned through the teacher, whose hooks would wait for its backward pass.
         outputs.append(score_beside_record(student, head, inputs, labels, objective, positions))
 
     teacher(**inputs, head=lend)
@@ -248,7 +248,7 @@ def score_beside_record(
     objective: Objective,
     positions: Tensor | None = None,
 ) -> HeadOutput:
-    """As ``score_beside_teacher``, where it is known what the teacher says of the targets, row by row."""
+    """As ``score_beside_teacher``, with stored teacher log-probabilities of the targets, row by row."""
     chosen = find_targets(labels) if positions is None else positions
     supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], teacher, objective)
 
@@ -261,25 +261,25 @@ def score_beside_record(
 
 
 def find_targets(labels: Tensor) -> Tensor:
-    """Return where targets stand among the flattened ``labels[:, 1:]``, ``int64 (N,)``; the host waits for a GPU."""
+    """Return the indices of targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``; synchronises with the GPU."""
     return (labels[:, 1:] >= 0).flatten().nonzero().squeeze(1)
 
 
 def pick_predictors(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Return the states before targets, ``(N, D)``.
+    """Return the hidden states that predict the targets, ``(N, D)``.
 
     Args:
         hidden: Of whole rows, ``(B, L, D)``.
         positions: From ``find_targets``.
     """
-    # Those of whole rows: one place a row more than there are successors.
+    # Positions of full rows, which have one position more than they have successors.
     return hidden.flatten(0, 1)[positions + positions // (hidden.shape[1] - 1)]
 
 
 def _find_projections(model: Any) -> list[Any]:
-    """The output projection; where PEFT trains it whole, the original and each copy.
+    """The output projection; if PEFT trains it fully, the original and each copy.
 
-    PEFT's wrapper hands every argument on, to the copy that is active or, while adapters are off, to the original.
+    PEFT's wrapper passes all arguments to the active copy or, while adapters are disabled, to the original.
     """
     projection = model.get_output_embeddings()
     copies = getattr(projection, "modules_to_save", None)
@@ -287,7 +287,7 @@ def _find_projections(model: Any) -> list[Any]:
 
 
 def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
-    """What stands between projection and softmax: Cohere's and Granite's factor, Gemma's cap."""
+    """Transform between projection and softmax: scale factor of Cohere and Granite, soft cap of Gemma."""
     scale = getattr(config, "logit_scale", None)
     return {
         "logit_scale": (1.0 if scale is None else scale) / getattr(config, "logits_scaling", 1.0),
@@ -298,11 +298,11 @@ def _logit_transform(config: PreTrainedConfig) -> dict[str, Any]:
 def _project_or_score(
     projection: nn.Linear, hidden: Tensor, score: Callable[..., Any] | None = None, *args: Any, **options: Any
 ) -> Any:
-    """The output projection's ``forward``: logits, or what ``score`` makes of hidden states and weight."""
+    """``forward`` of the output projection: logits, or ``score`` of hidden states and weight."""
     weight: Any = projection.weight
     bias: Any = projection.bias
     if isinstance(weight, DTensor):
-        # Processes share the vocabulary.
+        # Vocabulary-parallel projection.
         if score is None:
             return project_vocabulary_parallel(hidden, weight, bias)
         if score is compute_cross_entropy:
@@ -324,12 +324,12 @@ def _compute_sums(
     attention_mask: Tensor | None = None,
     **inputs: Any,
 ) -> LossHeadOutput:
-    # A mask or a cache would switch off the isolation of packed documents, which is read from the positions. Padding
-    # stands at the end of a row, where causal attention keeps it from the documents.
+    # A mask or a cache would disable the isolation of packed documents, which is derived from positions. Padding is at
+    # the end of a row, where causal attention ignores it.
     if attention_mask is not None:
         raise ValueError("the loss head takes no attention_mask: position_ids tell documents apart")
     if targets is not None:
-        # Context parallelism. A mask of four axes is taken as it is, and here the attention knows without.
+        # Context parallelism. A four-dimensional mask is used unchanged, and this attention needs none.
         inputs["attention_mask"] = _build_empty_mask(labels.device)
         hidden, aux_loss = _run_backbone(model, inputs)
         sums: TokenSums = _score(model, compute_cross_entropy, hidden, targets, positions=target_positions)
@@ -342,7 +342,7 @@ def _compute_sums(
     if target_positions is None:
         hidden = hidden[:, :num_predictors]
     elif hidden.shape[1] > num_predictors:
-        # Picked from whole rows: the backward pass of a slice would fill and copy another tensor.
+        # Indexed from full rows: the backward pass of a slice would allocate and copy another tensor.
         successors = labels.roll(-1, 1)
         if len(labels) > 1:
             target_positions = target_positions + target_positions // num_predictors
@@ -351,19 +351,19 @@ def _compute_sums(
 
 
 def _build_empty_mask(device: torch.device) -> Tensor:
-    """A mask that says: the attention knows by itself. transformers takes one of four axes as it is.
+    """Empty four-dimensional mask, which transformers uses unchanged; the attention kernel knows the documents.
 
-    Given none, it would look at the positions for packed documents, for which the host waits, and under torch.compile
-    it would build a T x T mask.
+    Without it, transformers would search the positions for packed documents, which synchronises with the host, and
+    under torch.compile it would build a T x T mask.
     """
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def _can_cut(model: Any, num_predictors: int, inputs: Mapping[str, Any]) -> bool:
-    """Whether rows are read without their last token, which only has to be predicted.
+    """Whether rows are computed without their last token, which predicts nothing.
 
-    Kernels are slower on windows of a round length and one more, and on those of a round length less one. Boundaries
-    of documents count all tokens, as does the load-balancing loss.
+    Kernels are slower for lengths that are one above or below a round number. Document boundaries and the
+    load-balancing loss count all tokens.
     """
     is_round = num_predictors > 0 and num_predictors % 8 == 0
     known = {"input_ids", "position_ids", "token_mask", "use_cache"}
@@ -390,7 +390,7 @@ def _compute_logps(
 
 
 def _spell_mask(model: Any, visible: Tensor) -> Tensor:
-    """A mask as the attention kernel reads it; the model takes one of four axes as it is, over what it would make.
+    """Convert a mask to the form of the attention kernel; the model uses a four-dimensional one unchanged.
 
     Raises:
         ValueError: The mask has another form, or the kernel or a sliding window would not be what it says.
@@ -414,7 +414,7 @@ def _has_router_loss(model: Any) -> bool:
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether every layer of a model attends to all that is before, by the attention that transformers dispatches."""
+    """Whether every layer of a model has full causal attention, dispatched by transformers."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     is_whole = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
@@ -422,7 +422,7 @@ def _is_causal(model: Any) -> bool:
 
 
 def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Last hidden states, ``(B, L, D)``, and the load-balancing loss of a model that asks for it."""
+    """Last hidden states, ``(B, L, D)``, and the load-balancing loss if the model has one."""
     inputs["use_cache"] = False
     config = model.config.get_text_config()
     is_flat, is_alone = "cu_seq_lens_q" in inputs, inputs.pop("one_document_a_row", False) and _is_causal(model)
@@ -435,7 +435,7 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     outputs = model.base_model(**inputs)
     aux_loss = None
     if _has_router_loss(model):
-        # Configurations call the number of experts by several names; models have it by one, or read it from there.
+        # Configurations have several names for the number of experts; models have one, or read it from there.
         counts = model if hasattr(model, "num_experts") else model.config.get_text_config()
         aux_loss = cast(
             Tensor,
@@ -454,8 +454,8 @@ def _score(
     temperature: float = 1.0,
     **options: Any,
 ) -> Any:
-    """Call ``score`` by way of the output projection, with what stands between it and the softmax."""
-    # A cap bounds the logits before the temperature divides them, so that it is divided too.
+    """Call ``score`` through the output projection, with the transform before the softmax."""
+    # The soft cap bounds logits before the temperature divides them, so the cap is divided too.
     transform = {
         name: None if value is None else value / temperature
         for name, value in _logit_transform(model.config.get_text_config()).items()

@@ -34,7 +34,7 @@ _OUTPUT_PROJECTION: Final = ("lm_head.weight", "lm_head.bias")
 
 @dataclass
 class ScoreOutput(ModelOutput):
-    """What the model thinks of the answers in a batch.
+    """Scores of the answers in a batch.
 
     Attributes:
         scores: Not normalised; ``float32 (S,)``, differentiable.
@@ -52,10 +52,10 @@ def load_reward_model(
     seed: int | None,
     quantization: BitsAndBytesConfig | None = None,
 ) -> PreTrainedModel:
-    """The model in training mode with one score per sequence, in the precision of the master weights.
+    """Load a model in training mode with one score per sequence, in the dtype of the master weights.
 
-    A checkpoint with a head keeps it. Over a causal language model the head is drawn from ``N(0, 1 / (d + 1))``, so
-    that the first scores have a variance near 1 whatever the width ``d``.
+    A checkpoint's head is kept. For a causal language model, the head is initialised from ``N(0, 1 / (d + 1))``, so
+    that the first scores have a variance near 1 for any hidden size ``d``.
 
     Args:
         config: Which model.
@@ -82,7 +82,8 @@ def load_reward_model(
         assert seed is not None
         head = _find_head(model)
         if head.weight.is_meta:
-            # transformers leaves it so on all but one process of a machine, which FSDP2 will give its weights.
+            # On all but one process of a machine, transformers leaves it uninitialised; FSDP2 broadcasts the weights
+            # later.
             head.to_empty(device=model.device)
         with torch.no_grad(), gathered_for_writing(head.weight):
             weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -91,10 +92,10 @@ def load_reward_model(
 
 
 def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminators: Iterable[int]) -> None:
-    """Make transformers' own forward pass read the score where training does.
+    """Set the padding token so that transformers' forward pass reads the score at the same token as training.
 
-    It reads at the last token that is not ``config.pad_token_id``, wherever the mask ends: a padding token that also
-    ends answers would move it to the token before.
+    It reads at the last token that is not ``config.pad_token_id``, ignoring the mask: a padding token that also ends
+    answers would move the position one token back.
 
     Args:
         model: A PEFT wrapper may be around it.
@@ -139,7 +140,7 @@ def add_score_head(model: PreTrainedModel) -> None:
             return original_forward(self, *args, **kwargs)
         return _compute_scores(self, *args, last_positions=last_positions, **kwargs)
 
-    # Modules keep an instance's forward behind their hooks and carry it along when PEFT copies them.
+    # Modules call an instance's forward inside their hooks, and PEFT copies it with the module.
     vars(model)["forward"] = types.MethodType(forward, model)
     vars(head)["forward"] = types.MethodType(_project, head)
 
@@ -158,21 +159,21 @@ def _compute_scores(
 ) -> ScoreOutput:
     if attention_mask is not None:
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
-    # A PEFT wrapper passes all its arguments, and the backbone does not know them all.
+    # A PEFT wrapper passes all its arguments, some of which the backbone does not accept.
     inputs = {name: value for name, value in inputs.items() if value is not None}
     hidden, aux_loss = _run_backbone(model, inputs)
-    # The head's own call: what shards its weight gathers it there, and PEFT puts its trained copy in its place.
+    # A call of the head: FSDP2 and ZeRO-3 gather its weight there, and PEFT substitutes its trained copy.
     (scores,) = getattr(model, HEAD)(hidden.flatten(0, 1)[last_positions], in_float32=True)
     return ScoreOutput(scores, aux_loss)
 
 
 def _project(head: nn.Linear, hidden: Tensor, in_float32: bool = False) -> Any:
-    """The head's ``forward``; ``in_float32`` it returns a tuple, so that no hook narrows the scores ``(S,)`` again."""
+    """``forward`` of the head; ``in_float32`` it returns a tuple, so that no hook casts the scores ``(S,)`` down."""
     if not in_float32:
         return type(head).forward(head, hidden)
     bias = None if head.bias is None else head.bias.float()
     with torch.autocast(hidden.device.type, enabled=False):
-        # Not a view: an in-place write to it under FSDP2 would drop its hooks.
+        # Not a view: an in-place write to one under FSDP2 would drop its hooks.
         return (nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1).clone(),)
 
 

@@ -64,10 +64,10 @@ class RewardStatistics(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """A reward model and its tokenizer, which scores answers.
+    """Reward model with its tokenizer.
 
-    A score does not depend on the other answers, on the tokenizer's ``padding_side`` or on the token that pads.
-    Where weights are sharded, and not held whole meanwhile, every process must ask for the scores of the same answers.
+    A score depends neither on other answers nor on the tokenizer's ``padding_side`` or padding token. For sharded
+    weights that are not gathered, every process must score the same answers.
 
     Attributes:
         model: With a score head (``add_score_head``), under a PEFT wrapper or not; or an ``AdapterScorer``.
@@ -86,7 +86,7 @@ class RewardModel:
         device: str = "cpu",
         place: Callable[[Any], Any] | None = None,
     ) -> RewardModel:
-        """A saved reward model, in evaluation mode and the precision that it was saved in; an adapter on its base.
+        """Load a saved reward model in evaluation mode and in its saved dtype; an adapter with its base.
 
         Args:
             name: Folder or Hub id.
@@ -102,7 +102,7 @@ class RewardModel:
         kernel = choose_kernel(
             model_config, None, device=torch.device(device), compute_dtype=torch.float32, packing=False
         )
-        # The head of an adapter is in its own file, whatever its base has.
+        # The head of an adapter is in its own file, whatever head the base has.
         model: Any = load_reward_model(config, kernel.implementation, seed=None if adapter is None else 0)
         add_score_head(model)
         if adapter is not None:
@@ -113,9 +113,9 @@ class RewardModel:
 
     @classmethod
     def share(cls, trunk: Any, folder: Path) -> RewardModel:
-        """A reward model that was saved as an adapter, as one more adapter of a model on the same base.
+        """Load a reward model that was saved as an adapter onto a model with the same base.
 
-        It scores as ``load`` would have it, through its own tokenizer and template, without a base of its own.
+        It scores like ``load``, with its own tokenizer and template, but shares the base.
 
         Args:
             trunk: A PEFT model with a loss head.
@@ -138,7 +138,7 @@ class RewardModel:
         where: Sequence[str] = (),
         overlong: Overlong = "error",
     ) -> list[float]:
-        """Rewards of answers, in their order; in standard deviations from the mean where the model has statistics.
+        """Return the rewards of answers, in order; normalised if the model has statistics.
 
         Args:
             answers: What is scored.
@@ -158,7 +158,7 @@ class RewardModel:
     def compute_raw_scores(
         self, rows: Sequence[TokenIds], *, where: Sequence[str] = (), overlong: Overlong = "error"
     ) -> list[float]:
-        """What the head says at the last token of each row, not normalised, in the order of ``rows``.
+        """Return the unnormalised head output at the last token of each row, in the order of ``rows``.
 
         Args:
             rows: Token ids, at least one each, as ``encode_answers`` gives them or as pairs are prepared.
@@ -190,7 +190,7 @@ class RewardModel:
     def _run(self, rows: Sequence[TokenIds]) -> list[float]:
         lengths = torch.tensor([len(row) for row in rows])
         width = int(lengths.max())
-        # Padding behind a row is seen by none of its tokens, so that it needs no mask and may be any token.
+        # No token attends to the padding after it, so there is no mask, and any token can pad.
         input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
         for at, row in enumerate(rows):
             input_ids[at, : len(row)] = torch.as_tensor(np.asarray(row, np.int64))
@@ -205,7 +205,7 @@ class RewardModel:
 
 
 class Saved(NamedTuple):
-    """Where a reward model lies.
+    """Location of a saved reward model.
 
     Attributes:
         named: What was named, with the tokenizer.
@@ -230,12 +230,12 @@ def find_saved(name: str, revision: str | None) -> Saved:
 
 
 def read_positions(config: PreTrainedConfig) -> float:
-    """Tokens of the longest row that a model has positions for; infinite if its configuration has no limit."""
+    """Return the maximum number of tokens of a row; infinite if the configuration has no limit."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
-    """Mean and standard deviation of the scores of reference answers.
+    """Return mean and standard deviation of the scores of reference answers.
 
     Args:
         raw_scores: From ``compute_raw_scores``, at least two; of what the policy is expected to say before PPO, such as
@@ -255,14 +255,14 @@ def compute_reward_statistics(raw_scores: Sequence[float]) -> RewardStatistics:
 
 
 def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:
-    """Write the statistics into the model's configuration, with which they are saved and by which ``score`` goes."""
+    """Write the statistics to the model's configuration, which is saved with it and read by ``score``."""
     model.config.reward_mean, model.config.reward_std = computed
-    # As OpenRLHF reads them.
+    # Names that OpenRLHF reads.
     model.config.mean, model.config.std = computed
 
 
 def read_reward_statistics(model: Any) -> RewardStatistics | None:
-    """Return the statistics that ``store_reward_statistics`` left; ``None`` before."""
+    """Return the statistics of ``store_reward_statistics``; ``None`` without them."""
     config = model.config
     return RewardStatistics(config.reward_mean, config.reward_std) if hasattr(config, "reward_mean") else None
 
@@ -291,11 +291,11 @@ def encode_answers(
     finished: Sequence[bool] | None = None,
     where: Sequence[str] = (),
 ) -> list[list[int]]:
-    """Token ids of each answer behind its prompt; the last one ends the answer, and none follows it.
+    """Token ids of each prompt with its answer; the last token is the end token, which occurs once.
 
-    Chats are rendered by the tokenizer's template, and end where training ends them: with the last ``{% generation %}``
-    block where there are such marks, otherwise with the special token that closes the last turn. A turn left open is
-    ended by ``eos_token``, as plain answers are. An end token that the text already had is not doubled.
+    Chats are rendered by the tokenizer's template and end where training ends them: at the end of the last ``{%
+    generation %}`` block if there are such marks, otherwise at the special token that closes the last turn. A turn
+    without one is ended by ``eos_token``, like plain answers. An existing end token is not doubled.
 
     Args:
         tokenizer: Of the reward model.
@@ -319,7 +319,7 @@ def encode_answers(
     for index, (answer, has_ended) in enumerate(zip(answers, ended, strict=True)):
         try:
             texts.append("".join(answer) if _is_plain(answer) else _render(tokenizer, answer, finished=has_ended))
-        except Exception as error:  # Foreign code met the user's data: whatever it raises is about this answer.
+        except Exception as error:  # Template code runs on user data: any error concerns this answer.
             problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
     if problems:
         raise DataError(*problems)
@@ -338,7 +338,7 @@ def encode_answers(
 
 
 def name_answer(index: int, where: Sequence[str] = ()) -> str:
-    """An answer as an error names it: by its place among ``where``, or by its number."""
+    """Name of an answer in an error: from ``where``, or its number."""
     return where[index] if where else f"answer {index}"
 
 
@@ -347,7 +347,7 @@ def _is_plain(answer: Answer) -> TypeGuard[tuple[str, str]]:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: bool) -> str:
-    """The chat as text, up to its end token, or up to where it was broken off.
+    """Render the chat as text, up to its end token, or up to the truncation.
 
     Raises:
         ValueError: The last message is not the assistant's.
@@ -359,7 +359,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    if marked:  # The template itself says where the answer ends.
+    if marked:  # The template marks the end of the answer itself.
         text = text[: marked[-1][1]]
     elif text.rstrip().endswith(tuple(special)):
         text = text.rstrip()
@@ -367,33 +367,33 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
         text += str(tokenizer.eos_token)
     if finished:
         return text
-    # An end of the turn, and perhaps one of the text, with line breaks between and behind them: none was written.
+    # The end of turn and perhaps the end of text, with line breaks around them: the template added these.
     end = f"(?:{'|'.join(map(re.escape, special))})"
     return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
 
 
 @functools.cache
 def _compile(source: str) -> Template:
-    """The template as ``apply_chat_template`` has it, with its clock stopped."""
+    """Compile the template as ``apply_chat_template`` does, with a fixed clock."""
     environment: Environment = _compile_jinja_template(source).environment
     return environment.from_string(source, globals={"strftime_now": _TEMPLATE_DATE.strftime})
 
 
 def _canonical(message: Message) -> dict[str, Any]:
-    """A message as the template reads it in training: no keys without a value, reasoning under each of its names."""
+    """Normalise a message as in training: no keys without a value, reasoning under each of its names."""
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in _REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 def _find_begin(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every plain text: its start token, or nothing."""
+    """Return the prefix of every plain text by the tokenizer: its start token, or nothing."""
     begin: list[int] = tokenizer("a")["input_ids"][:1]
     return begin if begin == [tokenizer.bos_token_id] else []
 
 
 def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[int]]:
-    """Yield rows that come after each other by length, as many as fill a batch."""
+    """Yield batches of rows of similar length."""
     batch: list[int] = []
     for index in by_length:
         if batch and (len(batch) + 1) * len(rows[index]) > MAX_BATCH_TOKENS:

@@ -43,7 +43,7 @@ class ContextParallelGroup:
 
 
 def verify_context_parallel(config: PreTrainedConfig, num_processes: int, *, by_heads: bool) -> None:
-    """Refuse a model that context parallelism does not support: anything but full causal attention.
+    """Raise for a model that context parallelism does not support: anything but full causal attention.
 
     Args:
         config: Of the model.
@@ -145,7 +145,7 @@ def _attend(
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
         return output, None
     num_rows, num_tokens = query.shape[0], query.shape[2]
-    # Norms leave queries and keys in float32 under autocast; values come straight from a projection.
+    # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
     own, *others = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
     if share.by_heads:
         queries, keys, values = (_take_heads(state, share)[index] for state in (own, *others))

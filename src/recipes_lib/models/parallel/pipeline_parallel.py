@@ -81,7 +81,7 @@ def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> 
         model_class.__init__(self, config, *args, **options)
         self.part = part
         whole = self.state_dict()
-        # Tensors may be tied only later, when they are loaded.
+        # Tensors may be tied only later, on loading.
         self.whole_shapes = {name: whole[name].shape for name in whole if name not in self.all_tied_weights_keys}
         self.whole_names = frozenset(whole)
         self.is_tied = bool(self.all_tied_weights_keys)
@@ -96,9 +96,9 @@ def build_pipeline_stage_class(config: PreTrainedConfig, part: PipelinePart) -> 
     attributes = {
         "__init__": initialise,
         "prepare_distribute_model": classmethod(prepare),
-        # Told of it, transformers' trainer has accelerate build a mesh without pipeline stages.
+        # If transformers' trainer knew it, it would have accelerate build a mesh without pipeline stages.
         "tp_size": None,
-        # Under the name of the model's own class, which goes into its configuration.
+        # The name of the model's own class is written to its configuration.
         "__module__": model_class.__module__,
         "__qualname__": model_class.__name__,
     }
@@ -115,7 +115,7 @@ def verify_pipeline_parallel(config: PreTrainedConfig, part: PipelinePart) -> No
     Raises:
         ConfigError: As ``build_pipeline_stage_class`` and ``split_into_chunks``.
     """
-    # One stage stands for all; the last has the norm, a parameter from which the dtype is read.
+    # One stage is representative; the last one has the norm, from whose parameter the dtype is read.
     last = replace(part, stage=part.num_stages - 1)
     with torch.device("meta"):
         model: Any = build_pipeline_stage_class(config, last)(config)
@@ -124,7 +124,7 @@ def verify_pipeline_parallel(config: PreTrainedConfig, part: PipelinePart) -> No
         AbsentModule(),
         nn.ModuleList(),
     )
-    # What is left are a norm and the frequencies of positions, whose values no state depends on.
+    # Only a norm and position frequencies remain, whose values do not depend on the states.
     _verify_nothing_between(model.to_empty(device="cpu"))
 
 
@@ -154,7 +154,7 @@ def split_into_chunks(model: Any) -> list[PreTrainedModel]:
 
 
 def _leave_out(model: Any, part: PipelinePart, layers: Collection[int]) -> None:
-    """Replace the modules of other pipeline stages; tied embeddings are in the first and in the last stage."""
+    """Replace modules of other pipeline stages by placeholders; tied embeddings are in the first and the last stage."""
     base, is_tied = model.base_model, model.is_tied
     known = rf"({model.base_model_prefix}\.({'|'.join(_PLAN)})|lm_head)\."
     if unknown := [name for name in model.whole_names if not re.match(known, name)]:
@@ -181,7 +181,7 @@ def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_las
     base.layers = nn.ModuleList(layer if at in layers else AbsentModule() for at, layer in enumerate(every))
     if not is_last:
         base.norm = view.lm_head = AbsentModule()
-    # A tied one is the projection too.
+    # A tied embedding is also the projection.
     if not is_first and not (is_last and model.is_tied):
         base.embed_tokens = AbsentModule()
     return view  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The share of a pipeline stage: which chunks of a model's layers it holds. Imports no torch: launches ask for it."""
+"""Layers of a pipeline stage: chunks of a model by stage. Imports no torch, because launches use it."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class PipelinePart:
 
     @property
     def is_first(self) -> bool:
-        """Whether the first chunk is here."""
+        """Whether this stage has the first chunk."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the last chunk is here."""
+        """Whether this stage has the last chunk."""
         return self.stage == self.num_stages - 1
 
     @property
     def total_chunks(self) -> int:
-        """Chunks of the whole pipeline."""
+        """Number of chunks of the whole pipeline."""
         return self.num_stages * self.num_chunks
 
     @property
     def chunks(self) -> range:
-        """Numbers of the chunks that are here."""
+        """Numbers of this stage's chunks."""
         return range(self.stage, self.total_chunks, self.num_stages)
 
     def share_layers(self, num_layers: int) -> Sequence[range]:
-        """Return the numbers of the layers of each chunk that is here.
+        """Return the layer numbers of each chunk of this stage.
 
         Raises:
             ConfigError: The number of layers is no multiple of the number of chunks: stages would be unbalanced.

@@ -44,7 +44,7 @@ def build_distribution(sizes: Mapping[str, int], compute_dtype: torch.dtype) -> 
 
 
 def verify_tensor_parallel(config: PreTrainedConfig, num_parts: int) -> None:
-    """Refuse a model that ``num_parts`` tensor-parallel ranks do not support, before any weight is loaded.
+    """Raise for a model that does not support ``num_parts`` tensor-parallel ranks, before any weight is loaded.
 
     Raises:
         ConfigError: The architecture has no tensor-parallel plan, or one without a parity test; the number of heads,
@@ -120,7 +120,7 @@ def find_data_group(model: nn.Module) -> distributed.ProcessGroup | None:
 
 @contextmanager
 def saving_unsharded(model: PreTrainedModel) -> Iterator[None]:
-    """Keep ``save_pretrained`` from gathering shards on every rank: what is saved is whole, and on the main rank."""
+    """Keep ``save_pretrained`` from gathering shards on every rank: the state is gathered, on the main rank."""
     config: Any = model.config
     distribution, config.distributed_config = getattr(config, "distributed_config", None), None
     try:

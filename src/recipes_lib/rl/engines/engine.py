@@ -36,10 +36,10 @@ _SECONDS_TO_WAIT: Final = 1.0
 
 
 class ContinuousBatchingBackend:
-    """Answers come from the policy's own modules over a paged cache, from all prompts of a process at once.
+    """Continuous batching by transformers: the policy's own modules, a paged KV cache, all prompts of a process.
 
-    Tokens are drawn from torch's generator in an order that depends on how requests meet: the same seed need not give
-    the same answers twice. The cache is there while answers are sampled, and given back before they are learnt from.
+    Random numbers come from torch's generator in an order that depends on scheduling, so the same seed need not give
+    the same answers. The cache exists only during sampling, and is freed before the updates.
 
     Source: transformers' ``ContinuousMixin``; its log-probabilities are those of the training graph in
     ``tests/rl/engines/test_continuous_batching.py``.
@@ -51,7 +51,7 @@ class ContinuousBatchingBackend:
     batch_size: int | None = None
 
     def __init__(self, sampling: Sampling, *, dtype: torch.dtype, options: Mapping[str, Any] | None) -> None:
-        """Prepare to answer.
+        """Prepare sampling.
 
         Args:
             sampling: How.
@@ -71,14 +71,14 @@ class ContinuousBatchingBackend:
         self._is_copy = False
 
     def load(self, policy: Any) -> None:
-        """Take the policy itself, or bring the copy in the dtype of products to where it is now."""
+        """Use the policy itself, or update the copy in the compute dtype."""
         own = policy.get_base_model() if hasattr(policy, "get_base_model") else policy
         if own.dtype == self._dtype or getattr(own, "is_quantized", False):
             self._model = own
             return
-        # Its thread knows nothing of this one's autocast, and the cache is kept in the dtype of the weights.
+        # The engine's thread does not inherit autocast, and the KV cache has the dtype of the weights.
         if not self._is_copy:
-            # Their copies are named beforehand: there is never a second model in the dtype of the weights.
+            # deepcopy finds these copies in its memo, so it never copies the weights in their own dtype.
             halves = {id(weight): nn.Parameter(weight.detach().to(self._dtype), False) for weight in own.parameters()}
             self._model, self._is_copy = copy.deepcopy(own, halves), True
         with torch.no_grad():
@@ -117,7 +117,7 @@ class ContinuousBatchingBackend:
                 raise RuntimeError(f"continuous batching failed: {result.error}")
             if result is not None and result.is_finished():
                 answers[result.request_id] = result.generated_tokens, result.logprobs
-            # Counted by the thread that decodes, from its first step on.
+            # Counted by the decoding thread from its first step on.
             if getattr(manager, "current_batch", None) != step:
                 step = manager.current_batch
                 self._sampling.beat()
@@ -141,7 +141,7 @@ MAX_GAP: Final = 1.0
 def build_generator(
     config: RecipeConfig, args: TrainingArguments, sampling: Sampling, *, precision: Any, max_length: int
 ) -> Generator:
-    """Build the engine that a run asks for; ``generate`` unless it asks for another.
+    """Build the engine of a run; ``generate`` by default.
 
     Args:
         config: Which, and of what model.
@@ -154,7 +154,7 @@ def build_generator(
         ConfigError: As ``ContinuousBatchingBackend``, ``connect`` and ``start``.
     """
     engine = config.engine
-    # Both import vLLM where it is installed.
+    # Both modules import vLLM if it is installed.
     if engine.use_vllm and engine.vllm_mode == "server":
         from recipes_lib.rl.engines.vllm_server import connect
 
@@ -170,10 +170,10 @@ def build_generator(
 
 
 class EngineGuard:
-    """Holds an engine's log-probabilities against the training graph's, in every iteration, on all processes alike.
+    """Compares an engine's log-probabilities with the training graph's, in every iteration, equally on all processes.
 
-    Within ``TOLERANCE`` they are the same up to rounding. Beyond, the weights of ``compute_importance_weights`` correct
-    for the difference, up to their cap, which is told once a run; beyond ``MAX_GAP`` the run ends.
+    Differences within ``TOLERANCE`` are rounding. Above that, ``compute_importance_weights`` corrects the difference,
+    up to its cap, which is logged once. Above ``MAX_GAP`` the run ends.
 
     Source: ``tests/rl/engines/test_engine.py``.
     """
@@ -181,7 +181,7 @@ class EngineGuard:
     def __init__(
         self, generator: Generator, objective: PolicyObjective, dtype: torch.dtype, say: Callable[[str], None]
     ) -> None:
-        """Know no iteration.
+        """Start without an iteration.
 
         Args:
             generator: What samples.
@@ -193,7 +193,7 @@ class EngineGuard:
         self._is_begun = self._is_told = False
 
     def judge(self, rollout: Rollout, *, step: int, is_stale: bool = False) -> None:
-        """Look at all answers of an iteration; of the first one of a process it is told what was found.
+        """Check all answers of an iteration; the result for the first one is logged once.
 
         Args:
             rollout: Before the updates.
@@ -244,7 +244,7 @@ def build_collector(
     beat: Callable[[], None],
     max_length: int,
 ) -> Collector:
-    """Build what answers prompts and scores the answers.
+    """Build the collector, with its engine and rewards.
 
     Args:
         config: What samples, how long an answer is, and the temperature.
@@ -263,7 +263,7 @@ def build_collector(
         model = rewards.model
         if warning := verify_positions(model.model.config, model.tokenizer, tokenizer, max_length):
             progress.say(warning)
-    # Where FSDP2 shards, it gathers weights in the type of products.
+    # FSDP2 gathers weights in the compute dtype.
     precision = contextlib.nullcontext if models.is_sharded else build_autocast(args)
     sampling = Sampling(
         stop_ids=models.stop_ids,
@@ -290,5 +290,5 @@ def build_collector(
 
 
 def hold_policy(policy: Any, stop_ids: Sequence[int]) -> ActorCritic:
-    """A policy that only answers: critic and reference are never asked for, and it stands in for them."""
+    """Wrap a policy for sampling only; it also fills the unused roles of critic and reference."""
     return ActorCritic(policy=policy, critic=policy, own_reference=policy, stop_ids=list(stop_ids))

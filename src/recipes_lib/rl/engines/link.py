@@ -1,4 +1,4 @@
-"""Between a policy and an engine that holds weights of its own: what goes over, and what is told when that fails."""
+"""Weight transfer from a policy to an engine with its own weights, and its error handling."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RESUME = "the last complete checkpoint is whole: see to the engine, and run the 
 def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each weight of a policy once, as ``iterate_weights``; all ranks of a sharded one must iterate to the end.
 
-    Where FSDP2 shards it, one layer is gathered at a time, in the type of products: no process ever holds the model
-    beside its shards. A receiver may keep what it was given: it is a copy, for the layer is freed behind it.
+    Under FSDP2, one layer is gathered at a time, in the compute dtype, so no process holds the full model beside its
+    shards. Yielded tensors are copies that a receiver may keep, because the gathered layer is freed afterwards.
 
     Args:
         policy: Whole or sharded; with an adapter, which is added to the weights.
@@ -40,10 +40,10 @@ def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
-    """What FSDP2 gathers at once, with the names of its parameters below an adapter; the same order on all ranks."""
+    """Parameters that FSDP2 gathers together, with their names below an adapter; the same order on all ranks."""
     base = unwrap_adapter(policy)
     prefixes: dict[str, Any] = {name: unit for name, unit in base.named_modules() if isinstance(unit, FSDPModule)}
-    # Under an adapter the root is the model around the base.
+    # With an adapter, the root is the model around the base.
     prefixes[""] = policy
     units: dict[str, set[str]] = {}
     for name, _ in base.named_parameters():
@@ -55,7 +55,7 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
 
 @contextmanager
 def told(key: str, name: str, doing: str) -> Iterator[None]:
-    """Make an engine's failure one of the run's environment, exit code 2: no update is lost by it.
+    """Convert an engine's failure to a ``ConfigError`` with exit code 2: no update is lost.
 
     Args:
         key: That asks for the engine.
@@ -73,7 +73,7 @@ def told(key: str, name: str, doing: str) -> Iterator[None]:
 
 
 def check_vllm() -> None:
-    """Refuse a run for which vLLM would have to be installed.
+    """Raise if a run needs vLLM and it is not installed.
 
     Raises:
         ConfigError: It is not.

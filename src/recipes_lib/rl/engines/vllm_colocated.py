@@ -1,4 +1,4 @@
-"""vLLM colocated with training: an engine in each process, which gets the policy's weights every iteration."""
+"""vLLM colocated with training: an engine in each process, with new policy weights in every iteration."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MIN_BATCHED_TOKENS: Final = 4096
 
 
 class ColocatedVLLM:
-    """Answers come from an engine in this process, from all of its prompts at once.
+    """Sampling by an engine in this process, from all of its prompts at once.
 
-    It draws from this process's random generators, which are seeded for it and put back: a batch of the same prompts,
-    weights and seed has the same answers, up to rounding. Log-probabilities are those of its kernels, after the
-    temperature. Asleep it holds neither weights nor keys and values; weights come with the next ``load``.
+    It uses this process's random generators, which are seeded and restored: the same prompts, weights and seed give the
+    same answers up to rounding. Log-probabilities are those of vLLM's kernels, after the temperature. In sleep mode the
+    engine holds neither weights nor KV cache; the next ``load`` sends the weights.
 
     Source: the order of calls is that of ``trl.generation.VLLMGeneration`` (docs/decisions/0020-colocated-engine.md);
     ``tests/rl/engines/test_vllm_colocated.py``, and with vLLM itself ``make test-vllm``.
@@ -40,7 +40,7 @@ class ColocatedVLLM:
     batch_size: int | None = None
 
     def __init__(self, engine: Any, sampling: Sampling, parameters: Any, *, sleeps: bool) -> None:
-        """Answer by way of ``engine``.
+        """Sample with ``engine``.
 
         Args:
             engine: vLLM's ``LLMEngine``.
@@ -57,7 +57,7 @@ class ColocatedVLLM:
         self._sleep()
 
     def load(self, policy: Any) -> None:
-        """Take over the weights, an adapter added to them, and forget what is remembered of prompts.
+        """Load the weights with the adapter merged, and clear the prefix cache.
 
         Raises:
             ConfigError: The engine failed.
@@ -109,20 +109,20 @@ class ColocatedVLLM:
 
     def _wake(self, part: str) -> None:
         if part not in self._awake:
-            # What training has freed is the allocator's, until it is given back to the device.
+            # Memory freed by training stays in torch's allocator until its cache is emptied.
             torch.cuda.empty_cache()
             self._engine.wake_up(tags=[part])
             self._awake.add(part)
 
     def _sleep(self) -> None:
         if self._sleeps:
-            # 2: weights are dropped, not kept on the host.
+            # Level 2: weights are discarded, not kept on the host.
             self._engine.sleep(level=2)
             self._awake.clear()
 
 
 def _read(answer: Any) -> tuple[list[int], list[float]]:
-    """Tokens of an answer and their log-probabilities; of each token vLLM has a mapping with its own, at least."""
+    """Tokens of an answer and their log-probabilities; vLLM gives a mapping per token with at least itself."""
     ids = list(answer.token_ids)
     return ids, [found[token].logprob for token, found in zip(ids, answer.logprobs, strict=True)]
 
@@ -153,23 +153,23 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
             revision=config.model.model_revision,
             trust_remote_code=config.model.trust_remote_code,
             skip_tokenizer_init=True,
-            # Tokens that end answers are those of training, whatever the model's own file says.
+            # Stop tokens are those of training, whatever the model's generation configuration has.
             generation_config="vllm",
             dtype=str(get_compute_dtype(args)).removeprefix("torch."),
             max_model_len=max_length,
             max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, max_length),
             gpu_memory_utilization=config.engine.vllm_gpu_memory_utilization,
             enable_sleep_mode=config.engine.vllm_enable_sleep_mode,
-            # At the temperature of sampling, as the training graph's.
+            # Log-probabilities at the sampling temperature, as in the training graph.
             logprobs_mode="processed_logprobs",
-            # CUDA graphs are for GPUs; compiling for a CPU takes longer than it saves.
+            # CUDA graphs need a GPU; on a CPU, compilation takes longer than it saves.
             enforce_eager=args.device.type == "cpu",
-            # The processes are there already: an engine of one would start a process group of its own.
+            # Training has a process group already: the single-process executor (uni) would start another one.
             distributed_executor_backend="external_launcher" if args.world_size > 1 else "uni",
             seed=args.seed,
         ).create_engine_config()
         engine = LLMEngine(settings, Executor.get_class(settings), log_stats=False)
-    except Exception as error:  # vLLM raises nothing more specific where it cannot start.
+    except Exception as error:  # vLLM raises no more specific error on a failed start.
         found = f"vLLM did not start: {' '.join(str(error).split())}"
         remedy = "lower `vllm_gpu_memory_utilization` where memory is short, or write `vllm_mode: server`"
         raise ConfigError(Problem(_KEY, found, remedy)) from error

@@ -26,9 +26,9 @@ _COMMAND: Final = (
 
 
 class VLLMBackend:
-    """Answers come from a server; the first process sends it the weights, each process its prompts.
+    """Sampling by a vLLM server; the main process sends the weights, each process its prompts.
 
-    The server draws its own random numbers. Log-probabilities are those of its kernels, after the temperature.
+    The server has its own random numbers. Log-probabilities are those of its kernels, after the temperature.
 
     Source: ``trl.generation.vllm_client.VLLMClient``; ``tests/rl/engines/test_vllm_server.py``, against a server that
     speaks its requests.
@@ -40,14 +40,14 @@ class VLLMBackend:
     batch_size: int | None = None
 
     def __init__(self, client: Any, sampling: Sampling, *, is_main: bool) -> None:
-        """Answer by way of ``client``; only the main process sends weights."""
+        """Sample with ``client``; only the main process sends weights."""
         self._client = client
         self._sampling = sampling
         self._is_main = is_main
         self._described: list[tuple[str, str, list[int]]] = []
 
     def load(self, policy: Any) -> None:
-        """Send the weights, an adapter added to them, and make the server forget what it remembers of prompts.
+        """Send the weights with the adapter merged, and clear the server's prefix cache.
 
         All ranks of a sharded policy must call: each layer is gathered by all of them.
 
@@ -56,7 +56,7 @@ class VLLMBackend:
         """
         if not (self._is_main or is_sharded(policy)):
             return
-        # The server has to know of every tensor before the first one comes.
+        # The server needs the list of all tensors before the first one.
         self._described = self._described or [
             (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
             for name, tensor in iterate_policy(policy)
@@ -94,13 +94,13 @@ class VLLMBackend:
             max_tokens=self._sampling.response_length,
             generation_kwargs={"stop_token_ids": list(self._sampling.stop_ids)},
         )
-        # Of each token a list of one, its own.
+        # A list of one per token: its own log-probability.
         logps = [[token[0] for token in answer] for answer in output["logprobs"]]
         return list(zip(output["completion_ids"], logps, strict=True))
 
 
 def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, is_main: bool) -> VLLMBackend:
-    """Reach the server and, on the main process, open the way for the weights.
+    """Connect to the server and, on the main process, open the weight transfer.
 
     Raises:
         ConfigError: vLLM is not installed, the server cannot be reached, or it was started without what is needed.
@@ -114,11 +114,11 @@ def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, i
         )
         mode = client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
-            # At another temperature than 1 it would say how likely a token is at 1.
+            # Other modes return log-probabilities before the temperature.
             raise RuntimeError(f"the server says {mode} of its tokens, which is before the temperature")
         if is_main:
             client.init_communicator(device=device)
-    except Exception as error:  # TRL's client raises nothing more specific where a request fails.
+    except Exception as error:  # TRL's client raises no more specific error on a failed request.
         found = f"{config.vllm_server_base_url}: {error}"
         raise ConfigError(Problem(_URL, found, f"start it on GPUs of its own: {_COMMAND}")) from error
     return VLLMBackend(client, sampling, is_main=is_main)

@@ -1,1 +1,1 @@
-"""Training that remembers: Fisher information, penalties on changed weights, KL divergence to the base."""
+"""Methods against catastrophic forgetting: Fisher information, weight penalties, KL divergence to the base."""

@@ -1,4 +1,4 @@
-"""KL divergence of a model that is trained to the one that it starts from, which is frozen or its own base."""
+"""KL divergence of a trained model to its frozen start model, or to its own base without the adapter."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from recipes_lib.training.layouts.fsdp import prepare_frozen
 class BaseDivergence:
     """Cross-entropy and ``coefficient * KL(model || base)`` over the targets of a batch, in chunks of them.
 
-    It is what distillation computes from a teacher, with the base in the place of that.
+    The computation is that of distillation, with the base in place of the teacher.
 
     Source: ``tests/training/forgetting/test_base_divergence.py``.
     """
 
     def __init__(self, coefficient: float, base: PreTrainedModel | None) -> None:
-        """Hold the base.
+        """Wrap the base.
 
         Args:
             coefficient: Of the divergence, above 0.
             base: The frozen start, with a loss head; ``None``: the model itself without its adapter.
         """
         self._base: nn.Module | None = base
-        # As distillation weighs the two: they sum to 1.
+        # Distillation weighs both terms with weights that sum to 1.
         self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
         self._scale = 1 + coefficient
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Shard the base as the model will be, its products in the same precision."""
+        """Shard the base like the model, with the same compute dtype."""
         if self._base is not None:
             self._base = prepare_frozen(accelerator, self._base)
 
@@ -77,7 +77,7 @@ class BaseDivergence:
             states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, chosen)).result
 
         def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
-            # No adapter is on the output projection: it is the base's.
+            # The output projection has no adapter, so it equals the base's.
             base = TeacherHead(states, weight.detach(), **options)
             supervision = DistillationTargets(labels[:, 1:].flatten()[chosen], base, self._objective)
             states_now = pick_predictors(hidden, chosen)
@@ -93,7 +93,7 @@ class BaseDivergence:
 
 
 def load_base(config: RecipeConfig, attn_implementation: str) -> BaseDivergence | None:
-    """Load the base of a run, or return ``None`` where ``kl_to_base`` is 0.
+    """Load the base of a run; ``None`` if ``kl_to_base`` is 0.
 
     Args:
         config: The run.

@@ -1,4 +1,4 @@
-"""The diagonal Fisher information of a language model, and the files that keep it beside the weights."""
+"""Diagonal Fisher information of a language model, and its files beside the weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Labels = Literal["sampled", "empirical"]
 
 
 class Fisher(NamedTuple):
-    """A diagonal Fisher information, in squared nats a trained token.
+    """Diagonal Fisher information, in squared nats per target token.
 
     Attributes:
         diagonal: By the name of the parameter, ``float32`` of its shape.
@@ -44,7 +44,7 @@ class Fisher(NamedTuple):
 
 
 def split_documents(rows: Iterable[Mapping[str, Any]]) -> Iterator[Document]:
-    """Yield the documents of packed rows, each as a row of its own; those without a target are left out.
+    """Yield the documents of packed rows, each as a separate row; documents without a target are skipped.
 
     Args:
         rows: With ``input_ids``, ``loss_mask`` and ``seq_lengths``.
@@ -72,13 +72,13 @@ def compute_fisher(
     seed: int,
     progress: TrainingProgress,
 ) -> Fisher:
-    """Return the mean over trained tokens of the squared gradient of a document's log-likelihood.
+    """Return the mean over target tokens of the squared gradient of a document's log-likelihood.
 
-    The gradient is taken for every document and squared before it is added: the square of a mean gradient is as many
-    times too small as the mean is over. ``sampled`` draws each target from what the model itself predicts there, after
-    the text as it is. Gradients of such targets are uncorrelated, so that a document's squared gradient is in the mean
-    the sum of its tokens'. ``empirical`` takes the text's own, and is no Fisher information unless the model is right.
-    Documents are dealt out to the processes, which get the same sum; every process must call.
+    The gradient is squared per document, before summation: the square of a mean gradient would be too small by the size
+    of the mean. ``sampled`` draws each target from the model's prediction, given the actual text. Gradients of such
+    targets are uncorrelated, so the squared gradient of a document is in expectation the sum over its tokens.
+    ``empirical`` uses the targets of the text, which gives the Fisher information only if the model's distribution is
+    correct. Documents are divided over the processes, which all get the sum; every process must call.
 
     Args:
         model: A causal language model with a loss head; it is computed in evaluation mode, and left in it.
@@ -118,7 +118,7 @@ def _mix(seed: int, number: int) -> int:
 def _score(
     model: nn.Module, batch: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> TokenSums:
-    """Cross-entropy of a batch with its own targets, or with those that ``generator`` draws from the model."""
+    """Cross-entropy of a batch with its own targets, or with targets sampled from the model by ``generator``."""
     inputs = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in batch.items()
@@ -151,7 +151,7 @@ def take_documents(rows: Iterable[Mapping[str, Any]], num_documents: int) -> lis
 
 
 def write_fisher(folder: Path, fisher: Fisher, **facts: Any) -> None:
-    """Write both files; the record last, so that what it is of is whole.
+    """Write both files; the record last, so that it marks complete files.
 
     Args:
         folder: Of the weights, or with ``model_name_or_path`` among ``facts`` any other.
@@ -167,7 +167,7 @@ def write_fisher(folder: Path, fisher: Fisher, **facts: Any) -> None:
 
 
 def read_fisher(folder: Path, where: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors, mapped into memory, and the record of a folder.
+    """Return the memory-mapped tensors and the record of a folder.
 
     Args:
         folder: As ``write_fisher`` wrote it.

@@ -20,10 +20,9 @@ RECIPE_NAMES: Final = ("sft", "pretrain")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compute it on the first documents that the run trains on, and write it into the run's output directory.
+    """Compute it on the first training documents of the run, and write it to the run's output directory.
 
-    The model is the one that the run has left there; where there is none yet, the one that it starts from, which the
-    record then names.
+    The model is that of the output directory, or, if there is none, the start model, which the record then names.
 
     Raises:
         ConfigError: The recipe has no next-token objective over all weights, or its model cannot be loaded.
@@ -71,7 +70,7 @@ def compute(config: RecipeConfig, *, num_documents: int, labels: Any) -> None:
 
     output_dir, launch = Path(config.training["output_dir"]), read_launch()
     chosen = choose_model(config, output_dir)
-    config = replace(config, model=chosen, forgetting=ForgettingConfig())  # Of its own data alone.
+    config = replace(config, model=chosen, forgetting=ForgettingConfig())  # Only the run's own data, without replay.
     tokenizer = load_tokenizer(config.model, config.tokens)
     documents = take_documents(read_rows(config, tokenizer, launch.local_rank), num_documents)
     args = build_training_arguments(config, launch, has_eval=False)
@@ -102,7 +101,7 @@ def compute(config: RecipeConfig, *, num_documents: int, labels: Any) -> None:
 
 
 def choose_model(config: RecipeConfig, output_dir: Path) -> ModelConfig:
-    """Return the model that a run has left, with its tokenizer, or the one that it starts from.
+    """Return the trained model of a run with its tokenizer, or its start model.
 
     Raises:
         ConfigError: There is neither.
@@ -123,7 +122,7 @@ def choose_model(config: RecipeConfig, output_dir: Path) -> ModelConfig:
 
 
 def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_rank: int) -> Iterable[Mapping[str, Any]]:
-    """Return the training rows of a run, those of pretraining in its order."""
+    """Return the training rows of a run, for pretraining in its order."""
     if config.recipe == "pretrain":
         from recipes_lib.data.tokens.token_data import prepare_tokens
         from recipes_lib.planning.pretraining import count_run_tokens

@@ -28,7 +28,7 @@ PENALTY: Final = "ewc_penalty"
 
 
 class _Term(NamedTuple):
-    """A parameter and what holds it, all of this process's shard; ``fisher`` ``None`` is 1 everywhere."""
+    """A parameter with its reference, all local shards; ``fisher`` ``None`` means 1 everywhere."""
 
     parameter: nn.Parameter
     reference: Tensor
@@ -36,11 +36,11 @@ class _Term(NamedTuple):
 
 
 class WeightPenalty(TrainerCallback):
-    """``coefficient / 2 * sum F (w - w*)^2`` over all weights, in an optimizer step once.
+    """``coefficient / 2 * sum F (w - w*)^2`` over all weights, once per optimizer step.
 
-    Its gradient, ``coefficient * F (w - w*)``, is added in place to that of the data when that is complete: summed over
-    micro-batches and processes, and not yet clipped. So neither accumulation nor the number of processes multiplies it,
-    and no graph of it is kept. ``F`` and ``w*`` are sharded as the weights are.
+    Its gradient, ``coefficient * F (w - w*)``, is added in place to the complete data gradient: summed over
+    micro-batches and processes, before clipping. Therefore gradient accumulation and world size do not multiply it, and
+    it needs no graph. ``F`` and ``w*`` are sharded like the weights.
 
     Source: Kirkpatrick et al. 2017 (arXiv 1612.00796, eq. 3); with ``F`` = 1 L2-SP, Xuhong et al. 2018 (arXiv
         1802.01483); ``tests/training/forgetting/test_weight_penalty.py``.
@@ -62,7 +62,7 @@ class WeightPenalty(TrainerCallback):
         self._sum = torch.zeros(())
 
     def prepare(self, accelerator: Accelerator, model: nn.Module) -> None:
-        """Shard the reference as the model will be.
+        """Shard the reference like the model.
 
         Args:
             accelerator: Of the trainer.
@@ -87,7 +87,7 @@ class WeightPenalty(TrainerCallback):
         self._reference, self._whole_fisher = nn.Module(), None
 
     def hold(self, model: nn.Module) -> None:
-        """Find the trained parameters of the model, sharded by now."""
+        """Look up the trained parameters of the model, after sharding."""
         self._terms = [
             _Term(parameter, *self._held[name])
             for name, parameter in model.named_parameters()
@@ -96,7 +96,7 @@ class WeightPenalty(TrainerCallback):
 
     @torch.no_grad()
     def add_gradients(self, scale: float = 1.0) -> None:
-        """Add the penalty's gradient to that of the data, wherever there is one.
+        """Add the penalty's gradient to the data gradient of every parameter that has one.
 
         Args:
             scale: What that is multiplied by.
@@ -124,7 +124,7 @@ class WeightPenalty(TrainerCallback):
         return self._coefficient / 2 * float(value)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Find the parameters; FSDP2 has put others in the place of those that the model was built with."""
+        """Look up the parameters; FSDP2 has replaced those of the original model."""
         self.hold(kwargs["model"])
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -163,14 +163,14 @@ def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
 
 
 def _verify(fisher: Mapping[str, Tensor], expected: str, reference: nn.Module, where: str) -> None:
-    """Refuse the Fisher information of another model.
+    """Raise for the Fisher information of another model.
 
     Raises:
         ConfigError: A name, a shape or a weight is another one.
     """
     wrong = _find_differing(_list_trained(reference), {name: tuple(value.shape) for name, value in fisher.items()})
     found = f"has {len(wrong)} weights of another shape or name, such as {wrong[0]}" if wrong else None
-    # Where loading is sparing with memory the others have no weights yet.
+    # With low-memory loading, the other ranks have no weights yet.
     if found is None and not broadcast_object(get_rank() != 0 or hash_weights(reference) == expected):
         found = "was computed at other weights, or in another `dtype`"
     if found is not None:
@@ -179,7 +179,7 @@ def _verify(fisher: Mapping[str, Tensor], expected: str, reference: nn.Module, w
 
 
 def _list_trained(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of what is trained."""
+    """Shapes of the trained parameters."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -188,5 +188,5 @@ def _find_differing(shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, 
 
 
 def _take_share(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This process's part of a tensor that all processes have, where that of ``parameter`` lies."""
+    """Local shard of a replicated tensor, placed like ``parameter``."""
     return get_local(shard_like(whole, parameter)).to(get_local(parameter).device)

@@ -22,7 +22,7 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A combination that would fail late, or compute something else in silence.
+    """A combination that would fail late, or silently compute something else.
 
     Attributes:
         launch: What the launch file says, or the launch itself, in Markdown.
@@ -45,7 +45,7 @@ class Blocked:
     is_asked: Callable[[Keys, Launch], object] | None = None
 
     def applies(self, keys: Keys, launch: Launch) -> bool:
-        """Whether one of these recipes and a launch are such a combination."""
+        """Return whether this combination applies to a recipe and a launch."""
         if not self.is_launched(launch):
             return False
         if self.is_asked is not None:
@@ -53,7 +53,7 @@ class Blocked:
         return not self.keys or any(keys.get(key) for key in self.keys)
 
     def tell(self, keys: Keys, config: RecipeConfig, file: str) -> Problem:
-        """Return what is wrong with a recipe that it applies to, where that stands, and what to do.
+        """Return the problem of an affected recipe: key, reason, and remedy.
 
         Args:
             keys: Of the recipe.
@@ -338,14 +338,14 @@ def _block_no_precision(key: str) -> Blocked:
 
 
 def _trains_few_bits(keys: Keys, launch: Launch) -> bool:
-    """Whether weights of sixteen bits are trained under products in fewer bits than theirs."""
+    """Whether 16-bit weights are trained with a compute dtype of fewer bits."""
     is_all_float32 = launch.precision == "no" and keys.get("bf16") is False and not keys.get("fp16")
     return keys.get("dtype") in ("bfloat16", "float16") and not keys.get("use_peft") and not is_all_float32
 
 
 def _copies_policy(keys: Keys, _: Launch) -> bool:
-    """Whether a frozen copy of the whole policy stands beside it; ``prepare_reference`` makes it."""
-    # A fresh adapter changes nothing yet, unless it began with a part of the model's own weights.
+    """Whether a frozen copy of the whole policy exists beside it; ``prepare_reference`` makes it."""
+    # A new adapter changes nothing yet, unless its initialisation took a part of the base weights.
     has_base = (
         keys.get("use_peft")
         and not keys.get("adapter_name_or_path")
@@ -515,7 +515,7 @@ BLOCKED: Final = (
 
 
 def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch file") -> None:
-    """Refuse what a recipe and a launch file cannot ask for together.
+    """Raise for incompatible options of a recipe and a launch file.
 
     Args:
         config: The recipe.

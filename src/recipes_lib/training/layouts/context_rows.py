@@ -1,4 +1,4 @@
-"""Context parallelism of the trainers: the part of a batch that a rank reads, and its attention."""
+"""Context parallelism in the trainers: the tokens of a rank, and its attention index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from recipes_lib.training.layouts.launch_environment import Launch
 
 
 def join_context(launch: Launch, args: TrainingArguments) -> ContextParallelGroup | None:
-    """Meet the processes that share rows with this one; ``None`` where each has rows of its own. All must call.
+    """Build the context-parallel group of this process; ``None`` if every rank has its own rows. All ranks must call.
 
     Args:
         launch: How they were started.
@@ -39,10 +39,10 @@ def join_context(launch: Launch, args: TrainingArguments) -> ContextParallelGrou
 
 
 def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_heads: bool) -> dict[str, Any]:
-    """This process's part of a batch: of each row the tokens of one piece from its head and one from its tail.
+    """Local part of a batch: one piece from the head of each row and one from its tail.
 
-    A row is cut into twice as many pieces as there are processes. The first attends to the fewest tokens and the last
-    to the most, so that every process has as much to do; by heads it would have anyhow.
+    A row is split into twice as many pieces as ranks. With causal attention, the first piece attends to the fewest
+    tokens and the last to the most; pairing them balances the work. With Ulysses it is balanced in any case.
 
     Args:
         batch: As ``PackedCollator`` makes it in the layout ``rows``; alike on all processes that share it.
@@ -58,12 +58,12 @@ def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_h
         ``max_length_q`` and ``max_length_k`` of what attends together, and ``context_index``, where among the gathered
         tokens the keys of each stand: by heads those of whole documents, which are the queries too.
     """
-    # Which keys a token has is worked out on the host, wherever the loader has brought the batch.
+    # The index is computed on the host, wherever the loader placed the batch.
     batch = {name: batch[name].cpu() for name in ("input_ids", "position_ids", "labels", "num_tokens")}
     length = batch["input_ids"].shape[1]
     piece = -(-length // (2 * num_processes))
     padding = 2 * num_processes * piece - length
-    # Padding is a document of its own.
+    # Padding is a separate document.
     restarted = torch.arange(padding).expand(len(batch["input_ids"]), -1)
     positions = torch.cat([batch["position_ids"], restarted], dim=1)
     labels = functional.pad(batch["labels"], (0, padding), value=IGNORE_INDEX)
@@ -83,8 +83,8 @@ def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_h
 
 
 def _find_keys(positions: Any, attending: Sequence[tuple[int, int]], num_processes: int) -> dict[str, Any]:
-    """Which tokens each run of queries attends to: a run is what a document has in one ``attending`` part of a row."""
-    # The pieces of a row, in its order, as gathered from process after process.
+    """Keys of each run of queries; a run is the part of a document in one ``attending`` piece of a row."""
+    # Pieces of a row in order, as all-gathered rank by rank.
     owners = [min(at, 2 * num_processes - 1 - at) for at in range(2 * num_processes)]
     row = np.arange(positions.shape[1])
     piece = len(row) // len(owners)
@@ -105,6 +105,6 @@ def _find_keys(positions: Any, attending: Sequence[tuple[int, int]], num_process
         "cu_seq_lens_k": torch.tensor(keys).cumsum(0, dtype=torch.int32),
         "max_length_q": int(max(queries)),
         "max_length_k": int(max(keys)),
-        # A batch without rows, which holds a place while the batch grows, has no keys.
+        # An empty batch, a placeholder during a batch ramp, has no keys.
         "context_index": torch.from_numpy(np.concatenate([*index, row[:0]])),
     }

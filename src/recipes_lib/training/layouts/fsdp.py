@@ -19,10 +19,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def settle_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
-    """Have FSDP2 reduce gradients and return losses in ``float32``; call it before any model is prepared.
+    """Make FSDP2 reduce gradients and return losses in ``float32``; call it before any model is prepared.
 
-    accelerate asks for the narrow type everywhere: losses and log-probabilities would have three digits, and gradients
-    would be summed over the processes with as many. The products alone are narrow, as under autocast.
+    accelerate's default is the narrow dtype everywhere: losses and log-probabilities would have three digits, and so
+    would the reduction of gradients. Only matrix products should be narrow, as under autocast.
 
     Args:
         accelerator: Of the run; without FSDP2, or in full precision, nothing changes.
@@ -38,7 +38,7 @@ def settle_precision(accelerator: Accelerator, model: nn.Module | None = None) -
 
 
 def shard(accelerator: Accelerator, model: Any) -> Any:
-    """Return a model that is sharded as accelerate shards the one that it trains: layer by layer.
+    """Return a model sharded in the same way as accelerate shards the trained one: layer by layer.
 
     Args:
         accelerator: Of FSDP2, its precision settled.
@@ -51,12 +51,13 @@ def shard(accelerator: Accelerator, model: Any) -> Any:
     try:
         return fsdp2_prepare_model(accelerator, model)
     finally:
-        # accelerate would look for the layers of this model in the next one, which may be of another architecture.
+        # Otherwise accelerate would search the next model, possibly of another architecture, for the layers of this
+        # one.
         plugin.transformer_cls_names_to_wrap = named
 
 
 def shard_head(head: nn.Module, trunk: nn.Module) -> None:
-    """Shard a head that stands beside a sharded trunk over the same processes, its products in ``float32``; in place.
+    """Shard a head beside a sharded base over the same ranks, with ``float32`` compute; in place.
 
     Source: ``tests/distributed/test_ppo.py``.
     """
@@ -65,10 +66,10 @@ def shard_head(head: nn.Module, trunk: nn.Module) -> None:
 
 
 def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Shard a chunk of a pipeline, layer by layer, over the processes that hold the same; in place.
+    """Shard a chunk of a pipeline stage, layer by layer, over the ranks with the same stage; in place.
 
-    Its gradients are summed over them. Once a micro-batch has gathered a layer it stays whole to the end of the step:
-    to gather it for each of them would take as many times as long (as torchtitan does with FSDP in a pipeline).
+    Gradients are reduced over these ranks. A layer gathered by a micro-batch stays gathered to the end of the step: a
+    gather per micro-batch would multiply the traffic (torchtitan does the same for FSDP in a pipeline).
 
     Args:
         chunk: No two have a weight in common.
@@ -83,22 +84,22 @@ def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh,
         of_module = replace(policy, output_dtype=torch.float32) if module is chunk else policy
         sharded = fully_shard(module, mesh=mesh, mp_policy=of_module, reshard_after_forward=False)
         sharded.set_gradient_divide_factor(1.0)
-        # gloo knows no other.
+        # gloo supports no other reduction.
         sharded.set_force_sum_reduction_for_comms(True)
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Return whether some weight of a model is spread over processes."""
+    """Return whether any weight of a model is sharded."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_local(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor: its shard, or all of one that is not sharded."""
+    """Return the local part of a tensor: its shard, or all of an unsharded one."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def get_whole(tensor: Tensor) -> Tensor:
-    """Return a whole tensor; every process that has a shard of it must call."""
+    """Return the full tensor; every process with a shard of it must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -109,9 +110,9 @@ def is_sharded(model: Any) -> bool:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Hold all weights of a sharded model on every process, in the precision of products; every process must enter.
+    """Gather all weights of a sharded model on every process within the context, in the compute dtype; all must enter.
 
-    Within, a forward pass waits for no other process; so that each may make as many of them as it has to.
+    Forward passes inside need no communication, so each process can make a different number of them.
 
     Source: ``tests/training/layouts/test_fsdp.py``, ``tests/distributed/test_ppo.py``.
     """
@@ -130,15 +131,15 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
-    """What holds the parameters of each unit, with its options, which can be set, and not asked for."""
+    """Parameter groups of the FSDP units; FSDP2 has setters for their options, but no getters."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     return [group for unit in units if (group := unit._get_fsdp_state()._fsdp_param_group) is not None]
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all tensors together, over all parts of those that are spread over processes; a plain scalar.
+    """Return the global norm of all tensors over all shards; a plain scalar.
 
-    Those that are spread over the same processes are taken together, as torch can.
+    Tensors on the same device mesh are combined first, because torch has no operation across meshes.
     """
     totals: list[Any] = [get_total_norm(some) for some in _group_by_mesh(tensors)]
     norms = [get_whole(total) for total in totals]
@@ -158,7 +159,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, total_no
 
 
 def _group_by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Those on one mesh together: torch has no operation on a list of several."""
+    """Group tensors by device mesh: torch has no list operation across meshes."""
     together: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -166,28 +167,28 @@ def _group_by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 
 
 def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return a model that is not trained, sharded as the trained one is, its products in the same precision."""
+    """Return a frozen model, sharded like the trained one, with the same compute dtype."""
     if accelerator.is_fsdp2:
         sharded: nn.Module = shard(accelerator, model)
         return sharded
     prepared: nn.Module = accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
-    # accelerate keeps what it prepares, for checkpoints of its own.
+    # accelerate keeps references to prepared models, for its own checkpoints.
     accelerator._models.pop()
     return prepared
 
 
 def _build_policy(param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Of every unit: none widens its outputs, for the next layer would narrow them again, forwards and backwards."""
+    """Mixed-precision policy of every unit: outputs stay narrow, because the next layer would cast them down again."""
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
 
 
 def _widen_outputs(model: nn.Module) -> None:
-    """Have a model return ``float32``, as accelerate has it of one that is not sharded; its layers stay as they are."""
+    """Make the outermost model return ``float32``, as accelerate does for an unsharded one; layers are unchanged."""
     model.register_forward_hook(lambda _module, _inputs, output: convert_to_fp32(output))
 
 
 def reshard(model: nn.Module) -> None:
-    """Leave every process with its own shards; FSDP2 keeps some weights whole after a forward pass."""
+    """Restore the shards on every process; FSDP2 leaves some weights gathered after a forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

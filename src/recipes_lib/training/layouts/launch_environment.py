@@ -1,4 +1,4 @@
-"""The launch: rank, world size, engine and mesh from the environment, and accelerate's launch files that set it."""
+"""Launch environment: rank, world size, engine and device mesh from variables, and accelerate's launch files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
 """In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""
 
 _VARIABLES: Final = {
-    # Memory that was freed in one size is used in another: packed rows differ in length.
+    # Expandable segments: packed rows differ in length, so freed memory is reused in other sizes.
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-    # What each rank had started and finished is written down when a collective times out.
+    # NCCL's flight recorder writes started and finished collectives of each rank on a timeout.
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
@@ -42,7 +42,7 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How the launch file lays a run out over its processes; what it does not say is as accelerate takes it then.
+    """Parallelism of a launch file; missing values are accelerate's defaults.
 
     Attributes:
         uses_cpu: Whether the file asks for CPUs; processes that torch's launcher started are not told.
@@ -78,7 +78,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the launcher (accelerate, torchrun, SLURM through either) told this process.
+    """State of the launch in this process, from the launcher (accelerate, torchrun, SLURM through either).
 
     Attributes:
         rank: Index of this process among all.
@@ -103,46 +103,47 @@ class Launch:
 
     @property
     def tensor_size(self) -> int:
-        """Processes that share the tensors of each layer; 1: each computes whole layers."""
+        """Size of the tensor-parallel group; 1: no tensor parallelism."""
         return self.layout.sizes.get("tp", 1)
 
     @property
     def tensor_rank(self) -> int:
-        """Index of this process among those."""
+        """Rank in the tensor-parallel group."""
         return self.rank % self.tensor_size
 
     @property
     def context_size(self) -> int:
-        """Processes that share the tokens of a row; 1: each has whole rows."""
+        """Size of the context-parallel group; 1: no context parallelism."""
         return self.layout.sizes.get("cp", 1) * self.layout.sizes.get("sp", 1)
 
     @property
     def shares_by_heads(self) -> bool:
-        """Whether those exchange tokens for heads to attend, as Ulysses does; otherwise each gathers all keys."""
+        """Whether context parallelism is Ulysses (all-to-all of heads) instead of an all-gather of keys."""
         return "sp" in self.layout.sizes
 
     @property
     def context_rank(self) -> int:
-        """Index of this process among those that share the tokens of its rows."""
+        """Rank in the context-parallel group."""
         return self.rank % self.context_size
 
     @property
     def data_size(self) -> int:
-        """Processes that take rows of their own, or groups that share tensors, rows or the stages of a pipeline."""
-        # A launch that does not fill one group is refused a moment later.
+        """Number of data-parallel ranks; a tensor, context or pipeline group counts as one."""
+        # A launch that does not fill one group is rejected by the next check.
         return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.pipeline_stages))
 
     @property
     def data_rank(self) -> int:
-        """Index of this process, or of its group, among those."""
+        """Data-parallel rank of this process, or of its group."""
         if self.layout.pipeline_stages > 1:
-            # Pipelines lie across the processes, so that those which add up gradients are neighbours.
+            # Ranks of a pipeline are far apart, so that ranks with the same stage, which reduce gradients, are
+            # neighbours.
             return self.rank // self.tensor_size % self.data_size
         return self.rank * self.data_size // self.world_size
 
     @property
     def part(self) -> PipelinePart | None:
-        """What this process holds of a model; ``None``: all of it."""
+        """Layers of this process's pipeline stage; ``None``: the whole model."""
         if self.layout.pipeline_stages == 1:
             return None
         num_chunks = 2 if self.layout.schedule == "interleaved" else 1
@@ -151,7 +152,7 @@ class Launch:
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
-    """Return what the launcher put into the environment; one process when there is none.
+    """Read the launch from the environment; one process without variables of a launcher.
 
     Args:
         variables: Those of another process, such as the one that a launch file would start; ``None`` is this one's.
@@ -215,7 +216,7 @@ def _read_number(told: Mapping[str, str], name: str, default: _Number, least: in
 
 
 def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a pipeline; without them it is as the variables say."""
+    """Add the flags of pipeline parallelism; the defaults are the environment variables."""
     layout = read_launch().layout
     parser.add_argument(
         "--pipeline_stages", type=int, default=layout.pipeline_stages, help="processes that share the layers of a model"
@@ -224,7 +225,7 @@ def add_pipeline_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def name_pipeline(stages: int, schedule: str) -> dict[str, str]:
-    """Return the variables by which a process is told of a pipeline."""
+    """Return the environment variables of pipeline parallelism."""
     return {_PIPELINE_STAGES: str(stages), _SCHEDULE: schedule}
 
 
@@ -253,15 +254,15 @@ def keep_from_accelerate(launch: Launch) -> None:
 
 
 def keep_engine_in_process() -> None:
-    """Have vLLM compute in this process, whose weights it gets, and report to nobody; before it is imported."""
+    """Configure vLLM to run in this process and send no usage data; before it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
-    """Tell the processes that this one becomes or starts how many they should be, and what should shard them.
+    """Set the expected world size and sharding for the processes that this one starts.
 
-    How they use GPU memory, and what they write down when a collective times out, they are told besides.
+    Also sets the options of the GPU allocator and of NCCL's flight recorder.
 
     Args:
         num_processes: Over all machines.
@@ -275,7 +276,7 @@ def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] |
 
 
 def verify_expected(launch: Launch) -> None:
-    """Stop a process of a launch that became another one; before anything else, since it needs no other process.
+    """Raise in a process whose launch differs from the expected one; first of all checks, without communication.
 
     Raises:
         ConfigError: There are more or fewer processes than ``recipes launch`` asked for, or something else shards them.
@@ -292,7 +293,7 @@ def verify_expected(launch: Launch) -> None:
 
 
 def verify_rendezvous(launch: Launch) -> None:
-    """Stop one of several processes that could not meet the others, before it loads anything.
+    """Raise if one of several processes cannot meet the others, before it loads anything.
 
     Raises:
         ConfigError: Its rank is out of range, or the address of the rendezvous is missing.
@@ -314,7 +315,7 @@ def verify_rendezvous(launch: Launch) -> None:
 
 
 def verify_accelerator(launch: Launch, *, is_available: bool) -> None:
-    """Stop a sharded run on a machine that it cannot run on, before anything is loaded.
+    """Raise for a sharded run on a machine without the accelerator that it needs, before anything is loaded.
 
     Args:
         launch: What the launcher asked for.
@@ -329,7 +330,7 @@ def verify_accelerator(launch: Launch, *, is_available: bool) -> None:
 
 
 def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> None:
-    """Stop a run that accelerate has silently turned into something else than what was launched.
+    """Raise if accelerate has silently changed the launch.
 
     Args:
         launch: What the launcher asked for.
@@ -351,8 +352,8 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
                 "or start with `torchrun --nproc_per_node N`",
             )
         )
-    # accelerate makes FSDP of several accelerators, and of nothing else, once its Accelerator is built; and so may who
-    # loads a model.
+    # accelerate uses FSDP only with several accelerators, and only once its Accelerator is built; other code that loads
+    # a model can build it earlier.
     becomes = "FSDP" if launch.engine == "FSDP" and distributed_type not in ("NO", "MULTI_CPU") else distributed_type
     if launch.engine and becomes != launch.engine:
         raise ConfigError(
@@ -365,7 +366,7 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
 
 
 def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1, is_in_shards: bool = False) -> None:
-    """Stop a run that is not sharded by what it was launched with, now that accelerate has decided.
+    """Raise if the run is not sharded by the launched engine, once accelerate has chosen one.
 
     Args:
         launch: What the launcher asked for.
@@ -428,7 +429,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
 
 
 def name_variables(document: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
-    """Return the variables of the main process of a launch, as ``read_launch`` takes them.
+    """Return the environment variables of the main process of a launch, for ``read_launch``.
 
     Args:
         document: Of the launch file.
@@ -457,7 +458,7 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
 def plan_launch(
     file: Path | None, num_processes: int | None = None, pipeline: Mapping[str, str] | None = None
 ) -> Launch:
-    """Return what the main process of a launch will read, before there is one.
+    """Return the launch state of the main process, before the launch.
 
     Args:
         file: The launch file; ``None``: processes that are started without one.

@@ -1,4 +1,4 @@
-"""How the processes of a launch hold a model, the activation checkpointing that fits, and memory and time planned."""
+"""Memory layout of a launch, choice of activation checkpointing, and the planned memory and time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from recipes_lib.training.layouts.launch_environment import Launch
 
 
 def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeConfig, str]:
-    """Return a run with the activation checkpointing that ``auto`` means here, and which that is and why, in words.
+    """Resolve ``activation_checkpointing: auto``; return the run, and the choice with its reason in words.
 
-    On a GPU the fastest kind by which the plan of its memory fits; elsewhere none, since host memory is larger than
-    what CPUs train. Where nothing can be planned every layer is recomputed.
+    On a GPU it is the fastest kind whose planned memory fits; otherwise none, because host memory is larger than the
+    needs of CPU training. Without a plan, every layer is recomputed.
 
     Args:
         config: The run; with anything but ``auto`` it stays, and there are no words.
@@ -34,7 +34,7 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
     else:
         try:
             plan = _plan(config, launch, size)
-        except Exception as error:  # An unknown architecture may raise anything here, and still train.
+        except Exception as error:  # An unknown architecture may raise any error here, and still train.
             mode, why = "every layer", f"memory could not be planned: {error}"
         else:
             return settle_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"
@@ -43,10 +43,10 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
 
 
 def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str, float] | None:
-    """Return what a process of a run is planned to take, for ``run.json``; ``None`` without a GPU or a plan.
+    """Return the planned memory and time of a process for ``run.json``; ``None`` without a GPU or a plan.
 
-    ``memory_bytes`` are those that PyTorch allocates, ``step_seconds`` an optimizer step of full rows; without a known
-    peak, and of reinforcement learning, there are none.
+    ``memory_bytes`` is PyTorch's allocation, ``step_seconds`` an optimizer step of full rows, which is omitted for GPUs
+    of unknown peak and for reinforcement learning.
 
     Args:
         config: The run, after ``choose_checkpointing``.
@@ -56,7 +56,8 @@ def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str
     if (size := _find_device_memory(config)) is None or not _has_length(config):
         return None
     planned: dict[str, float] = {}
-    with suppress(Exception):  # As above: an unknown architecture trains without a plan, a new GPU has no known peak.
+    # As above: an unknown architecture trains without a plan, and a new GPU has no known peak.
+    with suppress(Exception):
         planned["memory_bytes"] = _plan(config, launch, size).allocated
         if config.recipe not in RL_RECIPES:
             peak, (mfu, _) = find_peak(device_name, config), find_efficiency(config)
@@ -79,7 +80,7 @@ def _plan(config: RecipeConfig, launch: Launch, size: int) -> MemoryPlan:
 
 
 def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
-    """Return how the processes of a launch hold a model.
+    """Return how the ranks of a launch share a model.
 
     Args:
         launch: Of ``plan_launch``.
@@ -92,8 +93,8 @@ def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
     weights, gradients, states = (size if zero >= least else 1 for least in (3, 2, 1))
     if layout.offloads_optimizer or layout.offloads_weights:
         weights, gradients, states = 0 if layout.offloads_weights else weights, 0, 0
-    # The first stage is ahead of the last by as many micro-batches as there are stages between them; of two chunks in
-    # turns it holds half of those twice (Narayanan et al. 2021, section 2.2).
+    # The first stage is ahead of the last by one micro-batch per stage; with two chunks per rank (interleaved), it
+    # holds half of those twice (Narayanan et al. 2021, section 2.2).
     in_flight = {"1f1b": min(stages, num_batches), "gpipe": num_batches, "interleaved": stages + (stages - 1) / 2}
     return Layout(
         launch_file=name,

@@ -34,7 +34,7 @@ from recipes_lib.training.trainers.recipe_trainer import Batch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PipelineGroups:
-    """The groups that this process is in.
+    """Process groups of this rank.
 
     Attributes:
         pipeline: The stages of its pipeline, in their order.
@@ -49,7 +49,7 @@ class PipelineGroups:
 
 @functools.cache
 def build_pipeline_groups(num_stages: int, tensor_size: int = 1) -> PipelineGroups:
-    """Return the groups of this process; every process must call, with the same numbers.
+    """Build the groups of this rank; every rank must call, with the same numbers.
 
     Args:
         num_stages: Pipeline stages; the process group exists, and has a multiple of them.
@@ -57,7 +57,7 @@ def build_pipeline_groups(num_stages: int, tensor_size: int = 1) -> PipelineGrou
     """
     mesh, num_pipelines = build_pipeline_mesh(num_stages, tensor_size), get_world_size() // num_stages
     last = num_pipelines * (num_stages - 1)
-    # Each process takes part in making every group.
+    # Creation of a group is collective: every rank takes part in each.
     ends = [distributed.new_group(sorted({first, last + first})) for first in range(num_pipelines)]
     return PipelineGroups(mesh.get_group("pp"), mesh["fsdp"], ends[get_rank() % num_pipelines])
 
@@ -72,9 +72,9 @@ _OF_LAST: Final = ("labels", "target_positions", "loss_head")
 
 
 class Chunk(nn.Module):
-    """A chunk as a schedule runs it: states come from the chunk before, and all else from the micro-batch itself.
+    """A chunk in the form for torch's schedules: hidden states from the previous chunk, everything else from the batch.
 
-    Every stage has the batch at hand, so that positions and the boundaries of documents are never sent.
+    Every stage has the batch, so positions and document boundaries are never sent.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Chunk(nn.Module):
         is_last: bool,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Run ``model``, a chunk of ``split_into_chunks``, in the precision of ``autocast``."""
+        """Run ``model``, a chunk of ``split_into_chunks``, under ``autocast``."""
         super().__init__()
         self.model = model
         self.is_first, self.is_last = is_first, is_last
@@ -97,7 +97,7 @@ class Chunk(nn.Module):
             add_loss_head(model)
 
     def forward(self, states: Tensor | None = None, *, at: Tensor) -> Tensor:
-        """Return the states behind this chunk, ``(B, L, D)``, or the summed loss where it is the last one.
+        """Return the hidden states after this chunk, ``(B, L, D)``, or the summed loss of the last chunk.
 
         Args:
             states: Behind the chunk before; ``None`` where this is the first one.
@@ -110,17 +110,17 @@ class Chunk(nn.Module):
         with self._autocast():
             if self.is_last:
                 self.results.append(self.model(**inputs, use_cache=False))
-                # Of logits nobody asks for gradients.
+                # Gradients with respect to logits are never used.
                 loss: Tensor = self.results[-1].get("nll_sum", torch.zeros(()))
                 return loss
             inputs = {name: value for name, value in inputs.items() if name not in _OF_LAST}
             hidden: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        # What the next stage waits for: under autocast the sums of a layer are as wide as its weights.
+        # The next stage expects this dtype: under autocast, residual sums have the dtype of the weights.
         return hidden.to(self._dtype)
 
 
 class Pipeline(nn.Module):
-    """The model that the stages are together: what it computes and the gradients it leaves are those of the whole one.
+    """The model formed by all stages: outputs and gradients are those of the whole model.
 
     Source: torch ``torch.distributed.pipelining``; ``tests/training/layouts/test_pipeline_schedule.py``,
     ``tests/distributed/test_pipeline.py``.
@@ -151,18 +151,18 @@ class Pipeline(nn.Module):
             Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
         )
         self._mesh, self._schedule = mesh, schedule
-        self._dtype = model.dtype  # Of states; FSDP2 may hold weights in another one for a while.
-        self._built: tuple[Any, Any] | None = None  # What the last schedule was for, and its buffers.
+        self._dtype = model.dtype  # Dtype of hidden states; FSDP2 may temporarily hold weights in another one.
+        self._built: tuple[Any, Any] | None = None  # Key and buffers of the last schedule.
         self._scale: Tensor | float = 1.0
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The embedding of the last stage, where the first one has the same; ``None`` elsewhere."""
+        """Embedding of the last stage, if it is tied to that of the first stage; otherwise ``None``."""
         is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
         return self.model.get_input_embeddings().weight if is_copy else None
 
     def shard(self, compute_dtype: torch.dtype) -> None:
-        """Share this stage out to its replicas, layer by layer, before an optimizer sees its weights.
+        """Shard this stage over its replicas, layer by layer, before an optimizer uses its weights.
 
         Args:
             compute_dtype: Of matrix products.
@@ -173,7 +173,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
-        """Return what the whole model gives for a batch, on every process of the pipeline; all of them must call.
+        """Return the output of the whole model for a batch, on every rank of the pipeline; all of them must call.
 
         Args:
             **inputs: As a model with a loss head takes them; the same on all stages.
@@ -191,9 +191,9 @@ class Pipeline(nn.Module):
         return kind(**{name: value.to(device) for name, value in found.items()})
 
     def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[Any]:
-        """Run all micro-batches of a step forward and backward; add the gradients of its loss to the parameters'.
+        """Run all micro-batches of a step forward and backward; add the gradients to the parameters'.
 
-        They are those of this pipeline's rows: ``reduce_gradients`` comes next.
+        They cover the rows of this pipeline: ``reduce_gradients`` comes next.
 
         Args:
             batches: Of one shape, without ``num_tokens``.
@@ -206,9 +206,9 @@ class Pipeline(nn.Module):
         return self._give([{**batch, "loss_head": True} for batch in batches], self._run_schedule)
 
     def reduce_gradients(self) -> None:
-        """Add up the gradients of all replicas, and of tied embeddings those of both ends; every process must call."""
+        """Reduce the gradients of all replicas, and of tied embeddings over both ends; every process must call."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        # Of shards FSDP2 has done it.
+        # FSDP2 has already reduced those of shards.
         if self._mesh.replicas.size() > 1 and not has_shards(self.model):
             group = self._mesh.replicas.get_group()
             waiting = [distributed.all_reduce(part, group=group, async_op=True) for part in gradients]
@@ -221,13 +221,13 @@ class Pipeline(nn.Module):
             distributed.all_reduce(get_local(gradient), group=self._mesh.ends)
 
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the norm of some tensors of all stages together; every process must call, with what counts here."""
+        """Return the norm of tensors over all stages; every process must call, with its counted tensors."""
         squares = compute_total_norm(tensors).float().square().to(self._device)
         distributed.all_reduce(squares, group=self._mesh.pipeline)
         return squares.sqrt()
 
     def _give(self, batches: Sequence[Batch], run: Callable[[Sequence[Batch]], None]) -> Sequence[Any]:
-        """Lay batches before the chunks that ``run`` calls; return what the last one made of them, if it is here."""
+        """Set the batches for the chunks that ``run`` calls; return the output of the last chunk, if it is here."""
         for chunk in self.chunks:
             chunk.batches, chunk.results = batches, []
         run(batches)
@@ -237,7 +237,7 @@ class Pipeline(nn.Module):
         return results
 
     def _hand_through(self, batches: Sequence[Batch]) -> None:
-        """Run one batch forward, each chunk when it has the states of the one before."""
+        """Run one batch forward; each chunk starts when it has the states of the previous one."""
         size, shape = self.part.num_stages, batches[0]["input_ids"].shape
         states = None
         for number, chunk in zip(self.part.chunks, self.chunks, strict=True):
@@ -257,7 +257,7 @@ class Pipeline(nn.Module):
         self._built[1].step(at=numbers, return_outputs=False, **target)
 
     def _build_schedule(self, num_batches: int, shape: torch.Size) -> Any:
-        # Told what is sent, torch need not run the model once to find out.
+        # With given shapes, torch need not run the model once to infer them.
         options: dict[str, Any] = {"dtype": self._dtype, "device": "meta", "requires_grad": True}
         states, loss = torch.empty(*shape, self.config.hidden_size, **options), torch.empty((), **options)
         stages = [
@@ -291,15 +291,15 @@ def _to_host(output: Any) -> dict[str, Tensor]:
 
 
 def choose_trainer(launch: Launch) -> type[PretrainTrainer]:
-    """Return the trainer of a launch: of whole models, or of pipeline-parallel models."""
+    """Return the trainer class of a launch: for whole models, or for pipeline parallelism."""
     return PretrainTrainer if launch.part is None else PipelineTrainer
 
 
 class PipelineTrainer(PretrainTrainer):
-    """``PretrainTrainer`` of a model that several processes hold together.
+    """``PretrainTrainer`` for pipeline parallelism.
 
-    All micro-batches of an optimizer step go through the stages by one schedule, in the first of the calls that
-    upstream makes for them. The loss is known where the last chunk is: there it is counted, and to all others it is 0.
+    All micro-batches of an optimizer step run through the stages in one schedule, in the first of upstream's calls for
+    them. Only the rank with the last chunk knows the loss and counts it; on all others it is 0.
 
     Source: ``tests/distributed/test_pipeline.py``, ``docs/decisions/0015-pipeline.md``.
     """
@@ -318,7 +318,7 @@ class PipelineTrainer(PretrainTrainer):
         self._mesh = build_pipeline_groups(layout.pipeline_stages, launch.tensor_size)
         self.pipeline = Pipeline(model, self._mesh, schedule=layout.schedule, autocast=build_autocast(args))
         if launch.engine == "FSDP":
-            # Before upstream looks for what is sharded.
+            # Before upstream checks for sharding.
             self.pipeline.shard(get_compute_dtype(args))
         super().__init__(model=model, **kwargs)
         self.model_wrapped = self.pipeline
@@ -328,12 +328,12 @@ class PipelineTrainer(PretrainTrainer):
         )
 
     def add_loss_head(self) -> None:
-        """Leave it to the last chunk, which alone can project."""
+        """Do nothing: only the last chunk has a projection, and its own loss head."""
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:
-        """Take the micro-batches of a step, whose terms every stage has counted.
+        """Take the micro-batches of a step; every stage has counted their targets.
 
         Raises:
             PreemptedError: As ``RecipeTrainer``.
@@ -349,7 +349,7 @@ class PipelineTrainer(PretrainTrainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Return this process's share of a micro-batch's loss; the first call of a step runs them all."""
+        """Return this process's share of a micro-batch's loss; the first call of a step runs all of them."""
         losses = self.guard.inputs.losses
         if not losses:
             self._shares = self._run_step()
@@ -363,7 +363,7 @@ class PipelineTrainer(PretrainTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return the loss of a batch outside of training; every stage gets the same."""
+        """Return the loss of a batch in evaluation; every stage gets the same."""
         del inputs["num_tokens"]
         outputs = model(**inputs, loss_head=True)
         num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
@@ -371,7 +371,7 @@ class PipelineTrainer(PretrainTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _run_step(self) -> Sequence[torch.Tensor]:
-        """Leave the gradients of a step; return the shares of its micro-batches in the loss."""
+        """Compute the gradients of a step; return the loss shares of its micro-batches."""
         self.pipeline.train()
         inputs = self.guard.inputs
         batches: list[Any] = [self._prepare_inputs(dict(batch)) for batch in inputs.batches]
@@ -379,7 +379,7 @@ class PipelineTrainer(PretrainTrainer):
         assert inputs.num_terms is not None
         sums = self.pipeline.compute_gradients(batches, inputs.num_terms)
         self.pipeline.reduce_gradients()
-        # Tensor-parallel ranks have the same loss: one of them counts it.
+        # Tensor-parallel ranks have the same loss: only one of them counts it.
         if not sums or self.launch.tensor_rank:
             return [torch.zeros((), device=self.args.device) for _ in batches]
         for tokens, found in zip(num_tokens, sums, strict=True):
@@ -392,16 +392,16 @@ class PipelineTrainer(PretrainTrainer):
         return self.pipeline.measure_norm(tensors)
 
     def list_counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Leave out the copy of a tied embedding, which the first stage counts."""
+        """Exclude the copy of a tied embedding, which the first stage counts."""
         return [parameter for parameter in parameters if parameter is not self.pipeline.tied_copy]
 
     def get_evaluation_model(self) -> nn.Module:
         """Return the whole model."""
         return self.pipeline
 
-    # transformers 5.23 knows no pipeline parallelism, and would wrap a pipeline stage in DDP.
+    # transformers 5.23 does not know pipeline parallelism, and would wrap a pipeline stage in DDP.
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """Keep accelerate from averaging over all processes what each holds alone."""
+        """Prevent accelerate from averaging gradients of different stages over all processes."""
         return self.pipeline
 
 

@@ -1,4 +1,4 @@
-"""Kernels of a model's layers: regional torch.compile, and Liger's fused norms, rotary embeddings and MLPs."""
+"""Faster layers: regional torch.compile, and Liger's fused norms, rotary embeddings and MLPs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _SAMPLES: Final = ("ppo", "rloo", "grpo")
 def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any] | None:
     """Return the options of ``nn.Module.compile`` for the layers; ``None`` leaves them eager.
 
-    Pretraining on a GPU is compiled unless ``torch_compile`` says otherwise or there is no C compiler, which Triton
-    needs. So is whatever runs in fp8: without compilation torchao's 8-bit products are slower than those in bf16.
+    Pretraining on a GPU is compiled, unless ``torch_compile`` is set or there is no C compiler, which Triton needs. fp8
+    runs are also compiled: without compilation, torchao's 8-bit products are slower than bf16.
 
     Args:
         config: The recipe: ``torch_compile``, ``torch_compile_backend``, ``torch_compile_mode``.
@@ -52,9 +52,9 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
 
 
 def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any]:
-    """Return ``use_liger_kernel`` and ``liger_kernel_config`` of upstream's arguments: on wherever it can be.
+    """Return upstream's ``use_liger_kernel`` and ``liger_kernel_config``: on if supported.
 
-    Its cross-entropies stay off, since the loss head computes the loss without logits.
+    Liger's cross-entropies stay off, because the loss head computes the loss without full logits.
 
     Args:
         config: The recipe.
@@ -72,7 +72,7 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
         for name in _CROSS_ENTROPIES
         if options.get(name)
     ]
-    # On a CPU they are left out without a word: they change the speed on a GPU, and no result.
+    # On a CPU they are silently disabled: they change speed on a GPU, not results.
     if asked and is_cuda and not is_liger_kernel_available():
         found = "it needs the package liger-kernel, which is not installed"
         problems.append(Problem("use_liger_kernel", found, "pip install liger-kernel"))
@@ -85,15 +85,15 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
 
 
 def _has_whole_layers(launch: Launch) -> bool:
-    """Whether each process computes all layers of its rows, all of their tokens and all of their tensors."""
+    """Whether each rank computes all layers, tokens and tensors of its rows (no model parallelism)."""
     return launch.tensor_size == launch.context_size == launch.layout.pipeline_stages == 1
 
 
 def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
     """Compile each layer of a model in place, and return their number; weights keep their names.
 
-    A layer is compiled once for all equal layers, in a small part of the time that a whole model takes, and what
-    lies outside (embedding, masks, loss head) breaks no graph.
+    Equal layers share one compilation, which takes a small part of the time of a whole model, and code outside of
+    layers (embedding, masks, loss head) causes no graph breaks.
 
     Args:
         model: A causal language model, perhaps under an adapter.
@@ -109,10 +109,10 @@ def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
 
 
 class CompilationCheck(TrainerCallback):
-    """Says after the first step what was compiled: torch gives up in silence, and the run would be an eager one."""
+    """Logs the number of compiled graphs after the first step: torch falls back to eager silently."""
 
     def __init__(self, num_layers: int, progress: TrainingProgress) -> None:
-        """Count from now on.
+        """Start counting.
 
         Args:
             num_layers: From ``compile_layers``.
@@ -122,7 +122,7 @@ class CompilationCheck(TrainerCallback):
         self._before: int | None = _count_frames()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say it once."""
+        """Log it once."""
         if self._before is not None:
             compiled = _count_frames() - self._before
             self._before = None
@@ -136,5 +136,5 @@ def _count_frames() -> int:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether some module of a model is compiled in place."""
+    """Return whether any module of a model is compiled in place."""
     return any(module._compiled_call_impl is not None for module in model.modules())

@@ -1,4 +1,4 @@
-"""Optimizers: Muon, AdamW with stochastic rounding, parameter groups, and what an optimizer needs and holds."""
+"""Optimizers: Muon, AdamW with stochastic rounding, parameter groups, and requirements of each optimizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_PARAMETERS = 2**20
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return ``values`` in bfloat16, each rounded to one of its two neighbours so that its expectation is the value.
+    """Round ``values`` stochastically to bfloat16, so that the expectation equals the value.
 
     Args:
         values: ``float32``, finite, of any shape. What bfloat16 represents is returned as it is.
@@ -37,18 +37,18 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
     are measured in ``tests/training/optim/test_stochastic_rounding.py``.
     """
     noise = torch.randint(2**_DROPPED_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    # Signs and exponents stand above the fraction: a carry out of it is the next number away from 0.
+    # Sign and exponent are above the fraction bits, so a carry gives the next number away from 0.
     bits: torch.Tensor = (values.view(torch.int32) + noise) & -(2**_DROPPED_BITS)
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW in float32 on bfloat16 weights, which it rounds stochastically; other weights it trains as AdamW does.
+    """AdamW in float32 on bfloat16 weights with stochastic rounding; other weights are updated as by AdamW.
 
-    A weight, its gradient and two float32 moments take 12 bytes, where float32 weights take 16. The noise follows from
-    the number of the step alone, so that replicas stay equal and a resumed run is exact to the bit. For parameters that
-    are not sharded. torchao's optimizers (0.18) hold the moments of bfloat16 weights in bfloat16 or fewer bits, and
-    draw the noise from the global random state, which differs between ranks wherever anything else draws from it.
+    A weight, its gradient and two float32 moments take 12 bytes, instead of 16 with float32 weights. The noise is a
+    function of the step number, so replicas stay equal and a resumed run is bit-identical. Only for unsharded
+    parameters. torchao's optimizers (0.18) hold the moments of bfloat16 weights in bfloat16 or fewer bits, and use the
+    global random state for noise, which differs between ranks if anything else uses it.
 
     Source: Loshchilov and Hutter 2019, algorithm 2; equal to ``torch.optim.AdamW`` on float32 weights in
     ``tests/training/optim/test_stochastic_rounding.py``.
@@ -78,7 +78,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load a state as it was saved; torch alone would round the moments to the precision of the weights."""
+        """Load a saved state; torch alone would cast the moments to the dtype of the weights."""
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():
@@ -105,11 +105,11 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """torch's Muon and AdamW over the groups of one optimizer, so that schedulers, scalers and accelerate see one.
+    """torch's Muon and AdamW as one optimizer, so that schedulers, scalers and accelerate see one.
 
-    Every group names its owner under ``optimizer``: ``Muon`` or ``AdamW``. Muon's updates are scaled to the root mean
-    square of AdamW's, so that one learning rate and one weight decay serve both. States are those of the two
-    optimizers: a momentum (Muon), two moments and a step (AdamW).
+    Every group has its owner under ``optimizer``: ``Muon`` or ``AdamW``. Muon's updates are scaled to the root mean
+    square of AdamW's, so both share one learning rate and one weight decay. States are those of the two optimizers: a
+    momentum (Muon), two moments and a step (AdamW).
 
     Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training), section 2.2, the scale
     ``0.2 sqrt(max(rows, columns))``; numpy's singular values in ``tests/training/optim/test_muon.py``.
@@ -184,9 +184,9 @@ to load, or stand where it does not look."""
 
 
 def get_decay_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
-    """Return the names of the parameters that ``weight_decay`` applies to: matrices, and embeddings where asked for.
+    """Return the names of the parameters with weight decay: matrices, and optionally embeddings.
 
-    Biases and norms never decay. A tied embedding is named once, as ``named_parameters`` does.
+    Biases and norms are never decayed. A tied embedding is named once, as in ``named_parameters``.
 
     Args:
         model: With or without wrappers around it.
@@ -206,11 +206,11 @@ def get_decay_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
 
 
 def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: bool) -> MuonAdamW:
-    """Build Muon over the hidden matrices of a model and AdamW over the rest of what is trained.
+    """Build Muon for the hidden matrices of a model and AdamW for the other trained parameters.
 
-    Muon takes parameters of exactly two dimensions that are neither embeddings, nor biases, nor norms. Expert stacks
-    and convolutions have three: orthogonalising them takes a batched or reshaped iteration, which torch's Muon lacks,
-    so AdamW has them. A matrix that holds several, such as GPT-2's queries, keys and values, is taken as one.
+    Muon updates two-dimensional parameters except embeddings. Stacked experts and convolutions have three dimensions:
+    orthogonalising them needs a batched or reshaped iteration, which torch's Muon lacks, so AdamW updates them. A fused
+    matrix, such as GPT-2's queries, keys and values, is treated as one.
 
     Args:
         model: What is trained; the optimizer is built before it is wrapped, or after.
@@ -242,9 +242,9 @@ def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: b
 
 
 def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ratio: float) -> None:
-    """Let the B matrices of low-rank adapters learn ``ratio`` times as fast, in groups of their own.
+    """Multiply the learning rate of the B matrices of low-rank adapters by ``ratio``, in separate groups.
 
-    Whatever built the optimizer, what decays stays what decayed. It must not have stepped yet.
+    Works with any optimizer; weight decay is unchanged. The optimizer must not have stepped yet.
 
     Args:
         optimizer: As built, not yet prepared by accelerate.
@@ -264,7 +264,7 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """One group of an optimizer, as it is logged.
+    """One parameter group of an optimizer, for the log.
 
     Attributes:
         optimizer: Which one updates it.
@@ -342,13 +342,13 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
 
 
 def verify_optimizer(config: RecipeConfig) -> None:
-    """Refuse an optimizer that this machine does not have, or that upstream would build otherwise than asked.
+    """Raise for an optimizer that is not installed, or that upstream would build with other options.
 
     Raises:
         ConfigError: A package is missing; the optimizer needs another key, or leaves one unread; a run with it could
             not be resumed; or it acts where neither accumulation nor the guards can.
     """
-    # The schedule of pretraining is its own: upstream's warm-up is off there.
+    # Pretraining has its own schedule; upstream's warm-up is disabled there.
     training = {**config.training, **({"warmup_steps": 0} if config.recipe == "pretrain" else {})}
     optim = str(read_training(training, "optim"))
     if problems := list(_find_problems(optim, training)):
@@ -388,12 +388,13 @@ def _find_problems_of_schedule_free(optim: str, training: Mapping[str, Any]) -> 
         found = f"{optim} averages weights instead of lowering the learning rate"
         yield Problem("lr_scheduler_type", found, "write lr_scheduler_type: constant")
     if 0 < read_training(training, "warmup_steps") < 1:
-        # It divides the first steps by this number: a share of 0.01 is a first step at a hundred times the peak.
+        # The first steps are divided by this number: at 0.01, the first step has a hundred times the peak learning
+        # rate.
         yield Problem("warmup_steps", f"{optim} warms up by steps, not by a share", "write a number of steps, or 0")
 
 
 def _find_embeddings(model: nn.Module) -> set[int]:
-    """Return the identities of the parameters of input, position and output embeddings."""
+    """Return the ids of the parameters of input, position and output embeddings."""
     modules: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
