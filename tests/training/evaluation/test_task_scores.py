@@ -23,6 +23,9 @@ from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation.harness import evaluate_model
 from recipes_lib.models.heads.loss_head import add_loss_head
+from recipes_lib.publish.card import build_card
+from recipes_lib.report.page import build_report
+from recipes_lib.report.run_files import read_run
 from recipes_lib.training.evaluation.task_scores import EvaluateTasks, build_task_scores, load_training_tasks
 
 NAMES = ["local_group", "local_written", "local_rolling"]
@@ -158,6 +161,10 @@ def test_a_score_decides_which_model_is_best(inputs: Path, tasks: Path, tmp_path
     assert len(set(scores)) > 1
     state = json.loads(max(tmp_path.glob("checkpoint-*")).joinpath("trainer_state.json").read_text())
     assert state["best_metric"] == max(scores)
+    ended = read_run(tmp_path)
+    last = {name: value for name, value in ended.evaluations[-1].items() if name.startswith("eval_local")}
+    assert "eval_local_choice_acc" in build_card(tmp_path, ended.facts, last).replace("\\", "")
+    assert "local choice acc" in build_report(tmp_path).read_text()
 
 
 def test_a_score_that_an_evaluation_lacks_is_an_error_and_not_a_key_error(
