@@ -182,3 +182,36 @@ def test_a_missing_path_is_found(text: str) -> None:
 def test_a_wrong_command_is_found(text: str) -> None:
     assert len(find_wrong_commands(text)) == 1
     assert find_wrong_commands("`make check` `recipes check --config F` `recipes --help`") == []
+
+
+def list_anchors(page: str) -> set[str]:
+    """Anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower()) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def find_dead_anchors(path: Path, text: str) -> list[str]:
+    """Links to a heading that its page does not have; in code, pages are named from the root of the project."""
+    links = re.findall(r"\]\(([\w./-]*)#([\w-]+)\)", text) if path.suffix == ".md" else []
+    places = [((path.parent / name) if name else path, anchor) for name, anchor in links]
+    if path.suffix != ".md":
+        places = [(ROOT / name, anchor) for name, anchor in re.findall(r"(docs/[\w/]+\.md)#([\w-]+)", text)]
+    return [f"{path}: {page.name}#{anchor}" for page, anchor in places if anchor not in list_anchors(page.read_text())]
+
+
+def test_every_link_to_a_heading_finds_it() -> None:
+    folders = (ROOT / name for name in ("docs", "src", "recipes"))
+    named = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".md", ".py", ".yaml")}
+    read = {path: path.read_text() for path in sorted(named | set(ROOT.glob("*.md")))}
+    assert [dead for path, text in read.items() for dead in find_dead_anchors(path, text)] == []
+
+
+def test_a_dead_anchor_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# The [`Title`](x.md), in *two* words\n\n```sh\n# no heading\n```\n")
+    alive, dead = "[a](#the-title-in-two-words) [b](page.md#the-title-in-two-words)", "[c](page.md#no-heading)"
+    assert find_dead_anchors(page, alive) == []
+    assert len(find_dead_anchors(page, dead)) == 1

@@ -129,7 +129,8 @@ def _find_repeated(sample: list[str]) -> Iterator[str]:
         status = find_duplicates(table, config).status
         lines, _ = find_repeated_lines(table, status, _SHARED_BY)
         found, owners = next(table.iterate_lines())
-        num_sharing = len(np.unique(owners[np.isin(found, lines)]))
+        # By its default method numpy 2.0 looks up 64-bit hashes in a table, and overflows.
+        num_sharing = len(np.unique(owners[np.isin(found, lines, kind="sort")]))
     for kind, name in ((EXACT, "repeat an earlier one"), (NEAR, "nearly repeat an earlier one")):
         if count := int((status == kind).sum()):
             yield f"{_share(count, sample)} {name}"
