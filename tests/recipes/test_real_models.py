@@ -252,6 +252,7 @@ def test_it_is_checked_offline_on_the_shape_of_its_model(name, tmp_path, monkeyp
     if find_recipe(name) == "grpo":
         # 24 prompts are fewer than it answers at a time.
         keys |= FEW_OF_RECIPE["grpo"] | {"gradient_accumulation_steps": 1}
+        keys |= {key: value for key, value in INSTEAD.items() if "vllm" in key and key in values}
     flags = [f"--{key}={value}" for key, value in keys.items()]
     code = main(["check", "--config", str(CONFIGS[name]), "--recipe", find_recipe(name), *flags])
     told = capsys.readouterr()
