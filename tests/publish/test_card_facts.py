@@ -108,7 +108,7 @@ def test_limits_hide_nothing():
         "bias",
         "held out",
         "3% were cut",
-        "undone 1 times",
+        "rolled back 1 times",
         "length",
         "No revision of owner/chats",
         "no commit",

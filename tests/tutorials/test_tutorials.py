@@ -21,7 +21,6 @@ STEP = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NAMES = {"csv": "mine.csv", "yaml": "mine.yaml"}
 MODELS = re.compile(r"(HuggingFaceTB|Qwen|mistralai|alignment-handbook)/[\w.-]+")
 SMALL: Mapping[str, Any] = {
-    "bf16": False,
     "use_cpu": True,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 2,
@@ -36,7 +35,7 @@ SMALL: Mapping[str, Any] = {
     "pad_token": "<|pad|>",
 }
 """Values of a recipe's keys, where it has them, or where every recipe may have them."""
-EVERYWHERE = {"bf16", "use_cpu", "max_steps", "test_split_size"}
+EVERYWHERE = {"use_cpu", "max_steps", "test_split_size"}
 TASK = """
 task: {name}
 dataset_path: json
@@ -51,20 +50,25 @@ metric_list: [{{metric: exact_match}}]
 QUESTION = "How many days are in a week?"
 
 
+def converse(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def write_data(folder: Path) -> dict[str, Path]:
     """Rows of the layouts of the tutorials' datasets, by recipe; and tasks of which the names are not lm-eval's."""
     answers = [f"There are seven days, number {number}. #### {number}" for number in range(16)]
-    asked = [{"role": "user", "content": QUESTION}]
     rows = {
-        "sft": [{"messages": [*asked, {"role": "assistant", "content": answer}]} for answer in answers],
+        "sft": [{"messages": converse(QUESTION, answer)} for answer in answers],
         "dpo": [
-            {"prompt": QUESTION, "chosen": [*asked, {"role": "assistant", "content": answer}], "rejected": None}
-            for answer in answers
+            {
+                "prompt": prompt,
+                **{name: converse(prompt, text) for name, text in (("chosen", answer), ("rejected", "Red."))},
+            }
+            for number, answer in enumerate(answers)
+            if (prompt := f"{QUESTION} {number}")
         ],
         "grpo": [{"question": QUESTION + str(number), "answer": answer} for number, answer in enumerate(answers)],
     }
-    for row in rows["dpo"]:
-        row["rejected"] = [*asked, {"role": "assistant", "content": "A brown fox."}]
     write_rows(folder / "rows.jsonl", rows["grpo"][:4])
     for name in ("mine_one", "mine_two"):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name))
@@ -80,7 +84,7 @@ def make_small(recipe: str, model: Path, data: Mapping[str, Path]) -> str:
     kind = "grpo" if "num_generations" in keys else "dpo" if "beta" in keys else "sft"
     keys |= {name: value for name, value in SMALL.items() if name in keys or name in EVERYWHERE}
     keys |= {"dataset_name": str(data[kind]), "model_name_or_path": str(model)}
-    left_out = ("_revision", "_split", "_config", "chat_template_path", "num_train_epochs")
+    left_out = ("_revision", "_split", "_config", "chat_template_path", "num_train_epochs", "bf16")
     keys = {name: value for name, value in keys.items() if not name.endswith(left_out)}
     return yaml.safe_dump(keys)
 

@@ -418,7 +418,12 @@ class PolicyTrainer:
         def stage(folder: str) -> Staged:
             staged = stage_state(self._saver, self.state, learners, folder)
             compare = functools.partial(compare_with_learners, staged.folder, learners)
-            return dataclasses.replace(staged, tasks=[*staged.tasks, compare])
+
+            def verify() -> None:
+                staged.verify()
+                compare()
+
+            return dataclasses.replace(staged, verify=verify)
 
         self._saver.dry_run(
             stage,

@@ -138,7 +138,7 @@ def test_pairs_are_replayed_by_their_number(build_config, write_rows, tiny_token
 def test_documents_are_replayed_by_their_tokens(build_config, write_rows, tiny_tokenizer, tmp_path):
     for name in ("new", "old"):
         write_rows(f"{name}.jsonl", [{"text": f"Text {number} of the {name} baker"} for number in range(40)])
-    keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 16, "stage": "pretrain"}
+    keys = {"dataset_name": str(tmp_path / "new.jsonl"), "max_length": 16, "recipe": "pretrain"}
     config = build_config(**keys, replay_dataset=str(tmp_path / "old.jsonl"), replay_share=0.05)
     data = prepare_tokens(config, lambda _: tiny_tokenizer)
     assert [source.name.rpartition("/")[2] for source in data.train] == ["new.jsonl", "old.jsonl"]

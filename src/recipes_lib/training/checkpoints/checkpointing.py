@@ -114,7 +114,12 @@ class CheckpointingTrainer(Trainer):
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
             compare = partial(self.layout.compare, staged.folder, self.model, self.name_parameters(), self.optimizer)
-            return replace(staged, tasks=[*staged.tasks, compare])
+
+            def verify() -> None:
+                staged.verify()
+                compare()
+
+            return replace(staged, verify=verify)
 
         self._saver.dry_run(
             stage,

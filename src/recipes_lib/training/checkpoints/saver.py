@@ -406,8 +406,8 @@ class CheckpointSaver:
         """Save once, and remove it, as a dry run; every process must call.
 
         Args:
-            stage: Puts a checkpoint together in the folder that it is given; its last task compares it with what is
-                trained.
+            stage: Puts a checkpoint together in the folder that it is given; its verification also compares it with
+                what is trained.
             count: Gives the bytes of what is trained, before any is written.
             num_steps: Optimizer steps of the run.
             model_bytes: Of the final model.
