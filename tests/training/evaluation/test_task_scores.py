@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,22 @@ def test_an_adapter_is_asked_on_its_base(tasks: Path, inputs: Path) -> None:
     with adapted.disable_adapter():
         assert hook(adapted, 0) == bare
     assert changed != bare
+
+
+def test_progress_bars_are_hidden_and_messages_of_other_threads_are_not(
+    tasks: Path, inputs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def warn(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: sys.stderr.write("no progress for 600 s\n"))
+        thread.start()
+        thread.join()
+
+    model = AutoModelForCausalLM.from_pretrained(inputs / "model")
+    hook = build(tasks, inputs / "model", names=["local_rolling"])
+    model.register_forward_hook(warn)
+    capsys.readouterr()
+    hook(model, 0)
+    assert set(capsys.readouterr().err.splitlines()) == {"no progress for 600 s"}
 
 
 def test_logits_that_are_not_finite_have_no_score(tasks: Path, inputs: Path) -> None:

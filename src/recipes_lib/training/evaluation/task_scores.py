@@ -6,10 +6,11 @@ import contextlib
 import copy
 import importlib.util
 import io
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
@@ -125,7 +126,7 @@ class EvaluateTasks(TrainerCallback):
             with (
                 # lm-eval draws random numbers even to tell the name of a task.
                 preserve_training_state(unwrapped),
-                contextlib.redirect_stderr(io.StringIO()),  # Its progress bars.
+                contextlib.redirect_stderr(_WithoutBars(sys.stderr)),
                 tempfile.TemporaryDirectory() as folder,
             ):
                 tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
@@ -142,6 +143,23 @@ class EvaluateTasks(TrainerCallback):
             for metric, score in read_scores(found).items()
             if name not in members
         }
+
+
+class _WithoutBars(io.TextIOBase):
+    """Standard error without lm-eval's progress bars, most of which cannot be switched off (lm-eval 0.4.13).
+
+    All other text passes: the watchdog and a stop request write theirs while questions are answered.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        # tqdm starts every update with a carriage return, and ends a bar by a line break.
+        return len(text) if text.startswith("\r") or text == "\n" else self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
 
 
 def build_task_scores(
