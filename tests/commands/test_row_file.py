@@ -74,3 +74,17 @@ def test_rows_of_something_else_and_files_of_others_are_left_alone(tmp_path):
     (tmp_path / "mine.jsonl").write_text("mine")
     with pytest.raises(ConfigError, match="not written by this command"):
         open_file(tmp_path / "mine.jsonl")
+
+
+def test_a_process_killed_in_its_first_batch_is_resumed_and_mended_inputs_begin_anew(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    first = open_file(path)
+    with pytest.raises(Killed):
+        first.write(killed_after(count_to(first.counts, 5), 0))
+    with path.open("a") as file:
+        file.write('{"half a row')
+    for key in ("key", "mended"):
+        again = open_file(path, key)
+        assert again.counts == Numbers()
+    again.write(count_to(again.counts, 5))
+    assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == list(range(5))

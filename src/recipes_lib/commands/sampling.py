@@ -71,11 +71,12 @@ class RowFile(Generic[Counted]):
         if self._record.exists():
             fields = {"key": str, **{name: type(value) | int for name, value in asdict(counts).items()}}
             record = read_record(self._record, fields, remedy=f"delete it and {path} to begin anew")
-            if record["key"] != key:
+            if record["key"] == key:
+                self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
+            elif record["num_bytes"]:  # Without any row, nothing is lost.
                 raise ConfigError(
                     Problem(str(path), f"holds {what}", "name another --output, or delete it and its record")
                 )
-            self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
         elif path.exists():
             raise ConfigError(
                 Problem(str(path), "exists, and was not written by this command", "name another --output")
@@ -84,6 +85,8 @@ class RowFile(Generic[Counted]):
     def write(self, batches: Iterator[Sequence[Mapping[str, Any]]]) -> None:
         """Append batches of rows; each is flushed before it is counted in the record."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Before any row: without it, a process killed in its first batch would leave a file of unknown origin.
+        self._write_record()
         with self._path.open("ab") as file:
             # What a killed process wrote and did not count is written again.
             file.truncate(self.counts.num_bytes)
@@ -92,7 +95,10 @@ class RowFile(Generic[Counted]):
                 self.counts.num_bytes += file.write(text.encode())
                 file.flush()
                 os.fsync(file.fileno())
-                replace_record(self._record, {"key": self._key, **self._facts, **asdict(self.counts)})
+                self._write_record()
+
+    def _write_record(self) -> None:
+        replace_record(self._record, {"key": self._key, **self._facts, **asdict(self.counts)})
 
 
 class Answered(NamedTuple):
