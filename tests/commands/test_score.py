@@ -67,6 +67,8 @@ def test_pairs_have_a_loss_of_each_answer(run):
 
 
 def test_a_second_model_gets_a_prefix(run, tmp_path):
+    with pytest.raises(ConfigError, match="has a column `rejected_loss` already"):
+        run([ROWS[0] | {"rejected_loss": 1.0}], output="first.jsonl")
     run()
     with pytest.raises(ConfigError, match="has a column `bits_per_byte` already"):
         run(str(tmp_path / "scored.jsonl"), output="twice.jsonl")

@@ -128,7 +128,8 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
 
     source = load_source(**list_entries(config.data)[0])
     first = next((entry for entry in source.rows() if not isinstance(entry, Problem)), None)
-    if first is not None and (taken := {columns.prefix + name for name in FIGURES} & first.columns.keys()):
+    names = {f"{columns.prefix}{answer}{name}" for answer in ("", "rejected_") for name in FIGURES}
+    if first is not None and (taken := names & first.columns.keys()):
         raise ConfigError(Problem(first.where, f"has a column `{min(taken)}` already", "name a --prefix"))
     disable_progress_bar()  # type: ignore[no-untyped-call]
     scorer = load_row_scorer(config, read_launch())
