@@ -22,7 +22,7 @@ from xml.sax.saxutils import escape
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results.md"
 IMAGES: Final = ROOT / "docs" / "images"
-SCREENSHOTS: Final = {"overview": "index.html", "dpo": "dpo/report.html", "ppo": "ppo/report.html"}
+SCREENSHOTS: Final = {"overview": "index.html"}
 """Picture -> page of the demo."""
 _WIDTH, _LEFT, _ROW = 760, 330, 34
 
@@ -123,7 +123,7 @@ def draw_benchmarks(text: str) -> str:
     return draw(sorted(bars, key=lambda bar: -bar.median), caption)
 
 
-def take_screenshots(demo: Path, folder: Path, *, width: int = 1280, height: int = 900) -> None:
+def take_screenshots(demo: Path, folder: Path, *, width: int = 1280, height: int = 1165) -> None:
     """Photograph pages of a finished demo.
 
     Raises:

@@ -184,7 +184,7 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
 
     file = recipes / "pipelines" / "demo.yaml"
     pipeline = load_pipeline(file)
-    console.print("From your Python's sources to a small assistant: five to ten minutes on one core.")
+    console.print("From your Python's sources to a small assistant: about ten minutes on one core.")
     announce("texts and chats from the standard library, and a tokenizer")
     open_folder(output_dir)
     for line in write_start(output_dir):
