@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.evaluation.chat_endpoint import ChatEndpoint
+from tests.rl.reward_models import write_reward_model
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.evaluation.endpoint import Endpoint
@@ -190,10 +191,8 @@ def test_preferences_are_rewards_by_import_path() -> None:
     assert isolated(completions=["a", "bb", "ccc", "d"], **given) == [0.0, 0.5, 1.0, None]
 
 
-def test_a_reward_model_judges_by_its_rewards(tmp_path: Path) -> None:
-    from tests.rl.reward_models import write_reward_model
-
-    judge = load_reward_judge(str(write_reward_model(tmp_path)), device="cpu")
+def test_a_reward_model_judges_by_its_rewards(tiny_model_dir: Path, tmp_path: Path) -> None:
+    judge = load_reward_judge(str(write_reward_model(tmp_path, tiny_model_dir)), device="cpu")
     questions = [QUESTION] * 3
     base, other = [["Paris."], ["a b"], ["same"]], [["The capital"], ["seven days"], ["same"]]
     found = judge.compare(questions, base, other, range(3))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint
 from recipes_lib.evaluation.intervals import compute_interval
@@ -294,7 +296,7 @@ def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome 
     rate: list[float | None] = [None, None, None]
     if number:
         differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
-        low, high = compute_interval(differences)
+        low, high = compute_interval(np.array(differences))
         mean = (counts["other"] - counts["base"]) / number
         rate = [(1 + min(max(end, -1.0), 1.0)) / 2 for end in (mean, low, high)]
     return WinRate(number, counts["other"], counts["tie"], counts["base"], counts[None], *rate, agreement)
