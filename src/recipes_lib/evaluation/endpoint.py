@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
@@ -160,11 +160,21 @@ class _Connection:
         self._open: Callable[..., Any] = urllib.request.build_opener(_NoRedirects).open
 
     def ask(self, chat: Chat, number: int) -> Reply:
-        """Return the answer to a chat.
+        """Return the answer to a chat; a failure ends the requests that have not begun.
 
         Raises:
             ConfigError: As ``Endpoint.answer``.
+            CancelledError: Another request has failed.
         """
+        if self.is_stopped.is_set():
+            raise CancelledError
+        try:
+            return self._ask(chat, number)
+        except ConfigError:
+            self.is_stopped.set()
+            raise
+
+    def _ask(self, chat: Chat, number: int) -> Reply:
         endpoint, told = self.endpoint, ""
         body: dict[str, Any] = {
             "model": endpoint.model,
