@@ -41,6 +41,7 @@ SMALL: Mapping[str, Any] = {
     "num_sample_prompts": 2,
     "test_split_size": 4,
     "pad_token": "<|pad|>",
+    "warmup_steps": 0,
 }
 """Values of a recipe's keys, where it has them, or where every recipe may have them."""
 EVERYWHERE = {"use_cpu", "max_steps", "test_split_size"}
