@@ -55,8 +55,11 @@ LEFT_OUT = (
     "max_tokens",
     "bf16",
 )
-LONG_ANSWERS = {"ppo": {"response_length": 128}}
-"""Half of a random model's answers end by then: pairs are of answers that end."""
+OF_A_RANDOM_MODEL: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {"response_length": 160},
+    "dpo": {"broken_rows": "drop", "max_broken_fraction": 0.9},
+}
+"""By recipe: about half of its answers end by then, of which pairs are made; and some have bytes that no text has."""
 CONVERTER = """
 import sys
 open(sys.argv[sys.argv.index("--outfile") + 1], "wb").write(b"GGUF")
@@ -94,7 +97,8 @@ def write_data(folder: Path) -> dict[str, Path]:
     texts = [{"text": f"{answer} {QUESTION} " * 20} for answer in answers]
     rows = {
         **dict.fromkeys(("sft", "lora", "distill"), chats),
-        **dict.fromkeys(("dpo", "reward", "ppo"), pairs),
+        **dict.fromkeys(("dpo", "reward"), pairs),
+        "ppo": [row | {"prompt": f"{row['prompt']}{letter}"} for row in pairs for letter in "abc"],
         "grpo": [{"question": QUESTION + str(number), "answer": answer} for number, answer in enumerate(answers)],
         **dict.fromkeys(("pretrain", "corpus"), texts),
     }
@@ -112,12 +116,12 @@ def make_small(text: str, recipe: str, model: Path, data: Mapping[str, Path]) ->
         return yaml.safe_dump({"sources": sources, "output_dir": keys["output_dir"], "workers": 1})
     if "dataset_revision" not in keys:  # A file of the reader's own, small as it is.
         return yaml.safe_dump(keys | {"bf16": False, "use_cpu": True})
-    small = SMALL | LONG_ANSWERS.get(recipe, {})
     # A recipe of a corpus says itself how much is held out.
     everywhere = EVERYWHERE - ({"test_split_size"} if recipe == "pretrain" else set())
     models = ("model_name_or_path", "tokenizer_name_or_path", "teacher_model_name_or_path")
     kept = {name: value for name, value in keys.items() if not name.endswith(LEFT_OUT) or name == "model_config"}
-    kept |= {name: value for name, value in small.items() if name in kept or name in everywhere}
+    kept |= {name: value for name, value in SMALL.items() if name in kept or name in everywhere}
+    kept |= OF_A_RANDOM_MODEL.get(recipe, {})
     kept |= {name: str(model) for name in models if name in kept} | {"dataset_name": str(data[recipe])}
     return yaml.safe_dump(kept)
 
@@ -159,7 +163,8 @@ def test_the_page_is_followed_step_by_step(page: Path, tmp_path: Path, tiny_mode
 def adapt(command: str) -> str:
     """A command with local tasks for benchmarks of the Hub, on one process of this machine."""
     command = re.sub(r"--hardware (fsdp2|single_gpu)", "--hardware cpu", command).replace("--num_processes 8", "")
-    command = command.replace("--max_steps 500", "--max_steps 2")
+    for asked, small in (("--max_steps 500", "--max_steps 2"), ("--test_split_size 0.001", "--test_split_size 4")):
+        command = command.replace(asked, small)
     return re.sub(r"--tasks [\w,]+", "--tasks mine_one --include_path . --use_cpu true", command)
 
 
