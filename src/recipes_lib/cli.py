@@ -50,6 +50,10 @@ COMMANDS = {
         "recipes_lib.commands.distill.distill_chain:main",
         "distil through teacher assistants, and compare with none",
     ),
+    "synthesize": Command(
+        "recipes_lib.commands.generated.synthesize:main",
+        "write training rows by a model: instructions, answers, texts; filter and grade them",
+    ),
     "distill-write": Command(
         "recipes_lib.commands.sampling:main_answers",
         "sample a teacher's answers to prompts, as training rows",
@@ -86,7 +90,7 @@ COMMANDS = {
 }
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
-    "data": ("clean", "tokenizer", "prepare", "score", "sample-pairs"),
+    "data": ("clean", "tokenizer", "prepare", "score", "sample-pairs", "synthesize"),
     "run": ("launch", "run", "job"),
     "results": ("runs", "report", "eval", "publish", "reproduce"),
     "models": ("merge", "export", "fisher"),

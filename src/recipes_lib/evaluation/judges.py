@@ -302,6 +302,20 @@ def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome 
     return WinRate(number, counts["other"], counts["tie"], counts["base"], counts[None], *rate, agreement)
 
 
+def split_place(place: str) -> tuple[str, str] | None:
+    """Split ``URL#NAME`` into the address of an endpoint and the name of its model; ``None`` of a folder or Hub id.
+
+    Raises:
+        ConfigError: The address has no name.
+    """
+    if not place.startswith(("http://", "https://")):
+        return None
+    url, _, name = place.partition("#")
+    if not name:
+        raise ConfigError(Problem(url, "does not name a model", f"write {url}#NAME"))
+    return url, name
+
+
 def load_reward_judge(name: str, *, device: str, revision: str | None = None) -> RewardJudge:
     """Load a reward model as judge.
 

@@ -27,6 +27,7 @@ from recipes_lib.evaluation.judges import (
     WinRate,
     compute_win_rate,
     load_reward_judge,
+    split_place,
 )
 from recipes_lib.files import read_lines, replace_record
 
@@ -133,8 +134,8 @@ def load_judge(options: argparse.Namespace) -> Judge:
     Raises:
         ConfigError: It cannot be loaded, its prompt is wrong, or the endpoint has no model's name.
     """
-    if options.judge.startswith(("http://", "https://")):
-        engine = _build_endpoint(options, options.judge, options.judge_tokens, 0.0, options.judge_request)
+    if (place := split_place(options.judge)) is not None:
+        engine = _build_endpoint(options, place, options.judge_tokens, 0.0, options.judge_request)
         judge = PromptedJudge(engine, pairwise=options.judge_prompt)
         judge.describe()
         return judge
@@ -148,14 +149,10 @@ def _choose_device(options: argparse.Namespace) -> str:
 
 
 def _build_endpoint(
-    options: argparse.Namespace, place: str, length: int, temperature: float, request: Mapping[str, Any]
+    options: argparse.Namespace, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any]
 ) -> Endpoint:
-    url, _, name = place.partition("#")
-    if not name:
-        raise ConfigError(Problem(url, "does not name a model", f"write {url}#NAME"))
     endpoint = Endpoint(
-        url,
-        name,
+        *place,
         max_new_tokens=length,
         temperature=temperature,
         seed=options.seed,
@@ -199,8 +196,8 @@ def _find_answers(
 
 
 def _load_engine(name: str, options: argparse.Namespace) -> Answerer:
-    if name.startswith(("http://", "https://")):
-        return _build_endpoint(options, name, options.max_new_tokens, options.temperature, {})
+    if (place := split_place(name)) is not None:
+        return _build_endpoint(options, place, options.max_new_tokens, options.temperature, {})
     from recipes_lib.evaluation.answering import load_local_model
 
     return load_local_model(
