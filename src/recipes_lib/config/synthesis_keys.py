@@ -156,7 +156,8 @@ SYNTHESIS_SECTIONS: Final[Mapping[str, type]] = {
     "output": SynthesisOutputKeys,
 }
 """Heading in ``--help`` -> the keys below it."""
-_PATHS: Final = ("model_name_or_path", "dataset_name", "output_dir", "refusals_path", "judge_prompt", "judge", "method")
+_READ: Final = ("model_name_or_path", "dataset_name", "refusals_path", "judge_prompt", "judge", "method")
+_PATHS: Final = (*_READ, "output_dir")
 
 
 def parse_synthesis_command(argv: Sequence[str]) -> SynthesisConfig | str:
@@ -193,6 +194,8 @@ def _find_contradictions(config: SynthesisConfig, where: Callable[[str], str]) -
     is_url = (config.judge or "").startswith(("http://", "https://"))
     if is_url and "#" not in str(config.judge):
         yield Problem(where("judge"), "does not name a model of the endpoint", f"write {config.judge}#NAME")
-    name = config.model_name_or_path
-    if config.base_url is None and name and looks_local(name) and not is_local(name):
-        yield Problem(where("model_name_or_path"), f"there is no {name[:120]!r}", "correct the path")
+    for key in _READ:
+        place = getattr(config, key)
+        is_here = place is None or is_local(place) or not looks_local(place) or (key == "judge" and is_url)
+        if not is_here and not (key == "model_name_or_path" and config.base_url is not None):
+            yield Problem(where(key), f"`{key}` does not exist: {place[:120]!r}", "correct the path")

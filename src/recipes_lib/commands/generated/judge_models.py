@@ -30,6 +30,7 @@ from recipes_lib.evaluation.judges import (
     split_place,
 )
 from recipes_lib.files import read_lines, replace_record
+from recipes_lib.processes import verify_one_process
 
 if TYPE_CHECKING:
     from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
     from recipes_lib.training.monitoring.progress import build_progress
 
+    verify_one_process("recipes eval compare")
     questions = load_questions(options.prompts, options.limit)
     progress = build_progress(is_main=True)
     try:

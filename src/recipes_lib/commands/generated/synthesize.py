@@ -42,6 +42,7 @@ from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, Reply
 from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import PROMPTS, Judge, PromptedJudge, load_reward_judge, split_place
 from recipes_lib.files import replace_record
+from recipes_lib.processes import verify_one_process
 
 if TYPE_CHECKING:
     from recipes_lib.models.generation import Generator, Sampling
@@ -97,6 +98,7 @@ def main(argv: Sequence[str]) -> None:
     config = _parse(argv)
     if config is None:
         return
+    verify_one_process("recipes synthesize")
     from recipes_lib.report.html_pages import write_synthesis_report
     from recipes_lib.training.monitoring.progress import build_progress
 
