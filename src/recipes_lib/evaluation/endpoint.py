@@ -264,9 +264,9 @@ def _read_reply(received: Any) -> Reply:
         choice = received["choices"][0]
         text = choice["message"].get("content") or ""
         usage = received.get("usage") or {}
-        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        num_prompt_tokens, num_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         if not isinstance(text, str):
             raise TypeError(f"its content is a {type(text).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
-    return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), *counts)
+    return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), num_prompt_tokens, num_tokens)

@@ -62,7 +62,7 @@ def read_question(columns: Mapping[str, Any], number: int, where: str) -> Questi
     context: list[Message] = []
     references = [text for text in _to_texts(columns.get("reference")) if text]
     texts = next(([columns[name]] for name in _TEXTS if isinstance(columns.get(name), str)), [])
-    messages = columns.get("messages") or columns.get("prompt")
+    messages: Any = columns.get("messages") or columns.get("prompt")
     if columns.get("turns"):
         texts = _to_texts(columns["turns"])
     elif texts and columns.get("input"):
@@ -88,7 +88,7 @@ def read_answers(columns: Mapping[str, Any], where: str) -> list[str]:
     Raises:
         DataError: There is none.
     """
-    choices, messages = columns.get("choices"), columns.get("messages")
+    choices, messages = columns.get("choices"), columns.get("messages") or ()
     answers = next((_to_texts(columns[name]) for name in _ANSWERS if columns.get(name) is not None), [])
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
         answers = _to_texts(choices[0].get("turns"))
