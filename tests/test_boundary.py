@@ -94,10 +94,21 @@ def test_anything_else_is_a_bug_and_keeps_its_traceback(capsys: pytest.CaptureFi
     assert "This is a bug" in told.splitlines()[-1]
 
 
-def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(raising(OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"))) == 2
+@pytest.mark.parametrize(
+    ("code", "name", "begin"),
+    [
+        (errno.ENOSPC, "out/metrics.jsonl", "out/metrics.jsonl: the disk is full"),
+        (errno.ENAMETOOLONG, "a" * 300, f"{'a' * 120}: no file can be there: File name too long"),
+        (errno.ENOTDIR, "run.yaml/out", "run.yaml/out: no file can be there: Not a directory"),
+        (errno.EMFILE, "rows.jsonl", "rows.jsonl: this process may open no more files"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_bug(
+    code: int, name: str, begin: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(raising(OSError(code, os.strerror(code), name))) == 2
     told = capsys.readouterr().err
-    assert told.startswith("out/metrics.jsonl: the disk is full")
+    assert told.startswith(begin)
     assert "Traceback" not in told
     assert "bug" not in told
 

@@ -123,7 +123,7 @@ NUM_PRIVATE_OVERRIDES = 15
 _UPSTREAM_VERSION = re.compile(r"#.*\b(transformers|trl|accelerate|peft) \d")
 
 LEFT_OUT = {
-    *(".git", ".venv", ".venv-min", ".venv-newest", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
+    *(".git", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"),
     *("build", "dist", "demo", "outputs"),
 }
 
@@ -131,7 +131,9 @@ LEFT_OUT = {
 @functools.cache
 def read_project() -> Mapping[str, str]:
     """Return every text file of the project by its path."""
-    ours = [place for place in sorted(ROOT.iterdir()) if place.name not in LEFT_OUT]
+    ours = [
+        place for place in sorted(ROOT.iterdir()) if place.name not in LEFT_OUT and not place.name.startswith(".venv")
+    ]
     paths = [path for place in ours for path in ([place] if place.is_file() else sorted(place.rglob("*")))]
     named = {
         path.relative_to(ROOT).as_posix(): path for path in paths if path.suffix in TEXT_SUFFIXES and path.is_file()

@@ -23,6 +23,7 @@ _DISK_IS_FULL: Final = (
     "basic_ios::clear: iostream error",
 )
 _NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
 
 
 def escape_controls(text: object) -> str:
@@ -159,7 +160,7 @@ class LostPeerError(_LeaveError):
 def explain_refusal(error: BaseException) -> Problem | None:
     """Return the resource limit or permission that made the system raise ``error``; ``None`` for other errors.
 
-    Disk, device memory, threads, the size of a file, and files that may not be written or read.
+    Disk, device memory, threads, the size and number of files, paths, and files that may not be written or read.
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -177,6 +178,10 @@ def explain_refusal(error: BaseException) -> Problem | None:
             return Problem(where, f"the disk is full: {words}", remedy)
         if isinstance(chain, OSError) and chain.errno in _NOT_PERMITTED and chain.filename is not None:
             return Problem(where, f"not permitted: {chain.strerror}", "check its owner, its mode and how it is mounted")
+        if isinstance(chain, OSError) and chain.errno in _NO_PATH and chain.filename is not None:
+            return Problem(where[:120], f"no file can be there: {chain.strerror}", "correct the path")
+        if code == errno.EMFILE:
+            return Problem(where, "this process may open no more files", "raise the limit: `ulimit -n 65536`")
         if "can't start new thread" in words:
             remedy = (
                 "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same "

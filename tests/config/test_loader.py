@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -107,6 +109,13 @@ def assert_sound_or_explained(load: Callable[[], object]) -> None:
 @given(st.text())
 def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
     assert_sound_or_explained(lambda: check_text("sft", text, Path("fuzz.yaml")))
+
+
+@pytest.mark.parametrize("value", ["a" * 300, "a\0b"])
+def test_names_that_no_file_can_have_are_explained(value: str) -> None:
+    for key, written in itertools.product(KEYS, (value, [value])):
+        text = json.dumps({key: written})
+        assert_sound_or_explained(lambda text=text: check_text("sft", text, Path("long.yaml")))
 
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.dates(), st.binary(max_size=4))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.search import Candidate, count_traffic, search
+from recipes_lib.planning.search import Candidate, Traffic, count_traffic, search
 
 WHOLE, SHARED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
@@ -62,10 +64,84 @@ def test_where_nothing_fits_the_nearest_comes_first(find) -> None:
 
 def test_traffic_is_that_of_rings(tiny_model_dir: Path) -> None:
     """DDP sums gradients once a step; FSDP2 gathers weights twice and sums gradients for each micro-batch."""
-    config = build(tiny_model_dir, gradient_accumulation_steps=3)
-    assert count_traffic(config, 1000, WHOLE) == (0.5 * 2 * 4 * 1000, 0)
-    assert count_traffic(config, 1000, SHARED) == (0.5 * 3 * (2 * 2 + 4) * 1000, 0)
-    sent, moved = count_traffic(config, 1000, Layout("fsdp2_offload", 2, Held(0, 0, 0)))
-    assert (sent, moved) == (0.5 * 3 * 8 * 1000, 3 * 8 * 1000 / 2)
+    config, model = build(tiny_model_dir, gradient_accumulation_steps=3), AutoConfig.from_pretrained(tiny_model_dir)
+    assert count_traffic(config, model, 1000, WHOLE) == Traffic(model=0.5 * 2 * 4 * 1000)
+    assert count_traffic(config, model, 1000, SHARED) == Traffic(model=0.5 * 3 * (2 * 2 + 4) * 1000)
+    offloaded = Layout("fsdp2_offload", 2, Held(0, 0, 0))
+    assert count_traffic(config, model, 1000, offloaded) == Traffic(0.5 * 3 * 8 * 1000, host=3 * 8 * 1000 / 2)
+    # Each of two nodes of two GPUs has the model: weights stay inside, gradients of a shard go to the other node.
+    hybrid = Layout("hsdp", 4, Held(2, 2, 2))
+    assert count_traffic(config, model, 1000, hybrid) == Traffic(0.5 * 3 * 8 * 1000, replicas=4 * 1000 / 2)
     adapter = build(tiny_model_dir, "lora", gradient_accumulation_steps=3)
-    assert count_traffic(adapter, 1000, WHOLE) == (0, 0)
+    assert count_traffic(adapter, model, 1000, WHOLE) == Traffic()
+
+
+SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+TOKENS = 2 * 256 * 3
+"""Of an optimizer step, on each GPU."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "stages"),
+    [
+        # Two all-reduces a layer in each pass, of 16-bit hidden states, and one outside of layers: each sends its size
+        # 2 (t - 1) / t times.
+        (Layout("fsdp2_tp", tensor=4), 2 * (2 * 4 + 1) * 2 * 3 / 4 * TOKENS * 64 * 2, 0),
+        # Keys and values of three other ranks, and their gradients to them.
+        (Layout("fsdp2_cp", context=4, gathers_keys=True), 2 * 4 * 3 * 2 * (TOKENS / 4 * 2 * 8) * 2, 0),
+        # Queries and outputs have 8 heads, keys and values 2: three quarters of them go to others.
+        (Layout("zero3_sp", context=4), 2 * 4 * 3 / 4 * (TOKENS / 4 * (2 * 8 + 2 * 2) * 8) * 2, 0),
+        (Layout("ddp", pipeline_stages=2), 0, 2 * TOKENS * 64 * 2),
+    ],
+)
+def test_traffic_within_layers_and_between_stages(tiny_model_dir: Path, layout, layers, stages) -> None:
+    keys = {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}
+    found = count_traffic(build(tiny_model_dir, **keys), SHAPE, 0, layout)
+    assert (found.layers, found.stages) == (pytest.approx(layers), stages)
+    # A layer that is recomputed sends its activations a third time.
+    again = count_traffic(build(tiny_model_dir, activation_checkpointing=True, **keys), SHAPE, 0, layout)
+    assert again.layers == pytest.approx(1.5 * found.layers)
+
+
+def test_a_pipeline_takes_its_bubble_longer(tiny_model_dir: Path) -> None:
+    config, model = build(tiny_model_dir, "pretrain"), AutoConfig.from_pretrained(tiny_model_dir)
+    layouts = [Layout("ddp", pipeline_stages=2, in_flight=2)]
+    found = search(config, model, layouts, 8, choose_device("H100"), 989e12)
+    for one in found:
+        share = one.costs["the pipeline bubble"] / one.costs["matrix products"]
+        assert share == pytest.approx(1 / one.keys["gradient_accumulation_steps"])
+    assert min(found, key=lambda one: one.seconds).num_rows == 1
+
+
+LLAMA = AutoConfig.for_model(**{**read_shapes()["meta-llama/Llama-3.1-8B"], "vocab_size": 32_000})
+"""A smaller vocabulary is counted faster."""
+
+
+def test_a_long_sequence_fits_by_context_parallelism_alone(tiny_model_dir: Path) -> None:
+    """Eight rows of 131,072 tokens, eight GPUs, an 8B model: each GPU has a row by FSDP2, an eighth of each by CP."""
+    shards = Held(8, 8, 8)
+    layouts = [Layout("fsdp2", 8, shards), Layout("fsdp2_cp", 1, shards, context=8, gathers_keys=True)]
+    config = build(tiny_model_dir, max_length=131_072)
+    found = search(config, LLAMA, layouts, 8, choose_device("H100"), 989e12)
+    best = {one.layout.launch_file: one for one in reversed(found)}
+    assert found[0].layout.launch_file == "fsdp2_cp"
+    assert best["fsdp2_cp"].fits
+    assert not best["fsdp2"].fits
+
+
+def test_fewer_rows_than_gpus_need_groups(tiny_model_dir: Path) -> None:
+    """Two rows a step on eight GPUs: data parallelism cannot divide them, groups of four GPUs can."""
+    layouts = [Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2_tp", 2, Held(2, 2, 2), tensor=4)]
+    found = search(build(tiny_model_dir, max_length=4096), LLAMA, layouts, 2, choose_device("H100"), 989e12)
+    assert {one.layout.launch_file for one in found} == {"fsdp2_tp"}
+    assert found[0].fits
+
+
+def test_what_a_layout_does_not_support_is_no_candidate(tiny_model_dir: Path) -> None:
+    config, model = build(tiny_model_dir), AutoConfig.from_pretrained(tiny_model_dir)
+
+    def is_supported(layout: Layout, keys: Mapping[str, Any]) -> bool:
+        return layout is SHARED and not keys["torch_compile"]
+
+    found = search(config, model, [WHOLE, SHARED], 8, choose_device("H100"), 989e12, is_supported=is_supported)
+    assert {(one.layout, one.keys["torch_compile"]) for one in found} == {(SHARED, False)}

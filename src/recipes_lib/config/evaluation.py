@@ -140,7 +140,7 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
 def _find_contradictions(config: EvalConfig, given: Given) -> Iterator[Problem]:
     where, name = given.where, config.model_name_or_path
     for folder in config.include_path or ():
-        if not Path(folder).is_dir():
+        if not (is_local(folder) and Path(folder).is_dir()):
             yield Problem(where("include_path"), f"there is no folder {folder[:120]!r}", "correct the path")
     yield from _find_problems_of_place(config, where)
     if config.output_dir is None and (config.base_url is not None or not is_local(name)):

@@ -494,7 +494,7 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield settings.problem("metrics", found, "write package.module:Class")
     for folder in settings["eval_tasks_include_path"] or []:
-        if not Path(folder).is_dir():
+        if not (is_local(folder) and Path(folder).is_dir()):
             found = f"there is no folder {folder[:120]!r}"
             yield settings.problem("eval_tasks_include_path", found, "correct the path")
 

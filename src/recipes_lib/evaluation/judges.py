@@ -293,13 +293,13 @@ def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome 
     swapped = [orders for winner, orders in judgments if winner is not None and len(orders) > 1]
     agreement = sum(len(set(orders)) == 1 for orders in swapped) / len(swapped) if swapped else None
     number = counts["other"] + counts["tie"] + counts["base"]
-    rate: list[float | None] = [None, None, None]
-    if number:
-        differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
-        low, high = compute_interval(np.array(differences))
-        mean = (counts["other"] - counts["base"]) / number
-        rate = [(1 + min(max(end, -1.0), 1.0)) / 2 for end in (mean, low, high)]
-    return WinRate(number, counts["other"], counts["tie"], counts["base"], counts[None], *rate, agreement)
+    found = (number, counts["other"], counts["tie"], counts["base"], counts[None])
+    if not number:
+        return WinRate(*found, None, None, None, agreement)
+    differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
+    low, high = compute_interval(np.array(differences))
+    mean = (counts["other"] - counts["base"]) / number
+    return WinRate(*found, (1 + mean) / 2, (1 + max(low, -1.0)) / 2, (1 + min(high, 1.0)) / 2, agreement)
 
 
 def split_place(place: str) -> tuple[str, str] | None:

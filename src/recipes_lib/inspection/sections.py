@@ -119,19 +119,12 @@ class Inspection(ABC):
         """The tokenizer and the architecture."""
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.loading import load_tokenizer
-        from recipes_lib.models.parallel.context_parallel import verify_context_parallel
-        from recipes_lib.models.parallel.pipeline_parallel import verify_pipeline_parallel
-        from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
+        from recipes_lib.training.layouts.memory_layout import verify_model
 
         self.tokenizer = load_tokenizer(self.config.model, self.config.tokens)
         max_length = self.config.tokens.max_length
         self.model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
-        if self.launch.tensor_size > 1:
-            verify_tensor_parallel(self.model_config, self.launch.tensor_size)
-        if self.launch.context_size > 1:
-            verify_context_parallel(self.model_config, self.launch.context_size, by_heads=self.launch.shares_by_heads)
-        if self.launch.part:
-            verify_pipeline_parallel(self.model_config, self.launch.part)
+        verify_model(self.model_config, self.launch)
         self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
         say(
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -121,10 +121,9 @@ def plan_memory(
     count = _count_rl if config.recipe in RL_RECIPES else _count_trainer
     narrowed = layout.narrow(model_config)
     about, models, temporary, choices = count(config, narrowed, layout, is_half)
-    num_gpus = layout.num_processes * layout.tensor * layout.context * layout.pipeline_stages
     # Without a choice, the last kind is described.
     temporary |= next(reversed(choices.values()))
-    temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if num_gpus > 1 else 0}
+    temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if layout.num_gpus > 1 else 0}
     held = {
         f"{name}, {kind}": size // shards if shards else 0
         for name, model in models.items()
@@ -216,15 +215,36 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         # micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
+    choices = count_choices(config, model_config, layout, _list_checkpointing(config), is_half=is_half)
+    return "", models, temporary, choices
+
+
+def count_choices(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    layout: Layout,
+    kinds: Mapping[str, Checkpointing],
+    *,
+    is_half: bool,
+) -> dict[str, dict[str, int]]:
+    """Return what a micro-batch holds for its backward pass, by component, for each kind of checkpointing.
+
+    Args:
+        config: The run, of a recipe with upstream's trainer.
+        model_config: What a process computes of the model that is trained.
+        layout: How its processes hold the model.
+        kinds: By name.
+        is_half: As for ``plan_memory``.
+    """
     kept = count_kept(config, model_config, layout, is_half=is_half)
-    choices = {
+    width = _count_width(config, model_config, is_half)
+    return {
         name: {
             ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
             **_count_other_keys(config, model_config, layout, checkpointing, width),
         }
-        for name, checkpointing in _list_checkpointing(config).items()
+        for name, checkpointing in kinds.items()
     }
-    return "", models, temporary, choices
 
 
 def _list_checkpointing(config: RecipeConfig) -> dict[str, Checkpointing]:

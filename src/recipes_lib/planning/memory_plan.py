@@ -117,6 +117,17 @@ class Layout:
     in_flight: float = 1
     is_deepspeed: bool = False
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all processes."""
+        return self.num_processes * self.tensor * self.context * self.pipeline_stages
+
+    @property
+    def replicas(self) -> int:
+        """Groups of hybrid sharding, each of which holds the whole model."""
+        shards = self.shards.weights
+        return self.num_gpus // (shards * self.tensor * self.pipeline_stages) if shards > 1 else 1
+
     def __str__(self) -> str:
         shared = [kind for kind, shards in zip(KINDS, self.shards, strict=True) if shards > 1]
         how = "a copy of everything on each process"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -13,12 +13,13 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.activations import MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
-from recipes_lib.planning.memory import Batch, count_kept, plan_memory
-from recipes_lib.planning.memory_plan import ACTIVATIONS, Layout, MemoryPlan
+from recipes_lib.planning.memory import Batch, count_choices, plan_memory, read_checkpointing
+from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 
 NETWORK_BYTES: Final = 50e9
 """Bytes a second between machines, for each GPU: 400 Gbit/s."""
-_GPUS_OF_A_MACHINE: Final = 8
+GPUS_OF_A_MACHINE: Final = 8
+MATRIX_PRODUCTS: Final = "matrix products"
 _HOST_BYTES: Final = 25e9
 """Bytes a second between a GPU and its host, by PCIe 4."""
 
@@ -33,7 +34,7 @@ class Candidate:
         mode: Which layers are recomputed, in words.
         memory: Of one process on the GPU.
         fits: Whether the GPU holds that.
-        seconds: Of an optimizer step.
+        costs: Seconds of an optimizer step by what takes them.
     """
 
     layout: Layout
@@ -41,7 +42,12 @@ class Candidate:
     mode: str
     memory: MemoryPlan
     fits: bool
-    seconds: float
+    costs: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of an optimizer step."""
+        return sum(self.costs.values())
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +63,7 @@ def search(
     device: Device,
     peak: float,
     measured: Measured | None = None,
+    is_supported: Callable[[Layout, Mapping[str, Any]], bool] = lambda layout, keys: True,
 ) -> list[Candidate]:
     """Return every configuration of an optimizer step of ``num_rows`` rows; fitting ones first, the fastest first.
 
@@ -68,6 +75,7 @@ def search(
         device: The GPU.
         peak: Its FLOP/s, for the products of the run.
         measured: As for ``find_efficiency``.
+        is_supported: Whether a layout supports the keys of a candidate.
 
     Raises:
         ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be had.
@@ -80,30 +88,37 @@ def search(
         if num_rows % layout.num_processes:
             continue
         rows = num_rows // layout.num_processes
-        memory = plan_memory(_change(config, list_keys("none")), model_config, layout, device_bytes=device.memory)
+        memory = None
         for number in (number for number in range(1, rows + 1) if rows % number == 0):
             batch = {"per_device_train_batch_size": number, "gradient_accumulation_steps": rows // number}
+            compiled = [choice for choice in (True, False) if is_supported(layout, {**batch, "torch_compile": choice})]
+            if not compiled:
+                continue
             sized = _change(config, batch)
-            busy = _count_traffic_seconds(sized, size, layout, device)
+            if memory is None:
+                plain = _change(sized, list_keys("none"))
+                memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
             options = list(_list_modes(sized, model_config, memory, device))
             for keys, mode, placed in options:
-                for compiles in (True, False):
-                    all_keys = {**batch, **keys, "torch_compile": compiles}
-                    share, _ = find_efficiency(_change(config, all_keys), measured)
-                    seconds = 3600 * compute_hours(num_flops, _count_gpus(layout), peak, share)
-                    # Communication overlaps with compute; host work does not.
-                    seconds = max(seconds, busy[0]) + busy[1]
-                    fits = placed.peak <= device.memory
-                    found.append(Candidate(layout, all_keys, mode, placed, fits, seconds))
+                for choice in compiled:
+                    changed = _change(config, all_keys := {**batch, **keys, "torch_compile": choice})
+                    share, _ = find_efficiency(changed, measured)
+                    seconds = 3600 * compute_hours(num_flops, layout.num_gpus, peak, share)
+                    costs = _list_costs(seconds, changed, model_config, size, layout, device)
+                    found.append(Candidate(layout, all_keys, mode, placed, placed.peak <= device.memory, costs))
             if all(placed.peak > device.memory for _, _, placed in options):
                 break  # Larger micro-batches need more memory.
-    # Among equals, the larger micro-batch, which uses the GPU better; among those that do not fit, the nearest.
-    found.sort(key=lambda one: (not one.fits, round(one.seconds, 3) if one.fits else one.memory.peak, -one.num_rows))
+    found.sort(key=_rank)
     return found
 
 
-def _count_gpus(layout: Layout) -> int:
-    return layout.num_processes * layout.tensor * layout.context
+def _rank(one: Candidate) -> tuple[bool, float, int, int]:
+    """Order: fitting, fastest; among equals data parallelism, then the larger micro-batch, which uses a GPU better.
+
+    Among those that do not fit, the nearest.
+    """
+    groups = one.layout.tensor * one.layout.context * one.layout.pipeline_stages
+    return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -one.num_rows
 
 
 def _change(config: RecipeConfig, keys: Mapping[str, Any]) -> RecipeConfig:
@@ -115,38 +130,125 @@ def _list_modes(
 ) -> Iterator[tuple[dict[str, Any], str, MemoryPlan]]:
     """Yield the keys of each kind of checkpointing, its name, and the memory of a process."""
     layout, is_half = memory.layout, config.training.get("bf16") is not False
-    kept = count_kept(config, layout.narrow(model_config), layout, is_half=is_half)
+    kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
+    choices = count_choices(config, layout.narrow(model_config), layout, kinds, is_half=is_half)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
-    for mode, (checkpointing, _) in MODES.items():
-        components = {**memory.components, ACTIVATIONS: kept.count(checkpointing, layout.in_flight)}
+    for mode, sizes in choices.items():
+        components = {**memory.components, **sizes}
         placed = dataclasses.replace(memory, components=components, num_predicted=num_predicted).place(device.memory)
         yield list_keys(mode), mode, placed
 
 
-def _count_traffic_seconds(config: RecipeConfig, size: int, layout: Layout, device: Device) -> tuple[float, float]:
-    """Seconds of an optimizer step on the links between GPUs, and to the host."""
-    link = min(device.link, NETWORK_BYTES) if _count_gpus(layout) > _GPUS_OF_A_MACHINE else device.link
-    sent, moved = count_traffic(config, size, layout)
-    return sent / link if link else 0.0, moved / _HOST_BYTES
+def _list_costs(
+    seconds: float,
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    num_parameters: float,
+    layout: Layout,
+    device: Device,
+) -> dict[str, float]:
+    """Return the seconds of an optimizer step by what takes them, from those of its matrix products.
+
+    Weights and gradients travel while others are computed; what a layer waits for does not.
+    """
+    traffic, stages = count_traffic(config, model_config, num_parameters, layout), layout.pipeline_stages
+    bubble = seconds * (stages - 1) / config.read("gradient_accumulation_steps")
+    network = min(device.link, NETWORK_BYTES)
+
+    def time(num_bytes: float, num_ranks: int) -> float:
+        link = device.link if num_ranks <= GPUS_OF_A_MACHINE else network
+        return num_bytes / link if link else 0.0
+
+    group = layout.tensor * (layout.shards.weights if layout.replicas > 1 else layout.num_gpus // stages)
+    overlapped = time(traffic.model, group) + time(traffic.replicas, layout.num_gpus)
+    return {
+        MATRIX_PRODUCTS: seconds,
+        "the pipeline bubble": bubble,
+        "traffic of weights and gradients": max(overlapped - seconds - bubble, 0.0),
+        "traffic between the ranks of a layer": time(traffic.layers, layout.tensor * layout.context),
+        "traffic between pipeline stages": time(traffic.stages, layout.num_gpus),
+        "traffic with the host": traffic.host / _HOST_BYTES,
+    }
 
 
-def count_traffic(config: RecipeConfig, num_parameters: int, layout: Layout) -> tuple[float, float]:
-    """Return the bytes that a GPU sends to others, and exchanges with its host, per optimizer step.
+class Traffic(NamedTuple):
+    """Bytes that a GPU sends per optimizer step.
 
-    Weights are gathered in 16 bits for both passes of a micro-batch. Gradients are reduced in 32 bits, by DDP once per
-    step, by FSDP2 once per micro-batch. A frozen model under an adapter has none.
+    Attributes:
+        model: Weights and gradients, to those that share or replicate them.
+        replicas: Gradients of its shard, to the replicas of hybrid sharding.
+        layers: Activations or keys and values, within tensor- and context-parallel groups.
+        stages: Hidden states and their gradients, to neighbouring pipeline stages.
+        host: Weights and gradients, from and to its host.
+    """
+
+    model: float = 0.0
+    replicas: float = 0.0
+    layers: float = 0.0
+    stages: float = 0.0
+    host: float = 0.0
+
+
+def count_traffic(
+    config: RecipeConfig, model_config: PreTrainedConfig, num_parameters: float, layout: Layout
+) -> Traffic:
+    """Count the traffic of a layout.
+
+    Weights are gathered in 16 bits for both passes of a micro-batch, by a pipeline stage once a step. Gradients are
+    reduced in 32 bits, by DDP and pipeline stages once per step, by FSDP2 once per micro-batch. A frozen model under an
+    adapter has none.
 
     Args:
         config: The run.
-        num_parameters: Of the model.
+        model_config: Of the model that is trained.
+        num_parameters: Of it.
         layout: Of its processes.
 
-    Source: Rajbhandari et al. 2020 (ZeRO), section 7.
+    Source: Rajbhandari et al. 2020 (ZeRO), section 7; ``tests/planning/test_search.py``.
     """
-    micro_batches, number = config.read("gradient_accumulation_steps"), layout.num_processes
-    gradients = 0 if config.adapter.use_peft else 4 * num_parameters
+    stages = layout.pipeline_stages
+    held = num_parameters / (layout.tensor * stages)
+    times = 1 if stages > 1 else config.read("gradient_accumulation_steps")
+    gradients = 0.0 if config.adapter.use_peft else 4 * held
+    layers, between = _count_hidden_states(config, model_config, layout)
+    found = Traffic(layers=layers, stages=between)
     if layout.shards.weights == 1:
-        return (number - 1) / number * 2 * gradients, 0.0
-    group = layout.shards.weights or number
-    moved = 0.0 if layout.shards.weights else micro_batches * 2 * 4 * num_parameters / number
-    return (group - 1) / group * micro_batches * (2 * 2 * num_parameters + gradients), moved
+        return found._replace(model=2 * gradients * _others(layout.num_processes))
+    group = layout.shards.weights or layout.num_processes
+    return found._replace(
+        model=_others(group) * times * (2 * 2 * held + gradients),
+        replicas=2 * _others(layout.replicas) * gradients / group,
+        host=0.0 if layout.shards.weights else times * 2 * 4 * held / layout.num_processes,
+    )
+
+
+def _others(number: int) -> float:
+    """Share of a tensor that a rank of a ring sends to gather or to reduce it."""
+    return (number - 1) / number
+
+
+def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> tuple[float, float]:
+    """Return the bytes that a GPU sends per optimizer step within layers, and between pipeline stages.
+
+    Tensor parallelism sums the hidden states after attention and MLP of each layer, and once more outside of them, in
+    each pass; context parallelism gathers keys and values, or exchanges tokens of all heads (Ulysses). A layer that is
+    recomputed does so a third time.
+
+    Source: Shoeybi et al. 2019 (Megatron-LM), section 3; Jacobs et al. 2023 (DeepSpeed-Ulysses), section 3.2.
+    """
+    text: Any = model_config.get_text_config()
+    batch = Batch.of(config, layout)
+    num_tokens = batch.num_rows * batch.length * config.read("gradient_accumulation_steps")
+    every = read_checkpointing(config).every
+    passes = 2 + (1 / every if every else 0)
+    num_layers, hidden = text.num_hidden_layers / layout.pipeline_stages, 2 * num_tokens * text.hidden_size
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    heads = text.num_attention_heads
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    queries, keys = (2 * num_tokens * head_dim * number for number in (heads, key_heads))
+    sent = 2 * _others(layout.tensor) * hidden * (2 * num_layers + 1)
+    if layout.gathers_keys:
+        sent += (layout.context - 1) * 2 * keys * num_layers
+    elif layout.context > 1:
+        sent += _others(layout.context) * 2 * (queries + keys) * num_layers
+    return passes * sent, 2 * hidden if layout.pipeline_stages > 1 else 0.0

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from recipes_lib.cli import main
+from recipes_lib.commands.planning.plan_search import list_starts, write_plan
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import ConfigError
+from recipes_lib.planning.devices import choose_device
+from recipes_lib.planning.search import search
+from recipes_lib.training.layouts.compatibility import verify_combination
 
 KEYS = {
     "dataset_name": "a/b",
@@ -63,3 +73,52 @@ def test_the_best_is_told_with_its_keys_and_written(tell, tmp_path: Path) -> Non
 )
 def test_what_cannot_be_is_told_with_what_would(tell, flags, changes, words) -> None:
     assert words in tell(*flags, code=2, **changes)
+
+
+def test_groups_are_searched_and_what_is_not_possible_is_told(tell, tmp_path: Path) -> None:
+    """A row a step on two GPUs: data parallelism cannot divide it."""
+    keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    told = tell("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
+    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*the fastest that fits", told)
+    assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", told)
+    document = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
+    sizes = document["parallelism_config"]
+    assert sizes["parallelism_config_tp_size"] * sizes["parallelism_config_cp_size"] == 2
+    assert document["num_processes"] == 2
+    # torch.compile is not proved there.
+    assert "--torch_compile false" in (tmp_path / "plan" / "launch.sh").read_text()
+
+
+@pytest.mark.parametrize(("recipe", "least"), [("sft", 6), ("pretrain", 8), ("dpo", 3)])
+def test_the_plan_of_every_layout_passes_the_check(recipe, least, tiny_model_dir, tmp_path, capsys) -> None:
+    """The law of ``--write``: what it writes is what `recipes check` accepts."""
+    rows = {
+        "sft": {"prompt": "a b c", "completion": "d e f"},
+        "pretrain": {"text": "a b c " * 40},
+        "dpo": {"prompt": "a b c", "chosen": "d e f", "rejected": "f e d"},
+    }
+    data = tmp_path / "rows of text.jsonl"
+    data.write_text("".join(json.dumps(rows[recipe]) + "\n" for _ in range(16)))
+    keys = {"dataset_name": data, "model_name_or_path": tiny_model_dir, "max_length": 64, "max_steps": 2}
+    flags = [f"--{key}={value}" for key, value in {**keys, "output_dir": tmp_path / "out"}.items()]
+    config, model = load_config(recipe, flags), AutoConfig.from_pretrained(tiny_model_dir)
+    starts, _ = list_starts(model, 2)
+
+    def is_supported(layout, keys) -> bool:
+        changed = dataclasses.replace(config, training={**config.training, **keys})
+        try:
+            verify_combination(changed, starts[layout].launch)
+        except ConfigError:
+            return False
+        return True
+
+    found = search(config, model, list(starts), 4, choose_device("H100"), 989e12, is_supported=is_supported)
+    best = {one.layout: one for one in reversed(found)}
+    assert len(best) >= least
+    for layout, one in best.items():
+        folder = tmp_path / starts[layout].name
+        write_plan(folder, ["--recipe", recipe, *flags], one, starts[layout])
+        recipes, launch, *words = shlex.split((folder / "launch.sh").read_text())
+        assert (recipes, launch) == ("recipes", "launch")
+        code = main(["check", *words])
+        assert code == 0, f"{starts[layout].name}\n{capsys.readouterr().out}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -129,9 +130,55 @@ def test_a_sweep_has_the_sizes_and_tokens_asked_for_and_its_runs_are_fitted(reci
     assert law.output.is_file()
 
 
+def test_a_target_is_predicted_before_it_is_trained_and_compared_after(recipe, tell, tmp_path) -> None:
+    folder = tmp_path / "sweep"
+    sizes = ["--depths", 1, 2, 3, "--ratios", 5, 20, 80, "--head_dim", 16, "--target", 4, 90]
+    told = tell("sweep", "--config", recipe, "--output", folder, *sizes)
+    stages = {stage.name: stage for stage in load_pipeline(folder / "pipeline.yaml").stages}
+    assert [*stages][-4:] == ["law", "predicted", "target", "compared"]
+    assert "predicted" in stages["target"].needs
+    assert "runs/target" not in " ".join(stages["law"].words)
+    target = load_config("pretrain", stages["target"].argv)
+    model = find_planned_model(target)
+    assert (model.num_hidden_layers, model.num_attention_heads, model.hidden_size) == (4, 4, 64)
+    largest = load_config("pretrain", stages["depth3-x80"].argv)
+    ratio = math.prod(
+        (compute_model_size(find_planned_model(one)).total * one.pretraining.max_tokens) ** sign
+        for one, sign in ((target, 1), (largest, -1))
+    )
+    assert f"{ratio:.1f} times the operations of the largest run" in told
+    for name, stage in stages.items():
+        if name.startswith("depth"):
+            config = load_config("pretrain", stage.argv)
+            write_run(stage.output, find_planned_model(config), config.pretraining.max_tokens)
+    run = {name: stage.words[stage.words.index("scale") + 1 :] for name, stage in stages.items() if stage.command}
+    tell(*run["law"], "--resamples", 3)
+    told = tell(*run["predicted"])
+    assert f"to {ratio:,.1f} times the operations" in told
+    before = json.loads((folder / "runs" / "predicted.json").read_text())
+    assert "measured" not in before
+    write_run(stages["target"].output, model, target.pretraining.max_tokens)
+    told = tell(*run["compared"])
+    after = json.loads((folder / "runs" / "compared.json").read_text())
+    assert after["predicted"] == pytest.approx(before["predicted"], rel=1e-3)
+    assert after["error"] == pytest.approx(0, abs=5e-3)
+    assert re.search(r"measured +[\d.]+: predicted [+-]0\.\d\d% of it, (in|outside of) the interval", told)
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_prediction_counts_parameters_as_its_law_does(runs, tell, tmp_path, counts) -> None:
+    law, found = tmp_path / "law.json", tmp_path / "found.json"
+    tell("fit", *runs, "--resamples", 0, "--output", law, *([] if counts else ["--no_count_embeddings"]))
+    tell("predict", "--run", runs[0], "--fit", law, "--output", found)
+    size = read_scaling_run(runs[0], counts_embeddings=counts).num_parameters
+    assert json.loads(found.read_text())["num_parameters"] == size
+
+
 @pytest.mark.parametrize(
     ("changes", "flags", "words"),
     [
+        ({}, ["--head_dim", 15], "rotary embeddings need an even number"),
+        ({}, ["--target", 0, 5], "are each 1 or more"),
         ({}, ["--depths", 2, 4], "--depths: a law needs 3 or more"),
         ({}, ["--ratios", 0, 5, 10], "--ratios: a law needs 3 or more, each 1 or more"),
         ({"model_config": {"model_type": "gpt2", "vocab_size": 512}}, [], "has no `hidden_size`"),
@@ -150,6 +197,10 @@ def test_a_sweep_that_gives_no_law_is_refused_before_anything_is_written(
     ("flags", "words"),
     [
         (["plan", "--flops", "-1"], "write a finite number above 0"),
+        (["predict", "--parameters", "1e6"], "write --parameters and --tokens, --config or --run"),
+        (["predict"], "nothing says what is predicted"),
+        (["predict", "--run", "a", "--config", "b"], "--config and --run says what is predicted"),
+        (["predict", "--run", "a", "--output", "b"], "two losses"),
         (["fit", "no/such/run"], "neither run.json nor metrics.jsonl"),
         (["plan", "--flops", "1e18", "--fit", "no-law.json"], "no-law.json"),
     ],

@@ -14,6 +14,7 @@ from tests.rl.vllm_fake import load_other
 from tests.rl.vllm_stub import serving
 from tests.rows import read_events
 from trl.generation import vllm_client
+from urllib3.util.retry import Retry
 
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError
@@ -70,7 +71,9 @@ def test_only_the_main_process_sends_weights(stub):
     assert not hasattr(stub, "is_open")
 
 
-def test_a_server_that_fails_is_told_with_the_way_to_go_on(stub):
+def test_a_server_that_fails_is_told_with_the_way_to_go_on(stub, monkeypatch):
+    # TRL's client repeats a failed request after waits that add up to a minute.
+    monkeypatch.setattr(Retry, "sleep", lambda *_: None)
     policy, engine = build_policy("llama"), reach(stub)
     engine.load(policy)
     stub.complete = None

@@ -95,10 +95,13 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     )
     one.add_argument("--config", type=Path, required=True, help="pretraining recipe: data, batch, schedule, vocabulary")
     one.add_argument("--output", type=Path, required=True, help="folder of the configurations and the pipeline")
-    told = "layers of the models, each 64 wide for every layer (default: 2 3 4 6)"
+    told = "layers of the models, each as many heads wide (default: 2 3 4 6)"
     one.add_argument("--depths", type=int, nargs="+", default=[2, 3, 4, 6], help=told)
     told = "tokens for a parameter (default: 5 10 20 40)"
     one.add_argument("--ratios", type=int, nargs="+", default=[5, 10, 20, 40], help=told)
+    one.add_argument("--head_dim", type=int, default=64, help="width of a head (default: %(default)s)")
+    told = "a larger run, of which the pipeline predicts the loss before it trains it, and compares both"
+    one.add_argument("--target", type=int, nargs=2, metavar=("DEPTH", "RATIO"), help=told)
     one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
     one.add_argument(
         "runs",
@@ -116,8 +119,11 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     one = commands.add_parser("plan", help="parameters and tokens for a number of operations", allow_abbrev=False)
     one.add_argument("--flops", type=float, required=True, help="FLOPs, such as 1e21")
     other = commands.add_parser("predict", help="the loss of a run", allow_abbrev=False)
-    other.add_argument("--parameters", type=float, required=True, help="parameters, as the law counts them")
-    other.add_argument("--tokens", type=float, required=True, help="tokens trained on")
+    other.add_argument("--parameters", type=float, help="parameters, as the law counts them; with --tokens")
+    other.add_argument("--tokens", type=float, help="tokens trained on")
+    other.add_argument("--config", type=Path, help="pretraining recipe, instead of both")
+    other.add_argument("--run", type=Path, help="output directory of a finished run, whose loss is compared")
+    other.add_argument("--output", type=Path, help="file of the prediction, as JSON")
     for command in (one, other):
         command.add_argument("--fit", type=Path, help="law of `recipes scale fit` (default: published ones)")
     return parser

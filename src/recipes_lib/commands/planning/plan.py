@@ -84,7 +84,8 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     hardware = _choose_hardware(config, options, num_gpus)
     if options.gpus:
         assert hardware is not None
-        rows = search_plan(config, model_config, options, hardware, batch_processes or num_gpus)
+        flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
+        rows = search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus)
         sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
         return
     rows = list(hardware.describe()) if hardware else []

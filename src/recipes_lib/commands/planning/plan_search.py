@@ -6,7 +6,9 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,21 +24,42 @@ from recipes_lib.planning.memory import list_layouts, plan_memory
 from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.planning.schedule import compute_steps
-from recipes_lib.planning.search import Candidate, search
+from recipes_lib.planning.search import GPUS_OF_A_MACHINE, MATRIX_PRODUCTS, Candidate, search
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import plan_launch, read_launch_file
-from recipes_lib.training.layouts.memory_layout import build_layout
+from recipes_lib.training.layouts.launch_environment import (
+    SCHEDULES,
+    Launch,
+    name_pipeline,
+    name_variables,
+    read_launch,
+    read_launch_file,
+)
+from recipes_lib.training.layouts.memory_layout import build_layout, verify_model
 
-_SEARCHED: Final = ("ddp", "fsdp2", "hsdp", "zero2", "fsdp2_offload")
-"""Launch files of several GPUs; tensor, context and pipeline parallelism are planned by name (``--hardware``)."""
-_SHOWN: Final = 12
+_WIDTH: Final = 22
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a layout is launched.
+
+    Attributes:
+        name: As the table calls it.
+        document: Launch file of accelerate.
+        launch: What its processes are told.
+    """
+
+    name: str
+    document: Mapping[str, Any]
+    launch: Launch
 
 
 def search_plan(
     config: RecipeConfig,
     model_config: PreTrainedConfig,
     options: argparse.Namespace,
+    flags: Sequence[str],
     hardware: Hardware,
     num_processes: int,
 ) -> list[Row]:
@@ -46,6 +69,7 @@ def search_plan(
         config: The run.
         model_config: Of the model that is trained.
         options: Flags of the command.
+        flags: Recipe and keys of the run, as flags.
         hardware: The GPUs.
         num_processes: For which the recipe's batch is written.
 
@@ -55,8 +79,20 @@ def search_plan(
     """
     number, device = hardware.num_gpus, hardware.device
     batch = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps") * num_processes
-    layouts = _list_searched(config, number)
-    found = search(config, model_config, layouts, batch, device, hardware.peak, hardware.measured)
+    starts, refused = list_starts(model_config, number)
+
+    def is_supported(layout: Layout, keys: Mapping[str, Any]) -> bool:
+        start = starts[layout]
+        try:
+            verify_combination(_change(config, keys), start.launch, start.name)
+        except ConfigError as error:
+            refused.setdefault(start.name, error.problems[0])
+            return False
+        return True
+
+    found = search(config, model_config, list(starts), batch, device, hardware.peak, hardware.measured, is_supported)
+    if not found and refused:
+        raise ConfigError(*refused.values())
     if not found:
         told = f"{batch} rows of an optimizer step cannot be divided by {number} processes"
         raise ConfigError(Problem("--gpus", told, "name a number that divides them"))
@@ -69,44 +105,78 @@ def search_plan(
     hours = best.seconds * steps / 3600
     _verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
     if options.write:
-        _write(options.write, best, number)
-    heads = (
-        f"{'layout':14}{'rows x accumulated':>19}  {'recomputed':16}{'compiled':>8}{'GB':>8}{'s a step':>10}  verdict"
-    )
-    chosen = dataclasses.replace(config, training={**config.training, **best.keys})
-    share, source = find_efficiency(chosen, hardware.measured)
+        write_plan(options.write, flags, best, starts[best.layout])
+    columns = f"{'recomputed':16}{'compiled':>8}{'GB':>8}{'s a step':>10}  verdict"
+    heads = f"{'layout':{_WIDTH}}{'rows x accumulated':>19}  {columns}"
+    share, source = find_efficiency(_change(config, best.keys), hardware.measured)
     rows = [
         *dataclasses.replace(hardware, mfu=share, source=source).describe(),
         ("batch", f"{batch:,} rows an optimizer step, as the recipe has it"),
         (CURVE, ""),
     ]
-    rows += [(CURVE, heads), *((CURVE, _describe(one, best, device.memory)) for one in _thin(found)), (CURVE, "")]
+    rows += [(CURVE, heads)]
+    rows += [(CURVE, _describe(starts[one.layout].name, one, best, device.memory)) for one in _thin(found)]
+    searched = {starts[one.layout].name for one in found}
+    rows += [(CURVE, ""), *_tell_refused({name: why for name, why in refused.items() if name not in searched})]
     rows.append(("keys", " ".join(f"--{key} {json.dumps(value)}" for key, value in best.keys.items())))
-    rows.append(("launch file", f"accelerate_configs/{best.layout.launch_file}.yaml --num_processes {number}"))
+    rows.append(("launch", _compose_flags(starts[best.layout], best.layout)))
     if steps:
         rows += [("time", f"{hours:,.1f} hours for {steps:,} steps"), *hardware.describe_bill(hours)]
     return rows
 
 
-def _list_searched(config: RecipeConfig, number: int) -> list[Layout]:
-    """Return the layouts that this recipe supports on so many GPUs.
-
-    Raises:
-        ConfigError: There is none; with what is in the way of the first.
-    """
-    layouts, refused = list[Layout](), list[ConfigError]()
-    for name in _SEARCHED if number > 1 else ("single_gpu",):
-        launch = plan_launch(find_launch_file(name), number)
+def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layout, Start], dict[str, Problem]]:
+    """Return how to launch each layout of so many GPUs, and why the model does not support the others, by name."""
+    starts, refused = dict[Layout, Start](), dict[str, Problem]()
+    for file, sizes, stages in _list_meshes(number):
+        path, told = (
+            find_launch_file(file),
+            [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")],
+        )
+        name = " ".join([file, *told, *([f"stages {stages}"] if stages > 1 else [])])
+        document = read_launch_file(path)
+        document |= {"num_processes": number, "num_machines": math.ceil(number / GPUS_OF_A_MACHINE)}
+        if mesh := document.get("parallelism_config"):
+            document["parallelism_config"] = {
+                key: sizes.get(key.removeprefix("parallelism_config_").removesuffix("_size"), 1) for key in mesh
+            }
+        launch = read_launch({**name_variables(document), **name_pipeline(stages, SCHEDULES[0])})
         try:
-            verify_combination(config, launch, name)
+            verify_model(model_config, launch)
         except ConfigError as error:
-            refused.append(error)
+            refused[name] = error.problems[0]
         else:
-            if math.prod(launch.layout.sizes.values()) in (1, number):
-                layouts.append(build_layout(launch, name, 1))
-    if not layouts:
-        raise refused[0]
-    return layouts
+            # At least as many micro-batches as pipeline stages: fewer are not supported.
+            starts[build_layout(launch, file, stages)] = Start(name, document, launch)
+    return starts, refused
+
+
+def _list_meshes(number: int) -> Iterator[tuple[str, dict[str, int], int]]:
+    """Yield launch file, sizes of the mesh, and pipeline stages for so many GPUs, in powers of two."""
+    if number == 1:
+        yield "single_gpu", {}, 1
+        return
+    yield from ((file, {}, 1) for file in ("ddp", "fsdp2", "zero2", "fsdp2_offload"))
+    if number > GPUS_OF_A_MACHINE and not number % GPUS_OF_A_MACHINE:
+        yield "hsdp", {"dp_replicate": number // GPUS_OF_A_MACHINE, "dp_shard": GPUS_OF_A_MACHINE}, 1
+    for size in (2**power for power in range(1, number.bit_length()) if not number % 2**power):
+        for file, name in (("fsdp2_tp", "tp"), ("fsdp2_cp", "cp"), ("zero3_sp", "sp")):
+            # Traffic within layers is not overlapped: only keys and values, the smallest, leave a machine.
+            if size <= GPUS_OF_A_MACHINE or name == "cp":
+                yield file, {"dp_shard": number // size, name: size}, 1
+        yield from ((file, {}, size) for file in ("ddp", "fsdp2"))
+
+
+def _tell_refused(refused: Mapping[str, Problem]) -> Iterator[Row]:
+    """Yield each reason once, with the layouts that it concerns."""
+    names: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        names.setdefault(why.found, []).append(name)
+    yield from (("not possible", f"{', '.join(those)}: {found}") for found, those in names.items())
+
+
+def _change(config: RecipeConfig, keys: Mapping[str, Any]) -> RecipeConfig:
+    return dataclasses.replace(config, training={**config.training, **keys})
 
 
 def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_processes: int) -> int:
@@ -132,24 +202,31 @@ def _verify_limits(options: argparse.Namespace, hours: float, cost: float) -> No
 
 
 def _thin(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the best candidate of each layout and kind of checkpointing."""
-    kinds: dict[tuple[str, str], Candidate] = {}
+    """Return the best candidate of each layout, and of the best layout that of each kind of checkpointing."""
+    kinds: dict[tuple[Layout, str], Candidate] = {}
     for one in found:
-        kinds.setdefault((one.layout.launch_file, one.mode), one)
-    return list(kinds.values())[:_SHOWN]
+        kinds.setdefault((one.layout, one.mode if one.layout == found[0].layout else ""), one)
+    return list(kinds.values())
 
 
-def _describe(one: Candidate, best: Candidate, memory: float) -> str:
+def _describe(name: str, one: Candidate, best: Candidate, memory: float) -> str:
     rows = f"{one.keys['per_device_train_batch_size']} x {one.keys['gradient_accumulation_steps']}"
     ratio = one.seconds / best.seconds
-    verdict = f"{ratio:.2f} times as long" if ratio >= 1.005 else "as fast, and its micro-batch no larger"
+    verdict = "as fast, and its micro-batch no larger"
+    if ratio >= 1.005:
+        most = max(one.costs, key=lambda what: one.costs[what] - best.costs[what])
+        verdict = f"{ratio:.2f} times as long: {one.costs[most] - best.costs[most]:.3g} s more of {most}"
+        if one.keys["torch_compile"] != best.keys["torch_compile"] and most == MATRIX_PRODUCTS:
+            verdict += ", which are not compiled"
+        elif one.mode != best.mode and most == MATRIX_PRODUCTS:
+            verdict += ", recomputed"
     if one is best:
         verdict = "the fastest that fits"
     if not one.fits:
         verdict = f"does not fit {memory / 1e9:g} GB"
     compiled = "yes" if one.keys["torch_compile"] else "no"
     held = f"{one.memory.peak / 1e9:8.1f}{one.seconds:10.3g}"
-    return f"{one.layout.launch_file:14}{rows:>19}  {one.mode:16}{compiled:>8}{held}  {verdict}"
+    return f"{name:{_WIDTH}}{rows:>19}  {one.mode:16}{compiled:>8}{held}  {verdict}"
 
 
 def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware) -> str:
@@ -184,9 +261,26 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware:
     return "name GPUs with more memory"
 
 
-def _write(folder: Path, best: Candidate, number: int) -> None:
-    """Write the launch file and the keys of a candidate."""
-    document = read_launch_file(find_launch_file(best.layout.launch_file)) | {"num_processes": number}
+def _compose_flags(start: Start, layout: Layout, file: str = "") -> str:
+    """Return the flags of ``recipes launch``; accelerate's files have no key for pipeline stages."""
+    sizes = [f"{name}_size {size}" for name, size in start.launch.layout.sizes.items()]
+    mesh = f" with {', '.join(sizes)}" if sizes and not file else ""
+    stages = f" --pipeline_stages {layout.pipeline_stages}" if layout.pipeline_stages > 1 else ""
+    return f"--hardware {file or layout.launch_file} --num_processes {start.launch.world_size}{stages}{mesh}"
+
+
+def write_plan(folder: Path, recipe: Sequence[str], best: Candidate, start: Start) -> None:
+    """Write the launch file and the keys of a candidate, and the command that starts it.
+
+    Args:
+        folder: Where to.
+        recipe: Recipe and keys of the run, as flags.
+        best: The candidate.
+        start: How its layout is launched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("accelerate.yaml", document), ("keys.yaml", dict(best.keys))):
+    for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(best.keys))):
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
+    keys = [word for key, value in best.keys.items() for word in (f"--{key}", json.dumps(value))]
+    flags = _compose_flags(start, best.layout, shlex.quote(str(folder / "accelerate.yaml")))
+    replace_text(folder / "launch.sh", f"recipes launch {shlex.join([*recipe, *keys])} {flags}\n")

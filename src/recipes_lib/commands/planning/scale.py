@@ -23,7 +23,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
 from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
-from recipes_lib.planning.pretraining import plan_pretraining
+from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
 from recipes_lib.planning.scaling import (
     FLOPS_PER_TOKEN,
     NUM_RESAMPLES,
@@ -39,8 +39,9 @@ from recipes_lib.report.run_files import read_run
 PIPELINE_FILE: Final = "pipeline.yaml"
 FEWEST: Final = 3
 """Sizes, and lengths of each, that determine a law."""
-_HEAD: Final = 64
 _WARMUP: Final = 0.05
+_TARGET: Final = "target"
+"""Stage and file of the run that is predicted."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -51,8 +52,9 @@ def run(options: argparse.Namespace) -> None:
         DataError: The runs cannot be read, or determine no law.
     """
     for name in ("flops", "parameters", "tokens"):
-        if not 0 < getattr(options, name, 1.0) < float("inf"):
-            raise ConfigError(Problem(f"--{name}", f"is {getattr(options, name):g}", "write a finite number above 0"))
+        value = getattr(options, name, None)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(Problem(f"--{name}", f"is {value:g}", "write a finite number above 0"))
     tellers = {"sweep": _tell_sweep, "fit": _tell_fit, "plan": _tell_plan, "predict": _tell_prediction}
     tell = tellers[options.command]
     sys.stdout.write("".join([f"{line}\n" for line in format_rows(tell(options))]))
@@ -90,63 +92,86 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
     """Write a configuration for each depth and ratio, and a pipeline that trains them and fits the law.
 
+    With a target, the pipeline then predicts its loss before it trains it, and compares both.
+
     Raises:
         ConfigError: The recipe is wrong, its architecture has other names than Llama's, the runs determine no law, or a
             schedule does not fit the shortest of them.
     """
     base = load_config("pretrain", ["--config", str(options.config)])
     depths, ratios = sorted(set(options.depths)), sorted(set(options.ratios))
-    problems = list(_find_sweep_problems(base, depths, ratios))
+    problems = list(_find_sweep_problems(base, depths, ratios, options))
     if problems:
         raise ConfigError(*problems)
     folder: Path = options.output
     folder.mkdir(parents=True, exist_ok=True)
-    stages, total = dict[str, Any](), 0.0
-    for depth in depths:
-        for ratio in ratios:
-            name = f"depth{depth}-x{ratio}"
-            path = folder / f"{name}.yaml"
-            keys, size = _size_run(base, depth, ratio, folder / "runs" / name)
-            text = yaml.safe_dump(keys, sort_keys=False)
-            plan_pretraining(check_text("pretrain", text, path), 1)
-            replace_text(path, text)
-            stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
-            total += FLOPS_PER_TOKEN * size * keys["max_tokens"]
-            yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
+    sizes = {f"depth{depth}-x{ratio}": (depth, ratio) for depth in depths for ratio in ratios}
+    if options.target:
+        sizes[_TARGET] = tuple(options.target)
+    stages, flops = dict[str, Any](), dict[str, float]()
+    for name, (depth, ratio) in sizes.items():
+        path = folder / f"{name}.yaml"
+        keys, size = _size_run(base, depth, ratio, options.head_dim, folder / "runs" / name)
+        text = yaml.safe_dump(keys, sort_keys=False)
+        plan_pretraining(check_text("pretrain", text, path), 1)
+        replace_text(path, text)
+        stages[name] = {"recipe": "pretrain", "config": f"${{here}}/{path.name}"}
+        flops[name] = FLOPS_PER_TOKEN * size * keys["max_tokens"]
+        yield name, f"{size:,} parameters, {keys['max_tokens']:,} tokens, learning rate {keys['learning_rate']:g}"
+    largest = max(value for name, value in flops.items() if name != _TARGET)
     law = "${output_dir}/scaling.json"
-    runs = " ".join(f"${{{name}.output}}" for name in stages)
+    runs = " ".join(f"${{{name}.output}}" for name in stages if name != _TARGET)
+    target = stages.pop(_TARGET, None)
     stages["law"] = {"command": f"scale fit {runs} --output {law}", "output": law}
+    if target:
+        yield "", f"{flops[_TARGET] / largest:.1f} times the operations of the largest run that is fitted"
+        before, after = (f"${{output_dir}}/{name}.json" for name in ("predicted", "compared"))
+        config = f"${{here}}/{_TARGET}.yaml"
+        fitted = "--fit ${law.output}"
+        stages["predicted"] = {
+            "command": f"scale predict --config {config} {fitted} --output {before}",
+            "output": before,
+        }
+        stages[_TARGET] = target | {"needs": ["predicted"]}
+        run = f"${{{_TARGET}.output}}"
+        stages["compared"] = {"command": f"scale predict --run {run} {fitted} --output {after}", "output": after}
     pipeline = {"output_dir": str(folder / "runs"), "stages": stages}
     replace_text(folder / PIPELINE_FILE, yaml.safe_dump(pipeline, sort_keys=False))
-    yield "operations", f"{total:.3g} in all"
+    yield "operations", f"{sum(flops.values()):.3g} in all"
     yield "next", f"recipes run {folder / PIPELINE_FILE}"
 
 
-def _find_sweep_problems(base: RecipeConfig, depths: Sequence[int], ratios: Sequence[int]) -> Iterator[Problem]:
+def _find_sweep_problems(
+    base: RecipeConfig, depths: Sequence[int], ratios: Sequence[int], options: argparse.Namespace
+) -> Iterator[Problem]:
     for flag, values in (("--depths", depths), ("--ratios", ratios)):
         if len(values) < FEWEST or min(values) < 1:
             yield Problem(flag, f"a law needs {FEWEST} or more, each 1 or more", f"write {FEWEST} different numbers")
+    if options.head_dim < 2 or options.head_dim % 2:
+        yield Problem("--head_dim", f"is {options.head_dim}; rotary embeddings need an even number", "write 64")
+    if min(options.target or [1]) < 1:
+        yield Problem("--target", "a depth and a ratio are each 1 or more", "write --target 12 20")
     if "hidden_size" not in (base.model.model_config or {}):
         yield Problem(
             "model_config", "has no `hidden_size`", "write the architecture of a Llama, whose sizes are swept"
         )
 
 
-def _size_run(base: RecipeConfig, depth: int, ratio: int, output: Path) -> tuple[dict[str, Any], int]:
+def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Path) -> tuple[dict[str, Any], int]:
     """Return the keys of a run of a sweep, and its parameters.
 
-    The width is 64 a layer, in heads of 64, with an MLP of 8/3 of it, so that one number sizes a model. The rate is
+    A model has one head for every layer, and an MLP of 8/3 of its width, so that one number sizes it. The rate is
     ``0.3118 C^-0.125``, of AdamW. Source: Bi et al. 2024 (DeepSeek LLM), equation 1, fitted from 1e17 operations on.
     """
     assert base.model.model_config is not None
     record = {"stage": "pretrain", "config": flatten_config(base), "provenance": base.provenance}
     keys, _ = restore_keys(json.loads(json.dumps(record, default=str)))
     sizes = {
-        "hidden_size": _HEAD * depth,
-        "intermediate_size": _HEAD * math.ceil(depth * 8 / 3),
+        "hidden_size": head * depth,
+        "intermediate_size": head * math.ceil(depth * 8 / 3),
         "num_hidden_layers": depth,
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), depth),
-        "head_dim": _HEAD,
+        "head_dim": head,
     }
     architecture = {**base.model.model_config, **sizes}
     size = compute_model_size(
@@ -169,7 +194,8 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, output: Path) -> tuple
 def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
     runs = [read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings) for folder in options.runs]
     fit = fit_law(runs, NUM_RESAMPLES if options.resamples is None else options.resamples)
-    replace_record(options.output, dataclasses.asdict(fit) | {"runs": [run._asdict() for run in runs]})
+    record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
+    replace_record(options.output, dataclasses.asdict(fit) | record)
     yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {_say_count(options)}"
     for field in dataclasses.fields(Law):
         yield field.name.replace("_", " "), _say(fit, operator.attrgetter(field.name))
@@ -204,9 +230,59 @@ def _tell_plan(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _tell_prediction(options: argparse.Namespace) -> Iterator[Row]:
-    for name, fit in _list_fits(options.fit, FLOPS_PER_TOKEN * options.parameters * options.tokens):
+    """Predict a loss, and compare it with the loss of a finished run.
+
+    Raises:
+        ConfigError: It is not said of what, or as ``_list_fits``.
+    """
+    ways = {"--parameters and --tokens": options.parameters and options.tokens, "--config": options.config}
+    given = [name for name, value in (ways | {"--run": options.run}).items() if value]
+    if len(given) != 1 or (options.parameters is None) != (options.tokens is None):
+        found = f"{' and '.join(given) or 'nothing'} says what is predicted"
+        raise ConfigError(Problem("recipes scale predict", found, "write --parameters and --tokens, --config or --run"))
+    if options.output and not options.fit:
+        raise ConfigError(
+            Problem("--output", "the published laws predict two losses", "name a law: --fit scaling.json")
+        )
+    counts = True if options.fit is None else read_record(options.fit).get("counts_embeddings", True)
+    run = Run(options.parameters, options.tokens, math.nan)
+    if options.config:
+        run = _size_config(options.config, counts_embeddings=counts)
+    if options.run:
+        run = read_scaling_run(options.run, counts_embeddings=counts)
+    yield "run", f"{run.num_parameters:,.0f} parameters, {run.num_tokens:,.0f} tokens, {run.num_flops:.3g} operations"
+    for name, fit in _list_fits(options.fit, run.num_flops):
+        loss = fit.law.compute_loss(*run[:2])
+        interval = fit.compute_interval(lambda law: law.compute_loss(*run[:2]))
+        record = {**run._asdict(), "predicted": loss, "interval": interval}
         yield name, ""
-        yield "  loss", _say(fit, lambda law: law.compute_loss(options.parameters, options.tokens))
+        yield "  loss", _say(fit, lambda law: law.compute_loss(*run[:2]))
+        if fit.max_flops < run.num_flops:
+            yield "  extrapolated", f"to {run.num_flops / fit.max_flops:,.1f} times the operations of the largest run"
+        if options.run:
+            record["error"] = loss / run.loss - 1
+            place = "" if interval is None else ", in" if interval[0] <= run.loss <= interval[1] else ", outside of"
+            told = f"{place} the interval" if place else ""
+            yield "  measured", f"{run.loss:.4g}: predicted {record['error']:+.2%} of it{told}"
+        if options.output:
+            del record["loss"]
+            replace_record(options.output, record | ({"measured": run.loss} if options.run else {}))
+            yield "kept in", str(options.output)
+
+
+def _size_config(path: Path, *, counts_embeddings: bool) -> Run:
+    """Return parameters and tokens of a run that is not trained yet; its loss is not a number.
+
+    Raises:
+        ConfigError: The recipe is wrong, or gives its length in epochs.
+    """
+    config = load_config("pretrain", ["--config", str(path)])
+    if (num_tokens := count_run_tokens(config, 1)) is None:
+        raise ConfigError(
+            Problem(str(path), "the run is given in epochs", "write `max_tokens: ...` or `max_steps: ...`")
+        )
+    size = compute_model_size(find_planned_model(config))
+    return Run(float(size.total if counts_embeddings else size.non_embedding), float(num_tokens), math.nan)
 
 
 def _list_fits(path: Path | None, num_flops: float) -> Iterator[tuple[str, Fit]]:

@@ -1,12 +1,17 @@
-"""Memory layout of a launch, choice of activation checkpointing, and the planned memory and time."""
+"""Memory layout of a launch: models it supports, choice of activation checkpointing, planned memory and time."""
 
 from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
 
+from transformers import PreTrainedConfig
+
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.hardware import read_device_memory
+from recipes_lib.models.parallel.context_parallel import verify_context_parallel
+from recipes_lib.models.parallel.pipeline_parallel import verify_pipeline_parallel
+from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 from recipes_lib.planning.activations import AUTO, list_keys
 from recipes_lib.planning.compute import RL_RECIPES, compute_hours, count_step, find_planned_model
 from recipes_lib.planning.devices import find_efficiency, find_peak
@@ -107,3 +112,17 @@ def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
         in_flight=in_flight[layout.schedule] if stages > 1 else 1,
         is_deepspeed=launch.engine == "DEEPSPEED",
     )
+
+
+def verify_model(model_config: PreTrainedConfig, launch: Launch) -> None:
+    """Raise for a model that the parallelism of a launch does not support, before any weight is loaded.
+
+    Raises:
+        ConfigError: As ``verify_tensor_parallel``, ``verify_context_parallel`` and ``verify_pipeline_parallel``.
+    """
+    if launch.tensor_size > 1:
+        verify_tensor_parallel(model_config, launch.tensor_size)
+    if launch.context_size > 1:
+        verify_context_parallel(model_config, launch.context_size, by_heads=launch.shares_by_heads)
+    if launch.part:
+        verify_pipeline_parallel(model_config, launch.part)
