@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import read_record, replace_record, try_lock
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
@@ -76,12 +77,10 @@ class RowFile(Generic[Counted]):
                 self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
             elif record["num_bytes"]:  # Without any row, nothing is lost.
                 raise ConfigError(
-                    Problem(str(path), f"holds {what}", "name another --output, or delete it and its record")
+                    Problem(str(path), f"holds {what}", "name another output, or delete it and its record")
                 )
         elif path.exists() and path.stat().st_size:
-            raise ConfigError(
-                Problem(str(path), "exists, and was not written by this command", "name another --output")
-            )
+            raise ConfigError(Problem(str(path), "exists, and was not written by this command", "name another output"))
 
     def write(self, batches: Iterator[Sequence[Mapping[str, Any]]]) -> None:
         """Append batches of rows; each is flushed before it is counted in the record.
@@ -316,11 +315,6 @@ def _read_source(function: Any) -> str:
         return repr(function)
 
 
-THINKS: Final = "<think>"
-ENDS_THINKING: Final = "</think>"
-"""Delimiters of reasoning in answers."""
-
-
 @dataclass(slots=True)
 class AnswerCounts:
     """Progress of a set of answers.
@@ -462,25 +456,11 @@ def answer(
             counts.num_unfinished += not answer.has_ended
             counts.num_empty += answer.has_ended and not said.strip()
             if answer.has_ended and said.strip():
-                rows.append(lay_out(prompt, said if thought is None else join(thought, said, reasoning)))
+                rows.append(lay_out(prompt, join_reasoning(thought if reasoning == "keep" else None, said)))
                 counts.num_reasoned += thought is not None
         counts.num_prompts += len(batch)
         counts.num_rows += len(rows)
         yield rows
-
-
-def split_reasoning(text: str) -> tuple[str | None, str]:
-    """Split an answer into reasoning, ``None`` if absent, and content.
-
-    Some templates open the reasoning in the prompt, so that only its end stands in the answer.
-    """
-    before, mark, after = text.partition(ENDS_THINKING)
-    return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
-
-
-def join(thought: str, said: str, reasoning: str) -> str:
-    """Return an answer with or without its reasoning, in the usual template format."""
-    return f"{THINKS}\n{thought}\n{ENDS_THINKING}\n\n{said}" if reasoning == "keep" and thought else said
 
 
 def lay_out(prompt: PromptRow, text: str) -> dict[str, Any]:

@@ -101,6 +101,8 @@ class QualityKeys:
     """Languages to keep, as ISO codes: ``[en]``; needs the extra ``corpus``."""
     language_threshold: float = 0.65
     """Least probability of the language."""
+    reasoning: Literal["keep", "drop"] = "keep"
+    """What becomes of ``<think> ... </think>`` before an answer; filters and judges never read it."""
     drop_refusals: bool = True
     """Remove answers that begin like a refusal."""
     refusals_path: str | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.errors import DataError, Problem, list_first, raise_problems
-from recipes_lib.evaluation.endpoint import Answerer, Message
+from recipes_lib.evaluation.endpoint import Answerer, Message, split_reasoning
 from recipes_lib.files import read_lines
 
 _IDS: Final = ("question_id", "uid", "id")
@@ -196,7 +196,7 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iter
         ]
         raise_problems(failed, "questions")
         for at, reply in zip(open_, replies, strict=True):
-            answers[at].append(reply.text)
+            answers[at].append(split_reasoning(reply.text)[1])  # It is neither judged nor read in the next turn.
     return answers
 
 

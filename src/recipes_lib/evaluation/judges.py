@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 import numpy as np
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint
+from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, split_reasoning
 from recipes_lib.evaluation.intervals import compute_interval
 from recipes_lib.evaluation.judge_questions import Question, read_question
 from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
@@ -240,19 +240,20 @@ def parse_verdict(text: str, verdicts: Mapping[str, str]) -> str | None:
     """Return the verdict in a judge's text; ``None`` without one, or where several contradict each other.
 
     Args:
-        text: Of the judge.
+        text: Of the judge; its reasoning in ``<think>`` does not count.
         verdicts: Mark -> ``first``, ``second`` or ``tie``.
 
     Source: the rule of Arena-Hard, whose judge must not say two things.
     """
-    marks = re.findall("|".join(re.escape(mark) for mark in sorted(verdicts, key=len, reverse=True)), text)
+    pattern = "|".join(re.escape(mark) for mark in sorted(verdicts, key=len, reverse=True))
+    marks = re.findall(pattern, split_reasoning(text)[1])
     said = {verdicts[mark] for mark in marks}
     return said.pop() if len(said) == 1 else None
 
 
 def parse_grade(text: str, lowest: float, highest: float) -> float | None:
     """Return the grade in a judge's text; ``None`` without one, where several differ, or off the scale."""
-    said = {float(number) for number in _GRADE.findall(text)}
+    said = {float(number) for number in _GRADE.findall(split_reasoning(text)[1])}
     grade = said.pop() if len(said) == 1 else None
     return grade if grade is not None and lowest <= grade <= highest else None
 

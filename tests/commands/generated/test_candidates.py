@@ -110,7 +110,10 @@ def test_answers_of_the_majority_are_chosen_against_the_others(tmp_path: Path) -
 )
 def test_best_and_worst(agrees: list[bool], grades: list[float | None], extremes: tuple[int, int]) -> None:
     places = list(range(len(agrees)))
-    assert Candidate({}, ["x"] * len(agrees), places, agrees, None, grades).find_extremes() == extremes
+    assert (
+        Candidate({}, ["x"] * len(agrees), [None] * len(agrees), places, agrees, None, grades).find_extremes()
+        == extremes
+    )
 
 
 def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path) -> None:
@@ -131,9 +134,20 @@ def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path)
     assert not (tmp_path / "pairs.jsonl").exists(), "pairs of an earlier launch are gone"
 
 
+@pytest.mark.parametrize(("reasoning", "content"), [("keep", "<think>\nHm.\n</think>\n\n4"), ("drop", "4")])
+def test_reasoning_is_kept_or_dropped_and_never_filtered_by(tmp_path: Path, reasoning: str, content: str) -> None:
+    texts = ("<think>Hm.</think>4", "<think>I'm sorry, but I can't help you.</think>", "so 4")
+    (candidate,), _, samples = run(tmp_path, reply(0, *texts), num_answers=3, min_agreement=0.5)
+    assert (candidate.answers, candidate.places) == (["4", "so 4"], [0, 2])
+    config = SynthesisConfig(min_agreement=0.5, reasoning=reasoning)
+    write_rows(config, load_method("answers"), [candidate], tmp_path, samples)
+    (row,) = read_row_file(tmp_path / "rows.jsonl")
+    assert row["messages"][-1]["content"] == content
+
+
 def test_answers_without_a_grade_are_no_rows() -> None:
     removed: Counter[str] = Counter()
-    assert not keep_graded(SynthesisConfig(judge="j"), Candidate({}, ["x"], [0], [True], None, [None]), removed)
+    assert not keep_graded(SynthesisConfig(judge="j"), Candidate({}, ["x"], [None], [0], [True], None, [None]), removed)
     assert removed == {"no grade": 1}
 
 

@@ -14,6 +14,7 @@ from recipes_lib.commands.generated.generation_methods import Method, SourceRow,
 from recipes_lib.commands.generated.row_filters import Check, NearDuplicates, find_agreeing
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import parse_record, replacing
 
 ROWS: Final = "rows.jsonl"
@@ -29,6 +30,7 @@ class Candidate:
     Attributes:
         values: Of the method's templates, without the last step.
         answers: Texts of the last step, in order.
+        thoughts: The reasoning before each; ``None`` without.
         places: Their numbers among all answers.
         agrees: Whether each has the most common result.
         agreement: Share of the most common result; ``None`` if not asked for.
@@ -37,6 +39,7 @@ class Candidate:
 
     values: Mapping[str, Any]
     answers: list[str]
+    thoughts: list[str | None]
     places: list[int]
     agrees: list[bool]
     agreement: float | None = None
@@ -62,7 +65,7 @@ def find_failure(step: Mapping[str, Any], text: str, *, error: str | None, is_fi
         return "refused by the engine"
     if not is_finished:
         return "unfinished"
-    if not text.strip():
+    if not split_reasoning(text)[1].strip():
         return "empty"
     return None if take_reply(step, text) is not None else f"no {step['name']} in the reply"
 
@@ -128,9 +131,10 @@ def _read_compared(method: Method, candidate: Candidate) -> str:
     return method.read_compared(complete_values(method, candidate, 0))
 
 
-def complete_values(method: Method, candidate: Candidate, at: int) -> dict[str, Any]:
-    """Values of a candidate with one of its answers."""
-    return {**candidate.values, method.steps[-1]["name"]: candidate.answers[at]}
+def complete_values(method: Method, candidate: Candidate, at: int, *, with_reasoning: bool = False) -> dict[str, Any]:
+    """Values of a candidate with one of its answers, and perhaps the reasoning before it."""
+    thought = candidate.thoughts[at] if with_reasoning else None
+    return {**candidate.values, method.steps[-1]["name"]: join_reasoning(thought, candidate.answers[at])}
 
 
 def _take(
@@ -155,7 +159,8 @@ def _take(
     places = [at for at, reason in enumerate(reasons) if reason is None]
     if not places:
         return str(reasons[0])
-    candidate = Candidate(values, [texts[at] for at in places], places, [True] * len(places))
+    thoughts = [split_reasoning(reply["answers"][at]["text"])[0] for at in places]
+    candidate = Candidate(values, [texts[at] for at in places], thoughts, places, [True] * len(places))
     if method.fields["compare_with_source"]:
         # What the model has asked is checked too, but for its length.
         asked = _read_compared(method, candidate)
@@ -198,9 +203,7 @@ def write_rows(
     for candidate in candidates:
         best, worst = candidate.find_extremes()
         for at in [best] if is_ranked else range(len(candidate.answers)):
-            rows.append(
-                {**method.build_row(complete_values(method, candidate, at)), **_describe(config, method, candidate, at)}
-            )
+            rows.append({**_build_row(config, method, candidate, at), **_describe(config, method, candidate, at)})
         if is_ranked and candidate.rank(best) != candidate.rank(worst):
             pairs += _build_pair(config, method, candidate, best, worst)
     samples["kept"] = rows[:_NUM_SHOWN]
@@ -211,6 +214,10 @@ def write_rows(
         else:
             (folder / name).unlink(missing_ok=True)
     return len(rows), len(pairs)
+
+
+def _build_row(config: SynthesisConfig, method: Method, candidate: Candidate, at: int) -> dict[str, Any]:
+    return method.build_row(complete_values(method, candidate, at, with_reasoning=config.reasoning == "keep"))
 
 
 def _describe(config: SynthesisConfig, method: Method, candidate: Candidate, at: int) -> dict[str, Any]:
@@ -234,7 +241,7 @@ def _build_pair(
     config: SynthesisConfig, method: Method, candidate: Candidate, best: int, worst: int
 ) -> Iterator[dict[str, Any]]:
     """Yield the preference row of the best and the worst answer, if the method writes answers to prompts."""
-    chosen, rejected = (method.build_row(complete_values(method, candidate, at)) for at in (best, worst))
+    chosen, rejected = (_build_row(config, method, candidate, at) for at in (best, worst))
     provenance = _describe(config, method, candidate, best)
     if isinstance(chosen.get("messages"), list):
         sides = {"chosen": chosen["messages"][-1:], "rejected": rejected["messages"][-1:]}

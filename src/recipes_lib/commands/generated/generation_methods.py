@@ -23,7 +23,7 @@ import numpy as np
 
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
-from recipes_lib.evaluation.endpoint import Chat, Message
+from recipes_lib.evaluation.endpoint import Chat, Message, split_reasoning
 from recipes_lib.evaluation.judge_questions import Question, read_question
 from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
 
@@ -152,10 +152,14 @@ class Method:
 
 
 def take_reply(step: Mapping[str, Any], text: str) -> str | None:
-    """Return what a step takes of a reply; ``None`` where its pattern does not match or matches nothing."""
+    """Return what a step takes of a reply; ``None`` where its pattern does not match or matches nothing.
+
+    Reasoning in ``<think>`` is left out.
+    """
+    _, said = split_reasoning(text)
     if not step.get("pattern"):
-        return text.strip() or None
-    found = re.search(step["pattern"], text)
+        return said.strip() or None
+    found = re.search(step["pattern"], said)
     return (found[1].strip() or None) if found else None
 
 

@@ -116,6 +116,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--judge_prompt", type=Path, default=PROMPTS / "pairwise.yaml", metavar="FILE", help=told)
     parser.add_argument("--judge_tokens", type=int, default=2048, help="longest text of the judge (default: 2048)")
     told = "JSON: further fields of requests to the judge; null removes one"
+    parser.add_argument("--request", type=json.loads, default={}, metavar="JSON", help="the same for models")
     parser.add_argument("--judge_request", type=json.loads, default={}, metavar="JSON", help=told)
     parser.add_argument("--limit", type=int, help="the first questions only")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer of a model (default: 1024)")
@@ -199,7 +200,7 @@ def _find_answers(
 
 def _load_engine(name: str, options: argparse.Namespace) -> Answerer:
     if (place := split_place(name)) is not None:
-        return _build_endpoint(options, place, options.max_new_tokens, options.temperature, {})
+        return _build_endpoint(options, place, options.max_new_tokens, options.temperature, options.request)
     from recipes_lib.evaluation.answering import load_local_model
 
     return load_local_model(
