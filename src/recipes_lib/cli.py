@@ -46,6 +46,10 @@ COMMANDS = {
     "student": Command(
         "recipes_lib.commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
     ),
+    "synthesize": Command(
+        "recipes_lib.commands.generated.synthesize:main",
+        "write training rows by a model: instructions, answers, texts; filter and grade them",
+    ),
     "distill-write": Command(
         "recipes_lib.commands.sampling:main_answers",
         "sample a teacher's answers to prompts, as training rows",
@@ -82,7 +86,7 @@ COMMANDS = {
 }
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
-    "data": ("clean", "tokenizer", "prepare", "score", "sample-pairs"),
+    "data": ("clean", "tokenizer", "prepare", "score", "sample-pairs", "synthesize"),
     "run": ("launch", "run", "job"),
     "results": ("runs", "report", "eval", "publish", "reproduce"),
     "models": ("merge", "export", "fisher"),
