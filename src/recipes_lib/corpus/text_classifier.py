@@ -57,7 +57,7 @@ class LinearClassifier:
     def predict(self, texts: Sequence[str]) -> Array:
         """Return the probabilities, ``(N, labels)``."""
         logits = np.asarray(_hash_words(texts, len(self.weight), self.num_words) @ self.weight) + self.bias
-        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
         return weights / weights.sum(axis=1, keepdims=True)
 
     def score(self, text: str) -> dict[str, float]:
