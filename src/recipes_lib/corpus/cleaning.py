@@ -43,7 +43,7 @@ from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_s
 from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, MinHash, describe_hashes, find_duplicates
 from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
 from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
-from recipes_lib.corpus.pii import PII
+from recipes_lib.corpus.pii import PII, choose_hiding
 from recipes_lib.corpus.quality import LoadScorer, Perplexity, Quality, choose_thresholds
 from recipes_lib.corpus.text_classifier import Classifier, Toxicity
 from recipes_lib.corpus.text_steps import Extract, FixText, Language
@@ -225,10 +225,11 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
         "steps": [_describe_step(step, config, source.kind) for step in steps],
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
         "lines": config.repeated_lines_unit if has_lines else None,
+        "quoted": [config.pii != "off", config.pii_kinds],
         "code": _hash_code(Read, Apply, WriteClean, Hashes, MinHash, canonicalize, enumerate_lines),
     }
     folder = work / f"clean-{compute_key(content)[:16]}"
-    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES)
+    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, choose_hiding(config))
     pipeline = [
         Read(source, ledger, raises=config.broken_rows == "error"),
         *(Apply(step, getattr(config, step.name), ledger) for step in steps),

@@ -58,7 +58,8 @@ class LinearClassifier:
         """Return the probabilities, ``(N, labels)``."""
         logits = np.asarray(_hash_words(texts, len(self.weight), self.num_words) @ self.weight) + self.bias
         weights: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
-        return weights / weights.sum(axis=1, keepdims=True)
+        weights /= weights.sum(axis=1, keepdims=True)
+        return weights
 
     def score(self, text: str) -> dict[str, float]:
         """Return the probability of each label of a text."""
