@@ -110,7 +110,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 pictures: $(STAMP) ## draw the pictures of the documentation: benchmarks, and screenshots of demo/ where it is finished
 	@$(PYTHON) benchmarks/pictures.py $(if $(wildcard demo/index.html),--demo demo)
 
-docs: $(STAMP) ## write docs/configs.md, and check every link, path and command in the documentation
+docs: $(STAMP) ## write the reference of keys, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate
 	@$(PYTHON) -m pytest -q tests/test_docs.py
 

@@ -27,8 +27,13 @@ job=$!
 # A signal ends `wait`, not what it waits for.
 wait "$job"
 while kill -0 "$job" 2>/dev/null; do wait "$job"; done
+wait "$job"
+code=$?
 
 # Whatever srun reports: what the run has said of its own end since then decides.
 if [ "$output_dir/run.json" -nt "$began" ] && grep -qE '"status": "(preempted|stalled)"' "$output_dir/run.json"; then
     scontrol requeue "$SLURM_JOB_ID"
+    code=$?
 fi
+# What the queue shows, and what jobs that depend on this one wait for.
+exit "$code"

@@ -17,6 +17,11 @@ import yaml
 from tests.forked import ROOT
 
 from recipes_lib.cli import COMMANDS
+from recipes_lib.config.corpus_keys import parse_corpus_command
+from recipes_lib.config.evaluation import parse_eval_command
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.recipes import read_common
+from recipes_lib.errors import ConfigError
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
@@ -79,6 +84,87 @@ def _find_faults(command: str) -> Iterator[str]:
             yield f"no such module as {value}"
         if flag in {"--config", "--config_file"} and not USERS_OWN.search(value) and not (ROOT / value).exists():
             yield f"no such file as {value}"
+
+
+STAGE_PAGES = {
+    "pretraining": "pretrain",
+    "evaluation": "eval",
+    **{name: name for name in ("corpus", "sft", "lora", "reward", "dpo", "ppo", "grpo", "distill")},
+}
+"""Page of a stage: the recipe of its example."""
+TEMPLATE = (
+    *("When to use", "Run it", "Data", "Keys you will touch"),
+    *("A healthy run", "Troubleshooting", "Method", "Internals"),
+)
+MAX_EXAMPLE_LINES = 12
+
+
+def find_template_faults(text: str) -> list[str]:
+    """Ways in which a stage page differs from the template: sections, and the example under "Run it"."""
+    parts = re.split(r"^## (.*)$", FENCE.sub(lambda fence: fence[0].replace("\n#", "\n"), text), flags=re.MULTILINE)
+    headings, bodies = tuple(parts[1::2]), parts[2::2]
+    if headings != TEMPLATE:
+        return [f"sections are {headings}, not {TEMPLATE}"]
+    faults = [f"nothing under {name!r}" for name, body in zip(headings, bodies, strict=True) if not body.strip()]
+    fences = [
+        (language, body) for _, language, body in FENCE.findall(dict(zip(headings, bodies, strict=True))["Run it"])
+    ]
+    if [language for language, _ in fences[:2]] != ["yaml", "console"]:
+        return [*faults, "no YAML and then its command under 'Run it'"]
+    if len(fences[0][1].splitlines()) > MAX_EXAMPLE_LINES:
+        faults.append(f"an example of more than {MAX_EXAMPLE_LINES} lines")
+    if "recipes check --config" not in fences[1][1]:
+        faults.append("no `recipes check` of the example")
+    return faults
+
+
+def load_example(page: str, text: str, folder: Path) -> object:
+    """Parse the example of a stage page as its recipe does."""
+    config = folder / "example.yaml"
+    config.write_text(FENCE.search(text)[3])  # type: ignore[index]
+    recipe, argv = STAGE_PAGES[page], ["--config", str(config)]
+    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command}
+    return commands[recipe](argv) if recipe in commands else load_config(recipe, argv)
+
+
+@pytest.mark.parametrize("page", STAGE_PAGES)
+def test_a_stage_page_follows_the_template(page: str) -> None:
+    assert find_template_faults((ROOT / "docs" / f"{page}.md").read_text()) == []
+
+
+@pytest.mark.parametrize("page", STAGE_PAGES)
+def test_the_example_of_a_stage_page_is_a_valid_configuration(page: str, tmp_path: Path) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    load_example(page, text, tmp_path)
+    with pytest.raises(ConfigError, match="output_dirr"):
+        load_example(page, text.replace("output_dir:", "output_dirr:", 1), tmp_path)
+
+
+@pytest.mark.parametrize("page", STAGE_PAGES)
+def test_the_keys_of_a_stage_page_are_those_that_its_reference_begins_with(page: str) -> None:
+    section = (ROOT / "docs" / f"{page}.md").read_text().split("## Keys you will touch")[1].split("\n## ")[0]
+    named = {key for row in section.splitlines() if row.startswith("| `") for key in CODE.findall(row.split("|")[1])}
+    named = {key.split(":")[0] for key in named}
+    assert named
+    assert sorted(named - set(read_common(STAGE_PAGES[page]))) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("## Data", "## Rows"),
+        ("## Internals", "## Internals\n\n## Notes"),
+        ("## Data", "## Keys you will touch\n\n## Data"),
+        ("```yaml", "```text"),
+        ("output_dir:", "a: 1\nb: 1\nc: 1\noutput_dir:"),
+        ("$ recipes check", "$ recipes plan"),
+        ("## Method\n", "## Method\n\n## Internals\n"),
+    ],
+)
+def test_a_page_beside_the_template_is_found(old: str, new: str) -> None:
+    text = (ROOT / "docs" / "sft.md").read_text()
+    assert old in text
+    assert find_template_faults(text.replace(old, new, 1))
 
 
 def test_the_documentation_is_there() -> None:
@@ -185,12 +271,13 @@ def test_a_wrong_command_is_found(text: str) -> None:
 
 
 def list_anchors(page: str) -> set[str]:
-    """Anchors of the headings of a page, as GitHub makes them."""
+    """Anchors of a page: of its headings, as GitHub makes them, and those that it names."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
     )
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.strip().lower()) for heading in headings]
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+    named = set(re.findall(r'<a id="([\w-]+)"></a>', page))
+    return named | {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 def find_dead_anchors(path: Path, text: str) -> list[str]:

@@ -44,6 +44,11 @@ def has_launcher() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ or "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
+def read_api_key() -> str | None:
+    """Return the API key of endpoints, which is in the environment alone: no file, flag or log has it."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def enter() -> None:
     """Write the process id where the other ranks look for it; does nothing without a launcher's folder."""
     if (folder := _find_folder()) is not None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from recipes_lib.errors import DataError
-from recipes_lib.evaluation.score_comparison import Difference, compare_folders, compute_interval, format_rows
+from recipes_lib.evaluation.score_comparison import Difference, compare_folders, format_rows
 
 
 def write(
@@ -86,16 +85,6 @@ def test_a_folder_without_an_evaluation_is_named(tmp_path: Path, text: str) -> N
         compare_folders([tmp_path / "a", tmp_path / "a"])
 
 
-def test_the_interval_covers_the_true_difference_about_as_often_as_it_says() -> None:
-    drawn = np.random.default_rng(0)
-    covered = 0
-    for _ in range(200):
-        low, high = compute_interval(drawn.choice([-1.0, 0.0, 1.0], 80, p=[0.1, 0.6, 0.3]))
-        covered += low <= 0.2 <= high
-    # Binomial with 0.95: 4.5 standard errors below; 100 % would be an interval that says nothing.
-    assert 0.88 <= covered / 200 < 1
-
-
 def test_a_group_is_compared_by_its_own_mean(tmp_path: Path) -> None:
     """A mean of all questions, or of the means of its tasks."""
     scores = {"a": {"x": [0.0] * 30, "y": [0.0] * 10}, "b": {"x": [1.0] * 30, "y": [0.0] * 10}}
@@ -109,28 +98,6 @@ def test_a_group_is_compared_by_its_own_mean(tmp_path: Path) -> None:
             ("x", 30, 1.0, "better"),
             ("y", 10, 0.0, "same"),
         ]
-
-
-@pytest.mark.parametrize("number", [2, 5, 6, 9, 30])
-def test_what_is_right_or_wrong_differs_only_where_mcnemar_s_exact_test_says_so(number: int) -> None:
-    for gained in range(number + 1):
-        for lost in range(number + 1 - gained):
-            differences = np.array([1.0] * gained + [-1.0] * lost + [0.0] * (number - gained - lost))
-            low, high = compute_interval(differences)
-            assert -1 <= low <= differences.mean() <= high <= 1
-            if low > 0 or high < 0:
-                assert stats.binomtest(gained, gained + lost).pvalue < 0.05
-
-
-def test_few_questions_show_nothing() -> None:
-    assert compute_interval(np.array([1.0])) == (-np.inf, np.inf)
-    assert compute_interval(np.array([0.3] * 5)) == (-np.inf, np.inf)
-    low, high = compute_interval(np.array([1.0, 1.0]))
-    assert low < 0 < high
-    assert compute_interval(np.array([0.3, 0.2, 0.3, 0.4, 0.3, 0.2]))[0] > 0
-    # Of seven questions one of which has changed: a bootstrap alone says that 0.1 is left out of no resample.
-    low, high = compute_interval(np.array([0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
-    assert low < 0 < high
 
 
 def test_what_is_nowhere_is_nothing_in_json() -> None:

@@ -33,8 +33,8 @@ def main() -> None:
     folder, name, failing = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     output = folder / name
     more = dict(argument.split("=", 1) for argument in sys.argv[4:])
-    keys: dict[str, Any] = {"use_vllm": True, "vllm_gpu_memory_utilization": 0.1, "num_sample_prompts": 2, **more}
-    keys |= {"save_strategy": "steps", "save_steps": 4, "max_steps": 20, "logging_steps": 1, "eval_steps": 8}
+    keys: dict[str, Any] = {"use_vllm": True, "vllm_gpu_memory_utilization": 0.1, "num_sample_prompts": 2}
+    keys |= {"save_strategy": "steps", "save_steps": 4, "max_steps": 20, "logging_steps": 1, "eval_steps": 8, **more}
     flags = keys_task.build_group_flags(folder / "policy", output, folder / "prompts.jsonl", **keys)
     describe, launch = trainer.describe_rollout, read_launch()
     torch.set_num_threads(1)

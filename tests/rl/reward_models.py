@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
+import torch
+from transformers import AutoTokenizer
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.heads.scoring import RewardModel
+
+
+def write_reward_model(folder: Path, base: Path) -> Path:
+    """Save a causal model with a random head that tells most answers from others, and its tokenizer."""
+    model = load_reward_model(ModelConfig(model_name_or_path=str(base)), "sdpa", seed=0)
+    add_score_head(model)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return folder
 
 
 def read_the_end(reward_model: RewardModel, ends: list[str]) -> None:

@@ -14,7 +14,8 @@ from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 _USAGE: Final = (
-    "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n\n"
+    "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n"
+    "       recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR\n\n"
 )
 
 
@@ -65,10 +66,22 @@ def check(argv: Sequence[str]) -> int:
 def compare(argv: Sequence[str]) -> None:
     """``recipes eval compare``: differences of models on the same questions, with confidence intervals.
 
+    With ``--judge``, win rates of their answers instead (``generated/judge_models.py``).
+
     Raises:
         DataError: A folder holds no evaluation.
     """
-    parser = argparse.ArgumentParser(prog="recipes eval compare", description=compare.__doc__, allow_abbrev=False)
+    if any(argument.partition("=")[0] == "--judge" for argument in argv):
+        from recipes_lib.commands.generated.judge_models import main as judge_models
+
+        judge_models(argv)
+        return
+    parser = argparse.ArgumentParser(
+        prog="recipes eval compare",
+        description="Differences of models on the same questions, with confidence intervals.",
+        epilog="`recipes eval compare A B --judge J --help`: win rates of their answers by a judge.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "folders",
         nargs="+",

@@ -24,6 +24,8 @@ DATA: Final = "/data"
 CPUS_PER_GPU: Final = 8
 """CPUs requested for one GPU of a shared machine; most machines have more for each GPU."""
 HOURS: Final = 24
+SRUN: Final = ("srun", "--kill-on-bad-exit=1", "--ntasks-per-node=1", "--cpu-bind=none")
+"""Starts a launcher on every node of a SLURM job."""
 _TEMPLATES: Final = Path(__file__).with_name("job_templates")
 _CONSTANTS: Final = {
     "data": DATA,
@@ -69,6 +71,17 @@ def main(argv: Sequence[str]) -> None:
         "--config", metavar="F", required=True, help="the recipe; further --key value flags override it"
     )
     parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
+    add_machine_flags(parser)
+    parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
+    parser.add_argument("--image", help="container image")
+    parser.add_argument("--volume", help="persistent storage, a claim or a bucket; mounted at /data")
+    parser.add_argument("--name", help="name of the job (default: that of output_dir)")
+    options, overrides = parser.parse_known_args(argv)
+    sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what a job requests of a cluster."""
     parser.add_argument("--num_nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each (default: 1)")
     parser.add_argument(
@@ -76,9 +89,6 @@ def main(argv: Sequence[str]) -> None:
         type=int,
         help=f"share machines (default: whole ones, but for one GPU, with {CPUS_PER_GPU}); SLURM",
     )
-    parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
-    parser.add_argument("--image", help="container image")
-    parser.add_argument("--volume", help="persistent storage, a claim or a bucket; mounted at /data")
     parser.add_argument(
         "--secret",
         action="append",
@@ -87,18 +97,16 @@ def main(argv: Sequence[str]) -> None:
         metavar="SECRET",
         help="name of an environment variable that the cluster stores as a secret",
     )
-    parser.add_argument("--hours", type=int, help=f"time limit of the job (default: {HOURS})")
-    parser.add_argument("--name", help="name of the job (default: that of output_dir)")
-    options, overrides = parser.parse_known_args(argv)
-    sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
+    parser.add_argument("--hours", type=int, help=f"time limit of a job (default: {HOURS})")
 
 
 def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the template variables of a run, from the flags.
 
     These are the flags themselves; beside them, or in their place, ``name``, lower case, digits and hyphens;
-    ``command``, ``recipes launch`` and its flags, the same on every node; ``output_dir``, where the run leaves its
-    record; ``cpus_per_gpu`` of machines that are shared with other jobs, ``None`` where they are asked for whole.
+    ``command``, ``recipes launch`` and its flags, the same on every node, and ``starter``, what SLURM starts it by;
+    ``output_dir``, where the run leaves its record; ``cpus_per_gpu`` of machines that are shared with other jobs,
+    ``None`` where they are asked for whole.
 
     Raises:
         ConfigError: As ``main``.
@@ -125,6 +133,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     command += ["--num_processes", str(num_processes), *_leave_out(overrides, "output_dir"), "--output_dir", output_dir]
     cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)
     derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}
+    derived["starter"] = list(SRUN)
     return vars(options) | derived | {"hours": options.hours or HOURS}
 
 
@@ -162,10 +171,20 @@ def _leave_out(overrides: Sequence[str], key: str) -> list[str]:
     return kept
 
 
-def _find_problems(options: argparse.Namespace) -> Iterator[Problem]:
+def find_wrong_requests(options: argparse.Namespace) -> Iterator[Problem]:
+    """Yield what is wrong with the flags of ``add_machine_flags``."""
     for flag in ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours"):
         if getattr(options, flag) is not None and getattr(options, flag) < 1:
             yield Problem(f"--{flag}", f"is {getattr(options, flag)}", "write 1 or more")
+    for name in options.secrets:
+        if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
+            yield Problem(
+                "--secret", "it is not the name of an environment variable", "write its name, never its value"
+            )
+
+
+def _find_problems(options: argparse.Namespace) -> Iterator[Problem]:
+    yield from find_wrong_requests(options)
     for flag in CLUSTERS[options.to].needed:
         if getattr(options, flag) is None:
             yield Problem(f"--{flag}", f"{options.to} needs it", f"write --{flag} ... (docs/cloud.md)")
@@ -183,11 +202,6 @@ def _find_wrong_names(options: argparse.Namespace) -> Iterator[Problem]:
         if value is not None and not re.fullmatch(r"[\w./:@-]+", value, re.ASCII):
             found = f"{value!r} is not a name that a cluster gives"
             yield Problem(f"--{flag}", found, "use letters, digits and . _ / : @ -")
-    for name in options.secrets:
-        if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
-            yield Problem(
-                "--secret", "it is not the name of an environment variable", "write its name, never its value"
-            )
     if options.image and not options.config.startswith(("recipes/", f"{DATA}/")):
         found = f"{options.config} is not in the image"
         yield Problem("--config", found, f"put it on the volume and write its path there, {DATA}/...")

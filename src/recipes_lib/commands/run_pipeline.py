@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.cli import COMMANDS
+from recipes_lib.commands.cluster.submission import submit_stages
+from recipes_lib.commands.job import add_machine_flags
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
@@ -50,6 +52,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--num_processes", type=int, help=told)
     parser.add_argument("--device_hour_price", type=float, metavar="P", help="of --plan: price of a GPU for an hour")
     parser.add_argument("--list", action="store_true", help="print the commands, without running them")
+    told = "where stages run: here, or as batch jobs that depend on each other (default: %(default)s)"
+    parser.add_argument("--executor", default="local", metavar="local|slurm", help=told)
+    add_machine_flags(parser.add_argument_group("of --executor slurm, for stages with a launch file"))
+    told = "words before the command of a stage with a launch file, such as 'srun --ntasks-per-node=1'"
+    parser.add_argument("--launcher", default="", metavar="WORDS", help=told)
     options = parser.parse_args(list(argv))
     pipeline = load_pipeline(options.pipeline, options.output_dir)
     chosen = choose_stages(pipeline, options.first or options.only, options.last or options.only)
@@ -66,11 +73,16 @@ def main(argv: Sequence[str]) -> int:
         check_stages(options.pipeline, pipeline, [] if options.keys else [stage.name for stage in chosen])
         sys.stdout.write(f"{len(pipeline.stages)} stages, ready to run\n")
         return EXIT_DONE
+    if options.executor != "local":
+        check_stages(options.pipeline, pipeline, [])
+        submit_stages(options, pipeline, chosen)
+        return EXIT_DONE
     code = run_pipeline(
         pipeline,
         chosen,
         lambda line: sys.stdout.write(f"\n{line}\n"),
         on_change=lambda: write_overview(pipeline.output_dir),
+        launcher=shlex.split(options.launcher),
     )
     sys.stdout.write("\n" + "".join(f"{line}\n" for line in describe(pipeline)))
     return code

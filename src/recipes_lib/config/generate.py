@@ -1,4 +1,4 @@
-"""Write the key tables, the editor schemas and ``docs/configs.md`` from the installed dataclasses.
+"""Write the key tables, the editor schemas and the reference of keys in ``docs/`` from the installed dataclasses.
 
 Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``recipes.yaml`` or
 ``migration/``, or of the installed libraries; ``tests/config/test_generate.py`` proves that the committed files are
@@ -20,11 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from recipes_lib.config import schema as our_schema
 from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
 from recipes_lib.config.evaluation import EVAL_SECTIONS
+from recipes_lib.config.key_pages import build_reference, render
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
 from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.recipes import (
@@ -35,7 +34,7 @@ from recipes_lib.config.recipes import (
     read_notes,
     read_refused,
 )
-from recipes_lib.config.table import RECIPE_NAMES, TABLES, Retired, describe, load_table, table_path
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, Retired, load_table, table_path
 from recipes_lib.config.values import is_secret_key
 
 _ROOT = Path(__file__).parents[3]
@@ -64,11 +63,11 @@ def build_tables() -> dict[Path, str]:
 
 
 def build_documents() -> dict[Path, str]:
-    """Return path and content of editor schemas and the two generated pages."""
+    """Return path and content of editor schemas and generated pages."""
     documents = {
         table_path(recipe).with_suffix("").with_suffix(".schema.json"): _build_schema(recipe) for recipe in TABLES
     }
-    documents[_ROOT / "docs" / "configs.md"] = format_reference()
+    documents |= {_ROOT / "docs" / page: text for page, text in build_reference().items()}
     documents[_ROOT / "docs" / "migration.md"] = format_migration()
     return documents
 
@@ -252,23 +251,10 @@ def _to_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def format_reference() -> str:
-    """Return the reference page in Markdown."""
-    tables = [load_table(recipe) for recipe in RECIPE_NAMES]
-    return _render(
-        "configs.md.jinja",
-        tables=tables,
-        describe=describe,
-        read_refused=read_refused,
-        retired=read_renames().retired,
-        retired_values=read_renames().values,
-    )
-
-
 def format_migration() -> str:
     """Return the migration page in Markdown."""
     renames = read_renames()
-    return _render(
+    return render(
         "migration.md.jinja",
         meanings=renames.meanings,
         tables={"Keys that were renamed or removed": renames.retired, "Keys that belong elsewhere": renames.elsewhere},
@@ -276,19 +262,6 @@ def format_migration() -> str:
         retired_values=renames.values,
         mixture_renamed=renames.mixture,
     )
-
-
-def _render(template: str, **values: Any) -> str:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    # Markdown, not HTML: nothing is escaped but what would end a cell of a table.
-    pages = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    pages.filters["json"] = _show
-    pages.filters["cell"] = lambda text: text.replace("|", "\\|").replace("\n", " ")
-    return pages.get_template(template).render(values)
-
-
-def _show(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _share_rows(table: Mapping[str, Retired]) -> dict[tuple[str, str], list[str]]:

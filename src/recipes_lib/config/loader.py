@@ -413,7 +413,7 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
         name: retired.new for name, retired in known.items() if retired.new in table.keys
     }
     near = [synonym] if synonym in table.keys else difflib.get_close_matches(plain, names, n=1, cutoff=0.7)
-    return f"did you mean `{names[near[0]]}`?" if near else "see `--help` or docs/configs.md for the keys"
+    return f"did you mean `{names[near[0]]}`?" if near else f"see `--help` or docs/configs/{table.recipe}.md"
 
 
 Adapt = Callable[[str, Any], Any]

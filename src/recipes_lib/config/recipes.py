@@ -35,6 +35,11 @@ def read_added_choices(recipe: str) -> Mapping[str, list[str]]:
     return _gather("added_choices", recipe)
 
 
+def read_common(recipe: str) -> list[str]:
+    """Return the keys of a recipe that most users set, the recipe's own first; also of ``corpus`` and ``eval``."""
+    return [key for recipes, keys in _read()["common"].items() if recipe in recipes.split() for key in keys.split()]
+
+
 def read_notes() -> Mapping[str, str]:
     """Return additions to upstream's help texts."""
     notes: Mapping[str, str] = _read()["notes"]

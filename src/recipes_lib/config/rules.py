@@ -490,7 +490,7 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
         found = "`early_stopping_patience` counts evaluations, and `eval_strategy` is no"
         yield settings.problem("early_stopping_patience", found, "write `eval_strategy: steps`")
     for metric in settings["metrics"] or []:
-        if not _FUNCTION.fullmatch(metric):
+        if not _FUNCTION.fullmatch(metric.partition("(")[0]):
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield settings.problem("metrics", found, "write package.module:Class")
     for folder in settings["eval_tasks_include_path"] or []:

@@ -1,6 +1,6 @@
 """Our own configuration keys, in sections of at most twelve fields; every other key is upstream's.
 
-A field's docstring (the string under it) is its help text; ``docs/configs.md`` and ``--help`` are generated from it.
+A field's docstring (the string under it) is its help text, in ``--help`` and in the pages of ``docs/configs/``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import math
 import re
@@ -388,3 +389,16 @@ def _texts(node: yaml.Node) -> list[str]:
         return [node.value]
     children = node.value if isinstance(node, yaml.SequenceNode) else [part for pair in node.value for part in pair]
     return [text for child in children for text in _texts(child)]
+
+
+def read_constants(text: str) -> dict[str, Any]:
+    """Return the keyword constants of a call.
+
+    Raises:
+        ValueError: There is something else.
+    """
+    called = ast.parse(text, mode="eval").body
+    is_plain = isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and not called.args
+    if not isinstance(called, ast.Call) or not is_plain or None in [keyword.arg for keyword in called.keywords]:
+        raise ValueError("write name=value between the parentheses")
+    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in called.keywords}

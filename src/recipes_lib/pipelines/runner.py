@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
@@ -36,6 +36,7 @@ def run_pipeline(
     *,
     cwd: Path | None = None,
     on_change: Callable[[], object] = lambda: None,
+    launcher: Sequence[str] = (),
 ) -> int:
     """Run stages in order and return the exit code of the first one that fails, or ``EXIT_DIVERGED`` of a gate.
 
@@ -49,14 +50,15 @@ def run_pipeline(
         say: Tells what happens.
         cwd: Working directory of the stages, and where the pipeline's paths begin.
         on_change: Called whenever ``pipeline.json`` says something else.
+        launcher: Words before the command of a stage that has a launch file.
 
     Raises:
         ConfigError: A stage that is needed is neither chosen nor done, an output in the way cannot be moved aside, a
-            program is not there, or another process runs this pipeline.
+            program is not there, or another process runs this pipeline, or of a single stage, runs it.
     """
     root = cwd or Path()
-    with _holding(root / pipeline.output_dir):
-        progress = _Progress(pipeline, root, on_change)
+    with _holding(root / pipeline.output_dir, chosen[0].name if len(chosen) == 1 else ""):
+        progress = _Progress(pipeline, root, on_change, launcher)
         for number, stage in enumerate(chosen, 1):
             if (code := progress.find_obstacle(stage, {one.name for one in chosen}, say)) != EXIT_DONE:
                 return code
@@ -76,29 +78,39 @@ def run_pipeline(
 
 
 @contextmanager
-def _holding(folder: Path) -> Iterator[None]:
-    """Lock a folder against other ``recipes run`` processes.
+def _holding(folder: Path, only: str) -> Iterator[None]:
+    """Lock a folder against other ``recipes run`` processes; with ``only``, against those that may run this stage.
 
     Raises:
         ConfigError: One is in it, or the folder cannot be written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f"{STATE}.lock").open("a", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(Problem(str(folder), f"cannot be written: {error.strerror}", "name another")) from error
-    with file:
-        if try_lock(file) is False:
-            remedy = f"wait until it has ended, or stop it (`fuser {file.name}` names it)"
-            raise ConfigError(Problem(str(folder), "another `recipes run` works here", remedy))
+    with ExitStack() as files:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            names = [f"{STATE}.lock", *([f"{STATE}.{only}.lock"] if only else [])]
+            opened = [files.enter_context((folder / name).open("a", encoding="utf-8")) for name in names]
+        except OSError as error:
+            raise ConfigError(Problem(str(folder), f"cannot be written: {error.strerror}", "name another")) from error
+        for file in opened:
+            if try_lock(file, is_shared=bool(only) and file is opened[0]) is False:
+                remedy = f"wait until it has ended, or stop it (`fuser {file.name}` names it)"
+                raise ConfigError(Problem(str(folder), "another `recipes run` works here", remedy))
         yield
+
+
+def find_done(pipeline: Pipeline) -> set[str]:
+    """Return the names of the stages that need not be run again."""
+    progress = _Progress(pipeline, Path(), lambda: None)
+    return {stage.name for stage in pipeline.stages if progress.is_done(stage)}
 
 
 class _Progress:
     """Progress record of the stages, ``pipeline.json``."""
 
-    def __init__(self, pipeline: Pipeline, root: Path, on_change: Callable[[], object]) -> None:
-        self.pipeline, self.root, self.on_change = pipeline, root, on_change
+    def __init__(
+        self, pipeline: Pipeline, root: Path, on_change: Callable[[], object], launcher: Sequence[str] = ()
+    ) -> None:
+        self.pipeline, self.root, self.on_change, self.launcher = pipeline, root, on_change, launcher
         self.path = root / pipeline.output_dir / STATE
         self.entries = read_state(self.path)
         self.prints = fingerprint(pipeline, root)
@@ -154,7 +166,8 @@ class _Progress:
         self._write(stage, entry | {"status": "running", "seconds": spent})
         code: int | None = None
         try:
-            code = run_child(stage.words, self.pipeline.environment, self.root)
+            words = [*self.launcher, *stage.words] if stage.launch else stage.words
+            code = run_child(words, self.pipeline.environment, self.root)
         finally:
             entry["seconds"] = round(spent + time.time() - began, 1)
             if code == EXIT_DONE:
@@ -165,9 +178,12 @@ class _Progress:
         return code
 
     def _write(self, stage: Stage, entry: Mapping[str, Any]) -> None:
-        self.entries[stage.name] = entry
-        replace_record(self.path, {"pipeline": self.about, "stages": self.entries})
-        self.on_change()
+        # Jobs of a cluster run other stages at the same time.
+        with self.path.with_name(f"{STATE}.writing").open("a", encoding="utf-8") as file:
+            try_lock(file, waits=True)
+            self.entries = read_state(self.path) | {stage.name: entry}
+            replace_record(self.path, {"pipeline": self.about, "stages": self.entries})
+            self.on_change()
 
 
 def fingerprint(pipeline: Pipeline, root: Path) -> dict[str, str]:

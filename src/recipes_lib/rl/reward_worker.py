@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import functools
 import importlib
@@ -24,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+from recipes_lib.config.values import read_constants
 from recipes_lib.errors import escape_controls
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
@@ -58,23 +58,10 @@ def find_function(path: str) -> Callable[..., Any]:
         raise ImportError("it needs math-verify: pip install 'recipes-lib[math]'")
     found: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
     if opened:
-        found = found(**_read_constants(f"f({arguments}"))
+        found = found(**read_constants(f"f({arguments}"))
     if not callable(found):
         raise TypeError(f"{name} is no function")
     return functools.partial(_ask_with_chats, found) if module_name == _OF_TRL else found
-
-
-def _read_constants(text: str) -> dict[str, Any]:
-    """Return the keyword constants of a call.
-
-    Raises:
-        ValueError: There is something else.
-    """
-    called = ast.parse(text, mode="eval").body
-    is_plain = isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and not called.args
-    if not isinstance(called, ast.Call) or not is_plain or None in [keyword.arg for keyword in called.keywords]:
-        raise ValueError("write name=value between the parentheses")
-    return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in called.keywords}
 
 
 def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any], **given: Any) -> Any:

@@ -54,20 +54,21 @@ def read_gaps(folder, name):
 
 
 def test_an_engine_that_ends_costs_its_iteration_and_each_iteration_has_its_weights(folder):
-    """Five iterations; the engine ends in the third, and the same command resumes behind the second."""
-    ended = run(folder, "run", failing=2 * 8 + 3, num_sample_prompts=0)
+    """Twenty iterations; the engine ends in the third, and the same command resumes behind the second."""
+    keys = {"num_sample_prompts": 0, "max_steps": 80}
+    ended = run(folder, "run", failing=2 * 8 + 3, **keys)
     assert ended.returncode == 2, ended.stderr[-3000:]
     told = ended.stderr.split("use_vllm: ")[1]
     assert told.startswith("vLLM failed at sampling answers: EngineCore encountered an issue.\n")
     assert "run the same command to resume" in told
     assert "Traceback" not in told
-    resumed = run(folder, "run", num_sample_prompts=0)
+    resumed = run(folder, "run", **keys)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert json.loads((folder / "run" / "run.json").read_text())["resumed_from"] == "checkpoint-8"
     gaps = read_gaps(folder, "run")
-    assert len(gaps) == 5
+    assert len(gaps) == 20
     assert max(gaps) < 1e-3
-    assert [event["step"] for event in read_events(folder / "run")] == [4, 8, 12, 16, 20]
+    assert [event["step"] for event in read_events(folder / "run")] == list(range(4, 84, 4))
     # A policy that had not moved would have these log-probabilities with any weights that it ever had.
     assert read_events(folder / "run")[-1]["kl"] > 0.01
 

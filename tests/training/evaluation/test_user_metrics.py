@@ -66,10 +66,10 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_class_of_the_users_own_is_computed_on_the_samples(own_module: str) -> None:
     metrics = load_metrics([SHIPPED, f"{own_module}:Lengths"])
 
-    figures = compute_metrics(metrics, [("42", "42"), ("no", "yes")])
+    figures = compute_metrics(metrics, [("q", "42", "42"), ("q", "no", "yes")])
 
     assert figures == {"exact_match": 0.5, "token_f1": 0.5, "mean_length": 2.5}
-    assert compute_metrics(metrics, [("yes", "yes")])["exact_match"] == 1.0
+    assert compute_metrics(metrics, [("q", "yes", "yes")])["exact_match"] == 1.0
 
 
 def test_without_references_nothing_is_computed(own_module: str) -> None:
@@ -110,7 +110,7 @@ def test_all_bad_paths_are_reported_at_once(own_module: str) -> None:
 )
 def test_a_metric_that_gives_no_numbers_is_an_error(own_module: str, name: str, found: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compute_metrics(load_metrics([f"{own_module}:{name}"]), [("a", "b")])
+        compute_metrics(load_metrics([f"{own_module}:{name}"]), [("q", "a", "b")])
 
     assert found in str(caught.value)
     assert name in str(caught.value)

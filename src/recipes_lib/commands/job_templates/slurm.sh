@@ -28,13 +28,18 @@ rm -f "$output_dir/STOP"
 began=$(mktemp)
 trap 'touch "$output_dir/STOP"' USR1 TERM
 
-srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none {{ command | join_words }} &
+{{ (starter + command) | join_words }} &
 job=$!
 # A signal ends `wait`, not what it waits for.
 wait "$job"
 while kill -0 "$job" 2>/dev/null; do wait "$job"; done
+wait "$job"
+code=$?
 
 # Whatever srun reports: what the run has said of its own end since then decides.
 if [ "$output_dir/run.json" -nt "$began" ] && grep -qE '{{ resumable }}' "$output_dir/run.json"; then
     scontrol requeue "$SLURM_JOB_ID"
+    code=$?
 fi
+# What the queue shows, and what jobs that depend on this one wait for.
+exit "$code"

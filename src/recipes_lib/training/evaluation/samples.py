@@ -219,7 +219,9 @@ class GenerateSamples:
             samples = generate_samples(model, self.tokenizer, self.prompts, max_new_tokens=self.max_new_tokens)
         for sample in samples:
             self.writer.write({"step": step, **asdict(sample)})
-        scored = [(sample.completion, sample.reference) for sample in samples if sample.reference is not None]
+        scored = [
+            (sample.prompt, sample.completion, sample.reference) for sample in samples if sample.reference is not None
+        ]
         return {
             "stop_rate": sum(sample.stopped for sample in samples) / len(samples),
             "mean_sample_tokens": sum(sample.num_tokens for sample in samples) / len(samples),

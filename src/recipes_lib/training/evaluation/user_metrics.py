@@ -13,8 +13,9 @@ import datasets
 import evaluate
 from evaluate import Metric
 
+from recipes_lib.config.values import read_constants
 from recipes_lib.data.final_numbers import read_final_number
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, UserError
 
 _KEY = "metrics"
 _MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
@@ -36,8 +37,12 @@ def load_metrics(paths: Sequence[str]) -> list[Metric]:
 
 
 def _load(path: str) -> Metric | Problem:
-    """Build the metric at an import path such as ``my_package.scores:WordOverlap``, or say why it cannot be built."""
-    module_name, _, class_name = path.partition(":")
+    """Build the metric at an import path such as ``my_package.scores:WordOverlap``, or say why it cannot be built.
+
+    ``package.module:Class(name=value, ...)`` passes constants.
+    """
+    target, opened, arguments = path.partition("(")
+    module_name, _, class_name = target.partition(":")
     module_name = _MOVED.get(module_name, module_name)
     if not module_name or not class_name:
         return Problem(_KEY, f"{path!r} is no import path", "write it as package.module:Class")
@@ -52,14 +57,17 @@ def _load(path: str) -> Metric | Problem:
         return Problem(_KEY, found, "name a subclass of evaluate.Metric")
     try:
         # In memory: processes on one machine would share, and lock, one file.
-        return found_class(keep_in_memory=True)
+        given = read_constants(f"f({arguments}") if opened else {}
+        return found_class(keep_in_memory=True, **given)
     except Exception as error:
         found = f"{path} cannot be built: {type(error).__name__}: {error}"
         return Problem(_KEY, found, "let it be built with keyword arguments of evaluate.Metric only")
 
 
-def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Return the figures of every metric on pairs of (prediction, reference); none where there is no pair.
+def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, str]]) -> dict[str, float]:
+    """Return the figures of every metric on (prompt, prediction, reference); none where there are no such.
+
+    A metric is given ``predictions`` and ``references``, and ``prompts`` if that is among its features.
 
     Raises:
         ConfigError: A metric raised, or its result is not a mapping of names to numbers.
@@ -67,11 +75,14 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str]]
     figures: dict[str, float] = {}
     if not scored:
         return figures
-    predictions, references = zip(*scored, strict=True)
+    prompts, predictions, references = map(list, zip(*scored, strict=True))
     for metric in metrics:
         name = type(metric).__name__
+        asked = {"prompts": prompts} if "prompts" in (getattr(metric, "features", None) or ()) else {}
         try:
-            result = metric.compute(predictions=list(predictions), references=list(references))
+            result = metric.compute(predictions=predictions, references=references, **asked)
+        except UserError:
+            raise
         except Exception as error:
             found = f"{name} failed on {len(scored)} samples: {type(error).__name__}: {error}"
             raise ConfigError(Problem(_KEY, found, "it is given lists of strings; fix it")) from error

@@ -1,0 +1,1 @@
+"""Stages of a pipeline as jobs of a cluster."""

@@ -1,0 +1,1 @@
+"""Commands whose rows models write: comparison of answers by a judge, and synthetic training data."""

@@ -1,0 +1,295 @@
+"""``recipes eval compare A B --judge J --prompts FILE``: which model's answers a judge prefers.
+
+It is a form of ``recipes eval compare`` because it answers the same question, which of several models is better, in the
+same form: the first one is the baseline, differences are paired by question, and each has a confidence interval. Only
+what is compared differs: not the scores of evaluations on disk, but answers, which are sampled here or read from files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from recipes_lib.commands.sampling import RowFile
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.evaluation.endpoint import Answerer, Endpoint
+from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
+from recipes_lib.evaluation.judges import (
+    PROMPTS,
+    Judge,
+    PromptedJudge,
+    WinRate,
+    compute_win_rate,
+    load_reward_judge,
+)
+from recipes_lib.files import read_lines, replace_record
+
+if TYPE_CHECKING:
+    from recipes_lib.training.monitoring.progress import TrainingProgress
+
+RECORD: Final = "judge.json"
+_EPILOG: Final = (
+    "Models and the judge are folders, Hub ids or endpoints, written URL#NAME: http://localhost:8000/v1#my-model. "
+    "Models may also be files of answers (.jsonl). The key of endpoints is the environment variable OPENAI_API_KEY."
+)
+
+
+@dataclass(slots=True)
+class AnsweredCounts:
+    """Progress of a file of answers or verdicts.
+
+    Attributes:
+        num_questions: Questions with a row.
+        num_prompt_tokens: Read by the judge.
+        num_tokens: Written by the judge.
+        num_bytes: Of the file.
+    """
+
+    num_questions: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+
+def main(argv: Sequence[str]) -> None:
+    """Compare models by a judge, or resume an interrupted comparison.
+
+    Raises:
+        ConfigError: A flag is wrong, a model or the judge cannot be had, or the folder holds another comparison.
+        DataError: Questions or answers cannot be read.
+    """
+    options = _build_parser().parse_args(list(argv))
+    if len(options.models) < 2:
+        raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
+    from recipes_lib.training.monitoring.progress import build_progress
+
+    questions = load_questions(options.prompts, options.limit)
+    progress = build_progress(is_main=True)
+    try:
+        answers = [_find_answers(at, name, questions, options, progress) for at, name in enumerate(options.models)]
+        judge = load_judge(options)
+        compared = [
+            _judge(judge, questions, answers[0], other, options.output_dir / f"verdicts-{at}.jsonl", progress)
+            for at, other in enumerate(answers[1:], 1)
+        ]
+    finally:
+        progress.stop()
+    record = {
+        "base": options.models[0],
+        "judge": judge.describe(),
+        "prompts": str(options.prompts),
+        "compared": {
+            name: {"tokens": tokens, "rates": {category: rate._asdict() for category, rate in rates.items()}}
+            for name, (rates, tokens) in zip(options.models[1:], compared, strict=True)
+        },
+    }
+    replace_record(options.output_dir / RECORD, record)
+    for name, (rates, tokens) in zip(options.models[1:], compared, strict=True):
+        sys.stdout.write("".join(f"{line}\n" for line in format_rates(options.models[0], name, rates, tokens)))
+    sys.stdout.write(f"every answer and verdict: {options.output_dir}\n")
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="recipes eval compare",
+        usage="recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR",
+        description="Win rates of models against the first one, by a reward model or by a model that is asked for a "
+        "verdict in both orders. The same command resumes after an interruption.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL", help="the first is the baseline")
+    parser.add_argument("--judge", required=True, help="reward model, or URL#NAME of an endpoint")
+    told = "JSON Lines in the format of MT-Bench, Arena-Hard or AlpacaEval, or with `prompt` or `messages`"
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=told)
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="answers, verdicts, judge.json")
+    told = "YAML file instead of evaluation/judge_prompts/pairwise.yaml"
+    parser.add_argument("--judge_prompt", type=Path, default=PROMPTS / "pairwise.yaml", metavar="FILE", help=told)
+    parser.add_argument("--judge_tokens", type=int, default=2048, help="longest text of the judge (default: 2048)")
+    told = "JSON: further fields of requests to the judge; null removes one"
+    parser.add_argument("--judge_request", type=json.loads, default={}, metavar="JSON", help=told)
+    parser.add_argument("--limit", type=int, help="the first questions only")
+    parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer of a model (default: 1024)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the models (default: 0, greedy)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
+    parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time on this machine (default: 8)")
+    parser.add_argument("--num_concurrent", type=int, default=8, help="requests to an endpoint at a time (default: 8)")
+    parser.add_argument("--requests_per_minute", type=float, help="upper bound for each endpoint")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for an attempt (default: 300)")
+    parser.add_argument("--dtype", default="auto", help="of models on this machine (default: that of the checkpoint)")
+    parser.add_argument("--use_cpu", action="store_true", help="do not use a GPU")
+    return parser
+
+
+def load_judge(options: argparse.Namespace) -> Judge:
+    """Build the judge that is named: an endpoint, else a reward model.
+
+    Raises:
+        ConfigError: It cannot be loaded, its prompt is wrong, or the endpoint has no model's name.
+    """
+    if options.judge.startswith(("http://", "https://")):
+        engine = _build_endpoint(options, options.judge, options.judge_tokens, 0.0, options.judge_request)
+        judge = PromptedJudge(engine, pairwise=options.judge_prompt)
+        judge.describe()
+        return judge
+    return load_reward_judge(options.judge, device=_choose_device(options))
+
+
+def _choose_device(options: argparse.Namespace) -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and not options.use_cpu else "cpu"
+
+
+def _build_endpoint(
+    options: argparse.Namespace, place: str, length: int, temperature: float, request: Mapping[str, Any]
+) -> Endpoint:
+    url, _, name = place.partition("#")
+    if not name:
+        raise ConfigError(Problem(url, "does not name a model", f"write {url}#NAME"))
+    endpoint = Endpoint(
+        url,
+        name,
+        max_new_tokens=length,
+        temperature=temperature,
+        seed=options.seed,
+        num_concurrent=options.num_concurrent,
+        requests_per_minute=options.requests_per_minute,
+        timeout=options.timeout,
+        request=request,
+    )
+    assert endpoint.url
+    return endpoint
+
+
+def _find_answers(
+    at: int, name: str, questions: Sequence[Question], options: argparse.Namespace, progress: TrainingProgress
+) -> list[list[str]]:
+    """Answers of a model, read from its file or sampled and written."""
+    if Path(name).is_file() or name.endswith(".jsonl"):
+        return load_answers(Path(name), questions)
+    from recipes_lib.data.store import compute_key
+
+    engine = _load_engine(name, options)
+    facts = {"model": engine.describe()}
+    path = options.output_dir / f"answers-{at}.jsonl"
+    asked = [question._asdict() for question in questions]
+    file = RowFile(
+        path,
+        compute_key({**facts, "questions": asked}),
+        AnsweredCounts(),
+        what="answers of another model, to other questions, or otherwise sampled",
+        facts=facts,
+    )
+
+    def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
+        answers = ask_questions(engine, part, range(start, start + len(part)))
+        for question, said in zip(part, answers, strict=True):
+            yield {"question_id": question.id, "model": name, "answers": said}
+
+    size = max(options.batch_size, options.num_concurrent)
+    file.write(_take_in_parts(questions, file.counts, size, answer, progress, f"answers of {name}"))
+    return load_answers(path, questions)
+
+
+def _load_engine(name: str, options: argparse.Namespace) -> Answerer:
+    if name.startswith(("http://", "https://")):
+        return _build_endpoint(options, name, options.max_new_tokens, options.temperature, {})
+    from recipes_lib.evaluation.answering import load_local_model
+
+    return load_local_model(
+        ModelConfig(model_name_or_path=name, dtype=options.dtype),
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        batch_size=options.batch_size,
+        use_cpu=options.use_cpu,
+    )
+
+
+def _take_in_parts(
+    questions: Sequence[Question],
+    counts: AnsweredCounts,
+    size: int,
+    make: Callable[[int, Sequence[Question]], Iterator[dict[str, Any]]],
+    progress: TrainingProgress,
+    told: str,
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of the questions that have none yet, part by part, and count them."""
+    starts = range(counts.num_questions, len(questions), size)
+    for start in progress.track(starts, told, len(starts)):
+        rows = list(make(start, questions[start : start + size]))
+        counts.num_questions += len(rows)
+        yield rows
+
+
+def _judge(
+    judge: Judge,
+    questions: Sequence[Question],
+    base: Sequence[Sequence[str]],
+    other: Sequence[Sequence[str]],
+    path: Path,
+    progress: TrainingProgress,
+) -> tuple[dict[str, WinRate], dict[str, int]]:
+    """Judge the answers to each question, or those that are missing, and return the rates by category."""
+    from recipes_lib.data.store import compute_key
+
+    facts = {"judge": judge.describe()}
+    asked = [question._asdict() for question in questions]
+    key = compute_key({**facts, "questions": asked, "answers": [base, other]})
+    what = "verdicts of another judge, or on other answers"
+    file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
+
+    def ask(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
+        own = slice(start, start + len(part))
+        found = judge.compare(part, base[own], other[own], range(own.start, own.stop))
+        for question, judgment, one, two in zip(part, found, base[own], other[own], strict=True):
+            file.counts.num_prompt_tokens += judgment.num_prompt_tokens
+            file.counts.num_tokens += judgment.num_tokens
+            yield {
+                "question_id": question.id,
+                "category": question.category,
+                "turns": question.turns,
+                "base": one,
+                "other": two,
+                **judgment._asdict(),
+            }
+
+    file.write(_take_in_parts(questions, file.counts, 8, ask, progress, path.stem))
+    rows = [row for row in read_lines(path) if row is not None]
+    tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}
+    return compute_rates(rows), tokens
+
+
+def compute_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, WinRate]:
+    """Return the win rate over all rows, ``all``, and over those of each category where there are several.
+
+    Args:
+        rows: Of a file of verdicts.
+    """
+    groups: dict[str, list[Any]] = {"all": []}
+    for row in rows:
+        for name in ("all", row["category"]):
+            groups.setdefault(str(name), []).append((row["winner"], row["orders"]))
+    rates = {name: compute_win_rate(found) for name, found in groups.items()}
+    return rates if len(rates) > 2 else {"all": rates["all"]}
+
+
+def format_rates(base: str, other: str, rates: Mapping[str, WinRate], tokens: Mapping[str, int]) -> Iterator[str]:
+    """Yield a table of win rates, and what the judge read and wrote."""
+    yield f"{other} against {base}"
+    heads = f"{'wins':>6}{'ties':>6}{'losses':>8}{'unparsable':>12}{'agree':>7}"
+    yield f"{'category':20}{'win rate':>9}  {'95 % interval':18}{heads}"
+    for category, rate in rates.items():
+        figures = "no verdict" if rate.win_rate is None else f"{rate.win_rate:9.3f}  {rate.low:.3f} .. {rate.high:.3f}"
+        agreement = "" if rate.position_agreement is None else f"{rate.position_agreement:.0%}"
+        counts = f"{rate.num_wins:6}{rate.num_ties:6}{rate.num_losses:8}{rate.num_unparsable:12}{agreement:>7}"
+        yield f"{category:20}{figures:29}{counts}"
+    if tokens["num_prompt_tokens"]:
+        yield f"judge: {tokens['num_prompt_tokens']:,} tokens read, {tokens['num_tokens']:,} written"

@@ -1,0 +1,272 @@
+"""Client of OpenAI-compatible chat endpoints: concurrent requests with retries, a rate limit, and token counts.
+
+lm-eval asks its questions by its own client (``engines.py``); judges and ``recipes synthesize`` by this one.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+from urllib.parse import urlsplit
+
+from recipes_lib.errors import ConfigError, Problem, escape_controls
+from recipes_lib.processes import read_api_key
+
+Message = Mapping[str, Any]
+Chat = Sequence[Message]
+
+MAX_WAIT: Final = 60.0
+"""Longest pause before another attempt, in seconds, unless the server asks for a longer one."""
+_MAX_ASKED_WAIT: Final = 600.0
+_MAX_REPLY: Final = 1 << 26
+_THIS_REQUEST: Final = (400, 413, 422)
+"""Status codes that concern one request: too long, or refused by a filter."""
+_AGAIN: Final = (408, 409, 425, 429)
+_FAILURES: Final = (OSError, http.client.HTTPException, ValueError)
+"""A connection that fails or takes too long; a reply that is cut short or not JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer to a chat.
+
+    Attributes:
+        text: Without special tokens; empty after an error.
+        is_finished: Whether it ended by itself, and not at the limit of its length.
+        num_prompt_tokens: Tokens of the chat; 0 if unknown.
+        num_tokens: Tokens of the answer; 0 if unknown.
+        error: Why there is no answer to this chat.
+    """
+
+    text: str
+    is_finished: bool
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    error: str | None = None
+
+
+class Answerer(Protocol):
+    """Interface of what answers chats: a local model, vLLM, or an endpoint."""
+
+    def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
+        """Answer each chat once, in order; a chat and its number determine the answer, as far as the engine allows."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings that determine the answers besides the chats, as JSON values."""
+        ...
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An endpoint of chats, which answers several at a time.
+
+    The API key is the environment variable ``OPENAI_API_KEY``; it is sent to this address only, never through a
+    redirect, and replaced in error messages.
+
+    Attributes:
+        base_url: ``http://HOST/v1`` or ``http://HOST/v1/chat/completions``.
+        model: Name by which the endpoint knows the model.
+        max_new_tokens: Longest answer.
+        temperature: Of sampling.
+        seed: With the number of a chat, the ``seed`` of its request.
+        num_concurrent: Requests at a time.
+        requests_per_minute: Upper bound, evenly spaced; ``None``: no bound.
+        timeout: Seconds that an attempt may take without receiving anything.
+        num_attempts: For each request; failed connections, 408, 409, 425, 429 and 5xx are repeated after 1, 2, 4, ...
+            seconds, or when the server's ``Retry-After`` says.
+        request: Further fields of each request; ``None`` removes one that is sent by default.
+
+    Source: ``tests/evaluation/test_endpoint.py``.
+    """
+
+    base_url: str
+    model: str
+    max_new_tokens: int = 1024
+    temperature: float = 0.0
+    seed: int = 0
+    num_concurrent: int = 8
+    requests_per_minute: float | None = None
+    timeout: float = 300.0
+    num_attempts: int = 6
+    request: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Address of the requests.
+
+        Raises:
+            ConfigError: It is no address of chats.
+        """
+        url = self.base_url.rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            remedy = "write http://HOST:PORT/v1"
+            raise ConfigError(Problem("base_url", f"{url[:120]!r} is no address of an endpoint", remedy))
+        if url.endswith("/chat/completions"):
+            return url
+        if url.endswith("/completions"):
+            remedy = "write the address of its chats, .../v1 or .../v1/chat/completions"
+            raise ConfigError(Problem("base_url", f"{url} completes texts, and does not answer chats", remedy))
+        return f"{url}/chat/completions"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the answers."""
+        names = ("base_url", "model", "max_new_tokens", "temperature", "seed")
+        return {name: getattr(self, name) for name in names} | {"request": dict(self.request)}
+
+    def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
+        """Answer each chat once.
+
+        Raises:
+            ConfigError: The endpoint cannot be reached, does not know the model or the key, returns no chats, or
+                refuses every request.
+        """
+        connection = _Connection(self)
+        pool = ThreadPoolExecutor(self.num_concurrent)
+        try:
+            replies = list(pool.map(connection.ask, chats, numbers))
+        except BaseException:
+            connection.is_stopped.set()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+        if replies and all(reply.error is not None for reply in replies):
+            raise ConfigError(Problem("base_url", f"{self.url} refused every request: {replies[0].error}", _REMEDY))
+        return replies
+
+
+_REMEDY: Final = "see that it serves this model; further fields of a request go into `request`"
+
+
+@dataclass
+class _Connection:
+    """Requests of one call, from several threads."""
+
+    endpoint: Endpoint
+    is_stopped: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._url, self._key = self.endpoint.url, read_api_key()
+        self._pace, self._next = threading.Lock(), 0.0
+        self._open: Callable[..., Any] = urllib.request.build_opener(_NoRedirects).open
+
+    def ask(self, chat: Chat, number: int) -> Reply:
+        """Return the answer to a chat; a failure ends the requests that have not begun.
+
+        Raises:
+            ConfigError: As ``Endpoint.answer``.
+            CancelledError: Another request has failed.
+        """
+        if self.is_stopped.is_set():
+            raise CancelledError
+        try:
+            return self._ask(chat, number)
+        except ConfigError:
+            self.is_stopped.set()
+            raise
+
+    def _ask(self, chat: Chat, number: int) -> Reply:
+        endpoint, told = self.endpoint, ""
+        body: dict[str, Any] = {
+            "model": endpoint.model,
+            "messages": [dict(message) for message in chat],
+            "max_tokens": endpoint.max_new_tokens,
+            "temperature": endpoint.temperature,
+            "seed": (endpoint.seed * 1_000_003 + number) % (1 << 31),
+            **endpoint.request,
+        }
+        sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
+        for attempt in range(endpoint.num_attempts):
+            self._wait_for_turn()
+            wait = min(2.0**attempt, MAX_WAIT)
+            try:
+                return _read_reply(self._post(sent))
+            except urllib.error.HTTPError as error:
+                told = f"{error.code} {self._shorten(error.read(2000).decode(errors='replace') or error.reason)}"
+                if error.code in _THIS_REQUEST:
+                    return Reply("", is_finished=False, error=told)
+                if error.code not in _AGAIN and error.code < 500:
+                    raise ConfigError(Problem("base_url", f"{self._url} returned {told}", _explain(error))) from None
+                wait = _read_wait(error.headers.get("Retry-After"), wait)
+            except _FAILURES as error:
+                told = self._shorten(f"{type(error).__name__}: {error}")
+            if attempt + 1 < endpoint.num_attempts and self.pause(wait):
+                break
+        found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {told}"
+        raise ConfigError(Problem("base_url", found, "start it or wait, and run the same command to resume"))
+
+    def _post(self, sent: bytes) -> Any:
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        request = urllib.request.Request(self._url, data=sent, headers=headers)
+        with self._open(request, timeout=self.endpoint.timeout) as response:
+            received = response.read(_MAX_REPLY + 1)
+        if len(received) > _MAX_REPLY:
+            raise ValueError(f"a reply of more than {_MAX_REPLY >> 20} MiB")
+        return json.loads(received)
+
+    def _wait_for_turn(self) -> None:
+        if self.endpoint.requests_per_minute is None:
+            return
+        with self._pace:
+            now = time.monotonic()
+            begin = max(now, self._next)
+            self._next = begin + 60 / self.endpoint.requests_per_minute
+        self.pause(begin - now)
+
+    def pause(self, seconds: float) -> bool:
+        """Wait, unless another request ends the call meanwhile; return whether one did."""
+        return self.is_stopped.wait(seconds)
+
+    def _shorten(self, text: str) -> str:
+        line = " ".join(text.split())
+        return escape_controls((line.replace(self._key, "***") if self._key else line)[:300])
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Redirects are errors: they would carry the API key to another address."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        """Follow none."""
+
+
+def _explain(error: urllib.error.HTTPError) -> str:
+    if error.code in (401, 403):
+        return "put a valid key into the environment variable OPENAI_API_KEY"
+    return _REMEDY
+
+
+def _read_wait(asked: str | None, wait: float) -> float:
+    """Seconds of ``Retry-After``; dates are rare and not read."""
+    try:
+        return max(wait, min(float(asked or 0), _MAX_ASKED_WAIT))
+    except ValueError:
+        return wait
+
+
+def _read_reply(received: Any) -> Reply:
+    """Return the answer in a response.
+
+    Raises:
+        ValueError: It holds none.
+    """
+    try:
+        choice = received["choices"][0]
+        text = choice["message"].get("content") or ""
+        usage = received.get("usage") or {}
+        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        if not isinstance(text, str):
+            raise TypeError(f"its content is a {type(text).__name__}")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
+    return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), *counts)

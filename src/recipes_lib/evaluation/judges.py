@@ -1,0 +1,386 @@
+"""Judges of answers: a reward model, or a model behind an endpoint with an editable prompt and a strict verdict.
+
+Pairs are judged in both orders: only what both orders say is a verdict, and what they contradict each other in is a
+tie (Zheng et al. 2023, arXiv 2306.05685, section 3.4). A text without a verdict counts as unparsable, never as a tie.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint
+from recipes_lib.evaluation.intervals import compute_interval
+from recipes_lib.evaluation.judge_questions import Question, read_question
+from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
+
+if TYPE_CHECKING:
+    from recipes_lib.models.heads.scoring import RewardModel
+
+Outcome = Literal["base", "other", "tie"]
+PROMPTS: Final = Path(__file__).with_name("judge_prompts")
+"""Shipped prompts: ``pairwise.yaml`` and ``grade.yaml``."""
+_GRADE: Final = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
+_TEMPLATE_FIELDS: Final = {"system": str, "user": str}
+
+
+class Judgment(NamedTuple):
+    """What a judge says of two answers to a question.
+
+    Attributes:
+        winner: ``tie`` where the orders contradict each other; ``None`` where one of them has no verdict.
+        orders: The winner with the answer of the base first, and with the other one first; of a reward model, which
+            reads each answer alone, one entry.
+        details: What the judge wrote, or the two rewards.
+        num_prompt_tokens: Of the judge.
+        num_tokens: Of the judge's texts.
+    """
+
+    winner: Outcome | None
+    orders: Sequence[Outcome | None]
+    details: Sequence[Any]
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+
+def combine_orders(orders: Sequence[Outcome | None]) -> Outcome | None:
+    """Return what all orders say; a tie where they contradict each other, ``None`` where one has no verdict."""
+    if None in orders:
+        return None
+    return orders[0] if len(set(orders)) == 1 else "tie"
+
+
+class Judge(Protocol):
+    """Interface of judges."""
+
+    def compare(
+        self,
+        questions: Sequence[Question],
+        base: Sequence[Sequence[str]],
+        other: Sequence[Sequence[str]],
+        numbers: Sequence[int],
+    ) -> list[Judgment]:
+        """Compare two answers to each question; ``numbers`` are those of the questions."""
+        ...
+
+    def grade(
+        self, questions: Sequence[Question], answers: Sequence[Sequence[str]], numbers: Sequence[int]
+    ) -> list[Grade]:
+        """Grade an answer to each question."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what determines the verdicts besides questions and answers, as JSON values."""
+        ...
+
+
+class Grade(NamedTuple):
+    """Grade of an answer; ``None`` where there is none, with what the judge wrote."""
+
+    value: float | None
+    text: str
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RewardJudge:
+    """A reward model as judge: the answer with the higher reward is better.
+
+    Answers that are longer than its positions have no verdict.
+    """
+
+    model: RewardModel
+    identity: Mapping[str, Any]
+
+    def describe(self) -> dict[str, Any]:
+        """Return its name and what identifies its weights."""
+        return dict(self.identity)
+
+    def compare(
+        self,
+        questions: Sequence[Question],
+        base: Sequence[Sequence[str]],
+        other: Sequence[Sequence[str]],
+        numbers: Sequence[int],
+    ) -> list[Judgment]:
+        """Compare two answers to each question.
+
+        Raises:
+            ConfigError: As ``RewardModel.score``.
+            DataError: As ``RewardModel.score``.
+        """
+        one, two = (self.grade(questions, answers, numbers) for answers in (base, other))
+        found = []
+        for first, second in zip(one, two, strict=True):
+            winner: Outcome | None = None
+            if first.value is not None and second.value is not None:
+                winner = "tie" if first.value == second.value else "base" if first.value > second.value else "other"
+            found.append(Judgment(winner, [winner], [first.value, second.value]))
+        return found
+
+    def grade(
+        self, questions: Sequence[Question], answers: Sequence[Sequence[str]], numbers: Sequence[int]
+    ) -> list[Grade]:
+        """Return the reward of each chat.
+
+        Raises:
+            ConfigError: As ``RewardModel.score``.
+            DataError: As ``RewardModel.score``.
+        """
+        given: list[Any] = [question.build_chat(said) for question, said in zip(questions, answers, strict=True)]
+        if self.model.tokenizer.chat_template is None and all(len(chat) == 2 for chat in given):
+            given = [(chat[0]["content"], chat[1]["content"]) for chat in given]
+        scores = self.model.score(given, where=[f"question {question.id}" for question in questions], overlong="nan")
+        return [Grade(None if math.isnan(score) else score, "") for score in scores]
+
+
+@dataclass(frozen=True)
+class PromptedJudge:
+    """A model that is asked for a verdict by a prompt.
+
+    Attributes:
+        engine: The model.
+        pairwise: File of the prompt that compares; ``system``, ``user`` and ``verdicts``.
+        grading: File of the prompt that grades; ``system``, ``user`` and ``scale``.
+    """
+
+    engine: Answerer
+    pairwise: Path = PROMPTS / "pairwise.yaml"
+    grading: Path = PROMPTS / "grade.yaml"
+
+    def describe(self) -> dict[str, Any]:
+        """Return the model and both prompts."""
+        pairwise, grading = self._load_pairwise(), self._load_grading()
+        return {"judge": self.engine.describe(), "pairwise": pairwise, "grading": grading}
+
+    def _load_pairwise(self) -> dict[str, Any]:
+        found = load_prompt_file(self.pairwise, {**_TEMPLATE_FIELDS, "verdicts": dict})
+        outcomes = ("first", "second", "tie")
+        if not found["user"] or not found["verdicts"] or set(found["verdicts"].values()) - {*outcomes}:
+            remedy = f"write `user`, and `verdicts` from marks to {', '.join(outcomes)}"
+            raise ConfigError(Problem(str(self.pairwise), "has no prompt, or no verdicts", remedy))
+        return found
+
+    def _load_grading(self) -> dict[str, Any]:
+        found = load_prompt_file(self.grading, {**_TEMPLATE_FIELDS, "scale": list})
+        scale = found["scale"] or []
+        if not found["user"] or len(scale) != 2 or not all(isinstance(end, int | float) for end in scale):
+            raise ConfigError(
+                Problem(str(self.grading), "has no prompt, or no scale", "write `user`, `scale: [1, 10]`")
+            )
+        return found
+
+    def compare(
+        self,
+        questions: Sequence[Question],
+        base: Sequence[Sequence[str]],
+        other: Sequence[Sequence[str]],
+        numbers: Sequence[int],
+    ) -> list[Judgment]:
+        """Compare two answers to each question in both orders.
+
+        Raises:
+            ConfigError: The prompt is wrong, or the engine fails.
+        """
+        prompt, chats = self._load_pairwise(), list[Chat]()
+        for question, one, two in zip(questions, base, other, strict=True):
+            for first, second in ((one, two), (two, one)):
+                chats.append(_build_chat(prompt, self.pairwise, question, first=first, second=second))
+        replies = self.engine.answer(chats, [2 * number + order for number in numbers for order in (0, 1)])
+        judgments = []
+        for at in range(0, len(replies), 2):
+            pair = replies[at : at + 2]
+            places: tuple[dict[str, Outcome], ...] = (
+                {"first": "base", "second": "other", "tie": "tie"},
+                {"first": "other", "second": "base", "tie": "tie"},
+            )
+            said = [parse_verdict(reply.text, prompt["verdicts"]) for reply in pair]
+            orders = [None if mark is None else named[mark] for mark, named in zip(said, places, strict=True)]
+            tokens = (sum(reply.num_prompt_tokens for reply in pair), sum(reply.num_tokens for reply in pair))
+            details = [reply.text if reply.error is None else f"error: {reply.error}" for reply in pair]
+            judgments.append(Judgment(combine_orders(orders), orders, details, *tokens))
+        return judgments
+
+    def grade(
+        self, questions: Sequence[Question], answers: Sequence[Sequence[str]], numbers: Sequence[int]
+    ) -> list[Grade]:
+        """Grade an answer to each question.
+
+        Raises:
+            ConfigError: The prompt is wrong, or the engine fails.
+        """
+        prompt = self._load_grading()
+        chats = [
+            _build_chat(prompt, self.grading, question, answer=answer)
+            for question, answer in zip(questions, answers, strict=True)
+        ]
+        return [
+            Grade(parse_grade(reply.text, *prompt["scale"]), reply.text, reply.num_prompt_tokens, reply.num_tokens)
+            for reply in self.engine.answer(chats, numbers)
+        ]
+
+
+def _build_chat(prompt: Mapping[str, Any], path: Path, question: Question, **answers: Sequence[str]) -> Chat:
+    values = {"context": question.context, "turns": question.turns, "references": question.references, **answers}
+    user = {"role": "user", "content": render_prompt(prompt["user"], str(path), values)}
+    if not prompt["system"]:
+        return [user]
+    return [{"role": "system", "content": render_prompt(prompt["system"], str(path), values)}, user]
+
+
+def parse_verdict(text: str, verdicts: Mapping[str, str]) -> str | None:
+    """Return the verdict in a judge's text; ``None`` without one, or where several contradict each other.
+
+    Args:
+        text: Of the judge.
+        verdicts: Mark -> ``first``, ``second`` or ``tie``.
+
+    Source: the rule of Arena-Hard, whose judge must not say two things.
+    """
+    marks = re.findall("|".join(re.escape(mark) for mark in sorted(verdicts, key=len, reverse=True)), text)
+    said = {verdicts[mark] for mark in marks}
+    return said.pop() if len(said) == 1 else None
+
+
+def parse_grade(text: str, lowest: float, highest: float) -> float | None:
+    """Return the grade in a judge's text; ``None`` without one, where several differ, or off the scale."""
+    said = {float(number) for number in _GRADE.findall(text)}
+    grade = said.pop() if len(said) == 1 else None
+    return grade if grade is not None and lowest <= grade <= highest else None
+
+
+class WinRate(NamedTuple):
+    """How often the other answers win against those of the base, ties counted half.
+
+    Attributes:
+        num_questions: With a verdict.
+        num_wins: Of the other one.
+        num_ties: Contradictions between the orders among them.
+        num_losses: Of the other one.
+        num_unparsable: Questions without a verdict, which are excluded.
+        win_rate: ``(wins + ties / 2) / questions``; ``None`` without a question.
+        low: Lower end of its 95 % confidence interval.
+        high: Upper end.
+        position_agreement: Share of the questions with a verdict in both orders in which these are equal; ``None`` of
+            a reward model.
+    """
+
+    num_questions: int
+    num_wins: int
+    num_ties: int
+    num_losses: int
+    num_unparsable: int
+    win_rate: float | None
+    low: float | None
+    high: float | None
+    position_agreement: float | None
+
+
+def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome | None]]]) -> WinRate:
+    """Return the win rate over judgments, each a winner and its orders.
+
+    Source: the win rate is ``(1 + d) / 2`` for the mean ``d`` of +1, 0 and -1, whose interval is ``compute_interval``.
+    """
+    counts = {winner: sum(one == winner for one, _ in judgments) for winner in ("other", "tie", "base", None)}
+    swapped = [orders for winner, orders in judgments if winner is not None and len(orders) > 1]
+    agreement = sum(len(set(orders)) == 1 for orders in swapped) / len(swapped) if swapped else None
+    number = counts["other"] + counts["tie"] + counts["base"]
+    rate: list[float | None] = [None, None, None]
+    if number:
+        differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
+        low, high = compute_interval(np.array(differences))
+        mean = (counts["other"] - counts["base"]) / number
+        rate = [(1 + min(max(end, -1.0), 1.0)) / 2 for end in (mean, low, high)]
+    return WinRate(number, counts["other"], counts["tie"], counts["base"], counts[None], *rate, agreement)
+
+
+def load_reward_judge(name: str, *, device: str, revision: str | None = None) -> RewardJudge:
+    """Load a reward model as judge.
+
+    Raises:
+        ConfigError: As ``RewardModel.load``.
+    """
+    from recipes_lib.evaluation.answering import identify_weights
+    from recipes_lib.models.heads.scoring import RewardModel, find_saved
+
+    weights = identify_weights(*find_saved(name, revision)[:2])
+    return RewardJudge(RewardModel.load(name, revision=revision, device=device), {"model": name, "weights": weights})
+
+
+def judge_grade(
+    *, base_url: str, model: str, reference: str = "reference", prompt: str | None = None, **options: Any
+) -> Callable[..., list[float | None]]:
+    """Build a reward function: a judge's grade of each answer, from 0 (lowest) to 1 (highest).
+
+    An answer without a grade has no reward (``None``). In a recipe: ``reward_funcs:
+    ["recipes_lib.evaluation.judges:judge_grade(base_url='http://localhost:8000/v1', model='JUDGE')"]``.
+
+    Args:
+        base_url: Endpoint of the judge.
+        model: Its name there.
+        reference: Column with the right answer, if the dataset has it.
+        prompt: File of the prompt.
+        **options: Further attributes of ``Endpoint``.
+    """
+    grading = Path(prompt) if prompt else PROMPTS / "grade.yaml"
+    judge = PromptedJudge(Endpoint(base_url, model, **options), grading=grading)
+    lowest, highest = judge.describe()["grading"]["scale"]
+
+    def grade(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        questions = _read_prompts(prompts, columns.get(reference))
+        grades = judge.grade(questions, [[_read_text(answer)] for answer in completions], range(len(questions)))
+        return [None if found.value is None else (found.value - lowest) / (highest - lowest) for found in grades]
+
+    return grade
+
+
+def judge_preference(
+    *, base_url: str, model: str, baseline: str = "reference", prompt: str | None = None, **options: Any
+) -> Callable[..., list[float | None]]:
+    """Build a reward function: 1 where a judge prefers the answer to that of a column, 0.5 for a tie, 0 otherwise.
+
+    An answer without a verdict, or whose row has no answer to compare with, has no reward (``None``).
+
+    Args:
+        base_url: Endpoint of the judge.
+        model: Its name there.
+        baseline: Column with the answer to win against.
+        prompt: File of the prompt.
+        **options: Further attributes of ``Endpoint``.
+    """
+    pairwise = Path(prompt) if prompt else PROMPTS / "pairwise.yaml"
+    judge = PromptedJudge(Endpoint(base_url, model, **options), pairwise=pairwise)
+    judge.describe()
+
+    def prefer(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        if baseline not in columns:
+            raise KeyError(f"the dataset has no column {baseline!r}; name the baseline's by baseline='...'")
+        known = [at for at, answer in enumerate(columns[baseline]) if answer]
+        rewards: list[float | None] = [None] * len(prompts)
+        if known:
+            questions = _read_prompts([prompts[at] for at in known], None)
+            base, other = ([[_read_text(column[at])] for at in known] for column in (columns[baseline], completions))
+            worth = {"other": 1.0, "tie": 0.5, "base": 0.0, None: None}
+            for at, judgment in zip(known, judge.compare(questions, base, other, known), strict=True):
+                rewards[at] = worth[judgment.winner]
+        return rewards
+
+    return prefer
+
+
+def _read_prompts(prompts: Sequence[Any], references: Sequence[Any] | None) -> list[Question]:
+    given = references or [None] * len(prompts)
+    rows = [{"prompt": prompt, "reference": right} for prompt, right in zip(prompts, given, strict=True)]
+    return [read_question(row, number, f"prompt {number}") for number, row in enumerate(rows)]
+
+
+def _read_text(answer: Any) -> str:
+    return answer if isinstance(answer, str) else str(answer[-1]["content"])

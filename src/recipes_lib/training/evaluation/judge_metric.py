@@ -1,0 +1,72 @@
+"""``JudgePreference``: how often a judge behind an endpoint prefers the samples of a run to their references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import evaluate
+
+from recipes_lib.errors import UserError
+from recipes_lib.evaluation.endpoint import Endpoint
+from recipes_lib.evaluation.judge_questions import Question
+from recipes_lib.evaluation.judges import PROMPTS, PromptedJudge, compute_win_rate
+from recipes_lib.training.collectives import broadcast_object, get_rank
+
+
+class JudgePreference(evaluate.Metric):  # type: ignore[misc]
+    """``judge_win_rate`` of the predictions against the references, ties half, and ``judge_unparsable``, a share.
+
+    In a recipe: ``metrics: ["recipes_lib.training.evaluation.judge_metric:JudgePreference(base_url='URL',
+    model='JUDGE')"]``. Pairs are judged in both orders. The main process asks for all.
+
+    Source: ``recipes_lib.evaluation.judges.compute_win_rate``.
+    """
+
+    def __init__(
+        self, *, base_url: str, model: str, prompt: str | None = None, keep_in_memory: bool = True, **options: Any
+    ) -> None:
+        """Read the prompt.
+
+        Args:
+            base_url: Endpoint of the judge.
+            model: Its name there.
+            prompt: File of the prompt that compares.
+            keep_in_memory: As for ``evaluate.Metric``.
+            **options: Further attributes of ``Endpoint``.
+        """
+        pairwise = Path(prompt) if prompt else PROMPTS / "pairwise.yaml"
+        self._judge = PromptedJudge(Endpoint(base_url, model, **options), pairwise=pairwise)
+        self._judge.describe()
+        super().__init__(keep_in_memory=keep_in_memory)
+
+    def _info(self) -> evaluate.MetricInfo:
+        names = ("prompts", "predictions", "references")
+        return evaluate.MetricInfo(
+            description="Win rate by a judge.",
+            citation="",
+            inputs_description="Strings.",
+            features=datasets.Features({name: datasets.Value("string") for name in names}),
+        )
+
+    def _compute(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
+        answer: Any = None
+        if get_rank() == 0:
+            try:
+                answer = self._ask(prompts, predictions, references)
+            except UserError as error:
+                answer = error
+        answer = broadcast_object(answer)
+        if isinstance(answer, UserError):
+            raise answer
+        figures: dict[str, float] = answer
+        return figures
+
+    def _ask(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
+        questions = [Question(str(at), None, (), [prompt]) for at, prompt in enumerate(prompts)]
+        base, other = ([[text] for text in texts] for texts in (references, predictions))
+        found = self._judge.compare(questions, base, other, range(len(questions)))
+        rate = compute_win_rate([(judgment.winner, judgment.orders) for judgment in found])
+        figures = {"judge_unparsable": rate.num_unparsable / len(questions)}
+        return figures if rate.win_rate is None else {"judge_win_rate": rate.win_rate, **figures}

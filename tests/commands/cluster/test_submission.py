@@ -1,0 +1,171 @@
+"""Pipelines as SLURM jobs, with stubs: ``sbatch`` runs a script at once if the jobs that it depends on succeeded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.cli import main as run_recipes
+
+SBATCH = """#!/bin/bash
+id=$(( $(cat "$SLURM/last") + 1 )); echo $id > "$SLURM/last"
+echo "$*" >> "$SLURM/calls"
+for word in "$@"; do case $word in --dependency=afterok:*) needs=${word#*:} ;; esac; done
+for need in ${needs//:/ }; do
+    [ "$(cat "$SLURM/$need")" = 0 ] || { echo cancelled > "$SLURM/$id"; echo $id; exit 0; }
+done
+if [ -e "$SLURM/holds" ]; then echo $id >> "$SLURM/queued"; else
+    SLURM_JOB_ID=$id SLURM_JOB_NUM_NODES=1 bash "${@: -1}" > "$SLURM/$id.log" 2>&1; echo $? > "$SLURM/$id"
+fi
+echo "$id;cluster"
+"""
+SQUEUE = '#!/bin/bash\n[ -z "$SQUEUE_FAILS" ] || { echo "Unable to contact" >&2; exit 1; }\ncat "$SLURM/queued"\n'
+PIPELINE = """
+stages:
+  one: {run: "mkdir ${output_dir}/one"}
+  two: {run: "mkdir ${output_dir}/two"}
+  three: {run: [cp, -r, "${one.output}", "${output_dir}/three"], needs: [two]}
+"""
+
+
+class Cluster:
+    """What the stubs were told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.pipeline, self.output_dir = folder, folder / "p.yaml", folder / "an output"
+
+    def run(self, *flags: str) -> int:
+        given = ["run", str(self.pipeline), "--output_dir", str(self.output_dir), "--executor", "slurm", *flags]
+        return run_recipes(given)
+
+    def read_calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines() if (self.folder / "calls").exists() else []
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "last").write_text("0")
+    (tmp_path / "queued").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM", str(tmp_path))
+    (tmp_path / "p.yaml").write_text(PIPELINE)
+    return Cluster(tmp_path)
+
+
+def test_stages_are_jobs_that_wait_for_what_they_need(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cluster.run() == 0
+    one, two, three = cluster.read_calls()
+    assert "--dependency" not in one + two
+    assert "--dependency=afterok:1:2 " in three
+    assert {name: (cluster.folder / name).read_text() for name in "123"} == dict.fromkeys("123", "0\n")
+    assert (cluster.output_dir / "three").is_dir()
+    assert "three: submitted as job 3" in capsys.readouterr().out
+    assert cluster.run() == 0
+    assert len(cluster.read_calls()) == 3
+    assert "three: done before" in capsys.readouterr().out
+
+
+def test_a_stage_after_a_failed_one_does_not_run_and_a_second_command_submits_both(cluster: Cluster) -> None:
+    (cluster.output_dir / "two").mkdir(parents=True)
+    assert cluster.run() == 0
+    assert (cluster.folder / "2").read_text() != "0\n"
+    assert (cluster.folder / "3").read_text() == "cancelled\n"
+    assert not (cluster.output_dir / "three").exists()
+    (cluster.output_dir / "two").rmdir()
+    assert cluster.run() == 0
+    assert "--dependency=afterok:4 " in cluster.read_calls()[-1]
+    assert (cluster.output_dir / "three").is_dir()
+
+
+def test_a_queued_stage_is_not_submitted_twice(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    (cluster.folder / "holds").touch()
+    assert cluster.run("--until", "two") == 0
+    for number in "12":
+        (cluster.folder / number).write_text("0")
+    assert cluster.run() == 0
+    assert len(cluster.read_calls()) == 3
+    assert "--dependency=afterok:1:2 " in cluster.read_calls()[-1]
+    assert "one: queued before as job 1" in capsys.readouterr().out
+
+
+def test_a_launched_stage_asks_for_its_machines_and_starts_on_each(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").touch()
+    (tmp_path / "model").mkdir()
+    keys = {"model_name_or_path": str(tmp_path / "model"), "dataset_name": str(tmp_path / "chats.jsonl")}
+    stages = {"sft": {"recipe": "sft", "launch": "fsdp2", "set": keys}, "rest": {"run": "true", "needs": ["sft"]}}
+    cluster.pipeline.write_text(json.dumps({"stages": stages}))
+    (cluster.folder / "holds").touch()
+    (cluster.folder / "1").write_text("0")
+    assert cluster.run("--num_nodes", "2", "--gpus_per_node", "8", "--hours", "4", "--secret", "HF_TOKEN") == 0
+    script = (cluster.output_dir / "jobs" / "sft.sh").read_text()
+    assert "#SBATCH --nodes=2\n" in script
+    assert "#SBATCH --gpus-per-node=8\n" in script
+    assert "#SBATCH --time=4:00:00\n" in script
+    assert "HF_TOKEN:?" in script
+    assert "--only sft" in script
+    assert "--launcher 'srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpu-bind=none'" in script
+    rest = (cluster.output_dir / "jobs" / "rest.sh").read_text()
+    assert "#SBATCH --gpus-per-node=1\n" in rest
+    assert "--launcher" not in rest
+    assert "srun --kill" not in rest
+
+
+def test_what_is_wrong_is_told_before_anything_is_submitted(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(told: str, *flags: str) -> None:
+        assert cluster.run(*flags) == 2
+        assert told in capsys.readouterr().err
+        assert cluster.read_calls() == []
+
+    fails("`recipes job --to ...`", "--executor", "skypilot")
+    fails("--hours: is 0", "--hours", "0")
+    fails("needs one, which is neither done nor queued", "--only", "three")
+    monkeypatch.setenv("SQUEUE_FAILS", "1")
+    fails("Unable to contact")
+    monkeypatch.delenv("SQUEUE_FAILS")
+    (cluster.folder / "squeue").unlink()
+    fails("there is no squeue here")
+
+
+def test_a_refused_job_is_an_error_and_what_was_submitted_is_kept(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit = (cluster.folder / "sbatch").read_text()
+    refusal = 'case "$*" in *two.sh) echo "Invalid account" >&2; exit 1;; esac\n'
+    (cluster.folder / "sbatch").write_text(submit.replace("\n", f"\n{refusal}", 1))
+    assert cluster.run() == 2
+    assert "Invalid account" in capsys.readouterr().err
+    assert json.loads((cluster.output_dir / "jobs" / "jobs.json").read_text())["jobs"] == {"one": "1"}
+
+
+def test_independent_stages_run_at_the_same_time_and_a_whole_run_beside_them_is_refused(cluster: Cluster) -> None:
+    """Each of the two opens its end of the same pipe, which waits for the other end."""
+    pipe = cluster.folder / "pipe"
+    os.mkfifo(pipe)
+    stages = {
+        "writer": {"run": ["bash", "-c", f"echo hello > {pipe}; mkdir '${{output_dir}}/writer'"]},
+        "reader": {"run": ["bash", "-c", f"cat {pipe}; mkdir '${{output_dir}}/reader'"]},
+    }
+    cluster.pipeline.write_text(json.dumps({"stages": stages}))
+    command = [sys.executable, "-m", "recipes_lib.cli", "run", str(cluster.pipeline)]
+    command += ["--output_dir", str(cluster.output_dir)]
+    first = subprocess.Popen([*command, "--only", "writer"], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    while "1 of 1, writer" not in first.stdout.readline():
+        assert first.poll() is None
+    whole = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert whole.returncode == 2
+    assert "another `recipes run` works here" in whole.stderr
+    second = subprocess.run([*command, "--only", "reader"], check=False, timeout=60)
+    assert (first.wait(timeout=60), second.returncode) == (0, 0)
+    record = json.loads((cluster.output_dir / "pipeline.json").read_text())["stages"]
+    assert {name: entry["status"] for name, entry in record.items()} == {"writer": "done", "reader": "done"}

@@ -1,0 +1,137 @@
+"""`recipes eval compare A B --judge J --prompts FILE`: as a user has it, interrupted and with every bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import tiny
+from tests.evaluation.chat_endpoint import ChatEndpoint
+from tests.rl.reward_models import write_reward_model
+from tests.rows import read_rows, write_rows
+
+from recipes_lib.cli import main as run_recipes
+from recipes_lib.commands.generated.judge_models import compute_rates
+from recipes_lib.models.generation import GenerateBackend
+
+NUM_QUESTIONS = 20
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Questions of two categories and two files of answers, below a path with a space."""
+    place = tmp_path / "a folder"
+    place.mkdir()
+    numbers = range(NUM_QUESTIONS)
+    write_rows(
+        place / "q.jsonl",
+        [{"question_id": n, "category": "maths" if n % 2 else "words", "turns": [f"Question {n}?"]} for n in numbers],
+    )
+    write_rows(place / "a.jsonl", [{"question_id": n, "answer": "x" * 5} for n in numbers])
+    # Better in words, worse in maths.
+    write_rows(place / "b.jsonl", [{"question_id": n, "answer": "x" * (3 if n % 2 else 9)} for n in numbers])
+    return place
+
+
+def prefer_longer(body: dict[str, Any]) -> str:
+    text = body["messages"][-1]["content"]
+    one, two = (text.partition(f"[Answer of assistant {name}]\n")[2].partition("\n[End of")[0] for name in "AB")
+    return f"Longer.\n[[{'A' if len(one) > len(two) else 'B' if len(two) > len(one) else 'C'}]]"
+
+
+def compare(folder: Path, *flags: Any, models: tuple[Any, ...] = ("a.jsonl", "b.jsonl")) -> int:
+    names = [str(folder / name) if str(name).endswith(".jsonl") else str(name) for name in models]
+    given = ["--prompts", folder / "q.jsonl", "--output_dir", folder / "out", *flags]
+    return run_recipes(["eval", "compare", *names, *map(str, given)])
+
+
+def read_rates(folder: Path) -> dict[str, Any]:
+    record = json.loads((folder / "out" / "judge.json").read_text())
+    (found,) = record["compared"].values()
+    return found
+
+
+def test_win_rates_are_told_by_category_with_what_the_judge_cost(folder: Path, capsys) -> None:
+    server = ChatEndpoint(prefer_longer)
+    assert compare(folder, "--judge", f"{server.url}#j") == 0
+    found = read_rates(folder)
+    rates = {name: (rate["win_rate"], rate["num_wins"], rate["num_losses"]) for name, rate in found["rates"].items()}
+    assert rates == {"all": (0.5, 10, 10), "words": (1.0, 10, 0), "maths": (0.0, 0, 10)}
+    assert found["rates"]["all"]["position_agreement"] == 1.0
+    assert found["rates"]["words"]["low"] > 0.5
+    assert len(server.asked) == 2 * NUM_QUESTIONS
+    assert found["tokens"]["num_tokens"] == 2 * 2 * NUM_QUESTIONS
+    printed = capsys.readouterr().out
+    assert f"{found['tokens']['num_prompt_tokens']:,} tokens read, 80 written" in printed
+    assert "words" in printed
+    row = read_rows(folder / "out" / "verdicts-1.jsonl")[0]
+    assert {name: row[name] for name in ("question_id", "category", "base", "other", "winner", "orders")} == {
+        "question_id": "0", "category": "words", "base": ["xxxxx"], "other": ["x" * 9], "winner": "other",
+        "orders": ["other", "other"],
+    }  # fmt: skip
+
+
+def test_an_interrupted_comparison_asks_for_the_rest_alone(folder: Path) -> None:
+    server = ChatEndpoint(lambda body: prefer_longer(body) if len(server.asked) < 25 else (401, {}, "no more"))
+    # One at a time: requests that were under way when another failed would arrive later.
+    assert compare(folder, "--judge", f"{server.url}#j", "--num_concurrent", 1) == 2
+    done = len(read_rows(folder / "out" / "verdicts-1.jsonl"))
+    assert 0 < done < NUM_QUESTIONS
+    again = ChatEndpoint(prefer_longer)
+    again_url, server.answer = again.url, prefer_longer
+    num_asked = len(server.asked)
+    assert compare(folder, "--judge", f"{server.url}#j") == 0
+    assert len(server.asked) - num_asked == 2 * (NUM_QUESTIONS - done)
+    whole = read_rates(folder)
+    assert whole["rates"]["all"]["num_questions"] == NUM_QUESTIONS
+    # Another judge is never mixed in.
+    assert compare(folder, "--judge", f"{again_url}#j") == 2
+    assert not again.asked
+
+
+def test_local_models_answer_and_a_reward_model_judges(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+    other = tiny.save_model(folder / "other model", tiny.build_tokenizer(), seed=1)
+    judge = write_reward_model(folder / "reward", tiny_model_dir)
+    flags = ["--judge", judge, "--use_cpu", "--max_new_tokens", 8, "--limit", 9, "--batch_size", 4]
+    models = (tiny_model_dir, other, tiny_model_dir)
+    assert compare(folder, *flags, models=models) == 0
+    record = json.loads((folder / "out" / "judge.json").read_text())
+    one, same = (record["compared"][str(name)]["rates"]["all"] for name in (other, tiny_model_dir))
+    assert one["num_wins"] + one["num_ties"] + one["num_losses"] == 9
+    assert (same["num_ties"], same["win_rate"], same["position_agreement"]) == (9, 0.5, None)
+    first = [(folder / "out" / f"answers-{at}.jsonl").read_bytes() for at in range(3)]
+    assert b'"answers"' in first[0]
+    # Everything is there: nothing is sampled again.
+    monkeypatch.setattr(GenerateBackend, "generate", None)
+    assert compare(folder, *flags, models=models) == 0
+    assert [(folder / "out" / f"answers-{at}.jsonl").read_bytes() for at in range(3)] == first
+
+
+def test_an_endpoint_can_be_compared_with_a_file(folder: Path) -> None:
+    server = ChatEndpoint(lambda body: "x" * 7 if body["model"] == "m" else prefer_longer(body))
+    flags = ["--judge", f"{server.url}#j", "--judge_request", '{"reasoning_effort": "low"}']
+    assert compare(folder, *flags, models=("a.jsonl", f"{server.url}#m")) == 0
+    assert read_rates(folder)["rates"]["all"]["win_rate"] == 1.0
+    asked = {body["model"]: body for body in server.asked}
+    assert (asked["j"].get("reasoning_effort"), asked["m"].get("reasoning_effort")) == ("low", None)
+
+
+@pytest.mark.parametrize(
+    ("models", "judge", "found"),
+    [
+        (("a.jsonl",), "http://h/v1#j", "name two or more"),
+        (("a.jsonl", "b.jsonl"), "http://h/v1", "http://h/v1#NAME"),
+        (("a.jsonl", "absent.jsonl"), "http://h/v1#j", "missing or empty"),
+        (("a.jsonl", "b.jsonl"), "no/such-reward-model-here", "no/such-reward-model-here"),
+    ],
+)
+def test_bad_input_is_one_clear_error(folder: Path, capsys, models: Any, judge: str, found: str) -> None:
+    assert compare(folder, "--judge", judge, models=models) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_one_category_has_one_line() -> None:
+    rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": None}] * 3
+    assert list(compute_rates(rows)) == ["all"]

@@ -1,0 +1,61 @@
+"""An OpenAI-compatible endpoint of chats on the loopback, whose answers a test decides."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class ChatEndpoint(ThreadingHTTPServer):
+    """Serves until the end of the process.
+
+    Attributes:
+        answer: Asked for a text, or for a status code with headers and a body, with the body of each request.
+        asked: The bodies of all requests, in the order of their arrival.
+        keys: Their ``Authorization`` headers.
+        has_usage: Whether replies have token counts: words.
+        finish: The ``finish_reason``.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[dict[str, Any]], Any]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer, self.has_usage, self.finish = answer, True, "stop"
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.lock = threading.Lock()
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that has gone does not wait for its answer."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ChatEndpoint
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.asked.append(body)
+            self.server.keys.append(self.headers["Authorization"])
+            told = self.server.answer(body)
+        status, headers, text = told if isinstance(told, tuple) else (200, {}, self._reply(body, told))
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(text.encode())), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def _reply(self, body: dict[str, Any], text: Any) -> str:
+        reply: dict[str, Any] = {"choices": [{"message": {"content": text}, "finish_reason": self.server.finish}]}
+        if self.server.has_usage:
+            read = " ".join(message["content"] for message in body["messages"])
+            reply["usage"] = {"prompt_tokens": len(read.split()), "completion_tokens": len(str(text).split())}
+        return json.dumps(reply)
+
+    def log_message(self, *_: Any) -> None: ...

@@ -1,0 +1,83 @@
+"""A local model answers in its template; a chat and its number decide the answer, batches do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.errors import ConfigError
+from recipes_lib.evaluation.answering import LocalModel, load_local_model
+
+CHATS = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Write", "How many days?")]
+
+
+def load(folder: Path, **options: Any) -> LocalModel:
+    given = {"max_new_tokens": 12, "temperature": 1.0, "seed": 3, "batch_size": 2, "use_cpu": True, **options}
+    return load_local_model(ModelConfig(model_name_or_path=str(folder), dtype="auto"), **given)
+
+
+def test_batches_decide_nothing_and_numbers_decide(tiny_model_dir: Path) -> None:
+    replies = load(tiny_model_dir).answer(CHATS, [5, 6, 7])
+    assert load(tiny_model_dir, batch_size=8).answer(CHATS, [5, 6, 7]) == replies
+    assert load(tiny_model_dir).answer(CHATS[2:], [7]) == replies[2:]
+    assert load(tiny_model_dir).answer(CHATS, [8, 9, 10]) != replies
+    assert load(tiny_model_dir, seed=4).answer(CHATS, [5, 6, 7]) != replies
+    assert all(0 < reply.num_tokens <= 12 and reply.num_prompt_tokens > 4 for reply in replies)
+
+
+def test_without_a_temperature_answers_are_those_of_greedy_generation(tiny_model_dir: Path) -> None:
+    """transformers' ``generate`` on the prompt that the template makes."""
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(tiny_model_dir),
+        AutoTokenizer.from_pretrained(tiny_model_dir),
+    )
+    engine = load(tiny_model_dir, temperature=0.0)
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in engine.sampling.stop_ids
+    for chat, reply in zip(CHATS, engine.answer(CHATS, [0, 1, 2]), strict=True):
+        prompt = f"<|im_start|>user\n{chat[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        made = model.generate(
+            ids, max_new_tokens=12, do_sample=False, eos_token_id=engine.sampling.stop_ids, pad_token_id=1
+        )[0, ids.shape[1] :]
+        assert reply.text == tokenizer.decode(made, skip_special_tokens=True).strip()
+        assert (reply.num_prompt_tokens, reply.is_finished) == (
+            ids.shape[1],
+            bool(made[-1] in engine.sampling.stop_ids),
+        )
+
+
+def test_a_chat_without_room_has_an_error_and_the_others_their_answers(tiny_model_dir: Path) -> None:
+    engine = load(tiny_model_dir)
+    long = [{"role": "user", "content": "bread " * 600}]
+    found = engine.answer([CHATS[0], long, CHATS[2]], [5, 6, 7])
+    assert found[1].error is not None
+    assert "leave no room for 12" in found[1].error
+    assert [found[0], found[2]] == [engine.answer(CHATS, [5, 6, 7])[at] for at in (0, 2)]
+
+
+def test_a_base_model_continues_a_single_turn_and_refuses_several(tiny_model_dir: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    tokenizer.chat_template = None
+    AutoModelForCausalLM.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    engine = load(tmp_path)
+    assert engine.answer(CHATS[:1], [0])[0].num_prompt_tokens == len(tokenizer(CHATS[0][0]["content"]).input_ids)
+    with pytest.raises(ConfigError, match="no chat template"):
+        engine.answer([[*CHATS[0], {"role": "assistant", "content": "x"}, *CHATS[1]]], [0])
+
+
+def test_other_weights_are_another_identity(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
+    one, other = (load(folder).describe()["weights"] for folder in (tiny_model_dir, tmp_path))
+    assert one[0].keys() == other[0].keys() == {"model.safetensors"}
+    assert one != other

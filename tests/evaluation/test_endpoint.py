@@ -1,0 +1,147 @@
+"""The client of endpoints: what it sends, what it repeats, what it refuses, and what it never tells."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.evaluation.chat_endpoint import ChatEndpoint
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.evaluation import endpoint as client
+from recipes_lib.evaluation.endpoint import Endpoint
+
+CHATS = [[{"role": "user", "content": f"say {word}"}] for word in ("one", "two", "three", "four")]
+
+
+def echo(body: dict[str, Any]) -> str:
+    return body["messages"][-1]["content"].removeprefix("say ")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Pauses that would have been made; none is."""
+    made: list[float] = []
+
+    def pause(connection: Any, seconds: float) -> bool:
+        made.append(seconds)
+        return False
+
+    monkeypatch.setattr(client._Connection, "pause", pause)
+    return made
+
+
+def ask(server: ChatEndpoint, **options: Any) -> list[client.Reply]:
+    return Endpoint(server.url, "m", **options).answer(CHATS, range(len(CHATS)))
+
+
+def test_answers_come_in_order_with_their_tokens_and_a_seed_of_their_own() -> None:
+    server = ChatEndpoint(echo)
+    replies = ask(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
+    assert [reply.text for reply in replies] == ["one", "two", "three", "four"]
+    assert {(reply.num_prompt_tokens, reply.num_tokens, reply.is_finished) for reply in replies} == {(2, 1, True)}
+    by_word = {echo(body): body for body in server.asked}
+    assert len({body["seed"] for body in server.asked}) == 4
+    first = dict(by_word["one"])
+    ask(server, max_new_tokens=7, temperature=0.5, request={"top_p": 0.9, "max_tokens": None})
+    assert first in server.asked[4:], "the same chat is asked alike"
+    assert {name: first[name] for name in ("model", "temperature", "top_p")} == {
+        "model": "m", "temperature": 0.5, "top_p": 0.9,
+    }  # fmt: skip
+    assert "max_tokens" not in first, "null removes a field"
+
+
+def test_an_answer_at_the_limit_has_not_ended() -> None:
+    server = ChatEndpoint(echo)
+    server.finish = "length"
+    assert not any(reply.is_finished for reply in ask(server))
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_what_may_pass_is_repeated_after_growing_pauses(status: int, waits: list[float]) -> None:
+    failed: dict[str, int] = {}
+
+    def fail_twice(body: dict[str, Any]) -> Any:
+        failed[echo(body)] = failed.get(echo(body), 0) + 1
+        return echo(body) if failed[echo(body)] > 2 else (status, {}, "busy")
+
+    server = ChatEndpoint(fail_twice)
+    assert [reply.text for reply in ask(server)] == ["one", "two", "three", "four"]
+    assert sorted(waits) == [1, 1, 1, 1, 2, 2, 2, 2]
+
+
+def test_the_server_says_how_long_to_wait(waits: list[float]) -> None:
+    left = iter([(429, {"Retry-After": "17"}, "slow down")])
+    server = ChatEndpoint(lambda body: next(left, echo(body)))
+    ask(server, num_concurrent=1)
+    assert waits == [17]
+
+
+@pytest.mark.parametrize(
+    "text", ["<html>", "{}", '{"choices": []}', '{"choices": [{"message": {"content": 7}}]}', "[1"]
+)
+def test_a_reply_without_an_answer_is_repeated_and_then_told(text: str, waits: list[float]) -> None:
+    server = ChatEndpoint(lambda body: (200, {}, text))
+    with pytest.raises(ConfigError, match="had no answer after 3 attempts"):
+        ask(server, num_attempts=3, num_concurrent=1)
+    assert len(server.asked) == 3
+
+
+def test_a_server_that_is_not_there_is_told_with_the_way_out(waits: list[float]) -> None:
+    with pytest.raises(ConfigError, match="run the same command to resume"):
+        Endpoint("http://127.0.0.1:9/v1", "m", num_attempts=2).answer(CHATS[:1], [0])
+
+
+def test_a_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private")
+    server = ChatEndpoint(lambda body: (401, {}, "wrong key sk-very-private"))
+    with pytest.raises(ConfigError, match=r"wrong key \*\*\*") as caught:
+        ask(server)
+    assert "very-private" not in str(caught.value)
+    assert set(server.keys) == {"Bearer sk-very-private"}
+    assert len(server.asked) <= len(CHATS), "nothing is repeated"
+    assert "very-private" not in json.dumps(Endpoint(server.url, "m").describe())
+
+
+def test_a_redirect_carries_the_key_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-very-private")
+    other = ChatEndpoint(echo)
+    for status in (302, 307):
+        server = ChatEndpoint(lambda body, status=status: (status, {"Location": f"{other.url}/chat/completions"}, ""))
+        with pytest.raises(ConfigError, match=f"returned {status}"):
+            ask(server)
+    assert not other.asked
+
+
+def test_one_refused_request_costs_one_answer_and_all_of_them_the_run() -> None:
+    server = ChatEndpoint(lambda body: (400, {}, "too long") if echo(body) == "two" else echo(body))
+    replies = ask(server)
+    assert [reply.error for reply in replies] == [None, "400 too long", None, None]
+    server.answer = lambda body: (400, {}, "unknown field seed")
+    with pytest.raises(ConfigError, match="refused every request: 400 unknown field seed"):
+        ask(server)
+
+
+def test_requests_keep_the_rate(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    ask(ChatEndpoint(echo), requests_per_minute=30, num_concurrent=1)
+    assert waits == pytest.approx([0, 2, 4, 6])
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("file:///etc/passwd", "no address"),
+        ("localhost:8000", "no address"),
+        ("http://h/v1/completions", "answer chats"),
+    ],
+)
+def test_an_address_of_something_else_is_refused(url: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        Endpoint(url, "m").answer(CHATS, range(4))
+
+
+def test_both_spellings_of_an_address_are_one() -> None:
+    assert Endpoint("http://h/v1/", "m").url == Endpoint("http://h/v1/chat/completions", "m").url

@@ -1,0 +1,140 @@
+"""Questions and answers in the public formats, and every way in which they do not fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.errors import DataError
+from recipes_lib.evaluation.endpoint import Reply
+from recipes_lib.evaluation.judge_questions import (
+    Question,
+    ask_questions,
+    load_answers,
+    load_questions,
+    read_answers,
+    read_question,
+)
+
+USER = {"role": "user", "content": "How?"}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("row", "question"),
+    [
+        (  # MT-Bench
+            {"question_id": 81, "category": "writing", "turns": ["Write.", "Shorter."], "reference": ["r1", "r2"]},
+            Question("81", "writing", [], ["Write.", "Shorter."], ["r1", "r2"]),
+        ),
+        (  # Arena-Hard 0.1
+            {"question_id": "f0", "category": "arena-hard-v0.1", "cluster": "ABC", "turns": [{"content": "Use é"}]},
+            Question("f0", "arena-hard-v0.1", [], ["Use é"], []),
+        ),
+        (  # Arena-Hard 2
+            {"uid": "0a", "category": "hard_prompt", "subcategory": "coding", "prompt": "Fix it."},
+            Question("0a", "hard_prompt", [], ["Fix it."], []),
+        ),
+        (  # AlpacaEval
+            {"instruction": "Name three.", "output": "a b c", "generator": "g", "dataset": "d"},
+            Question("5", None, [], ["Name three."], []),
+        ),
+        ({"instruction": "Add.", "input": "1 2"}, Question("5", None, [], ["Add.\n\n1 2"], [])),
+        ({"question": "How?", "reference": "So."}, Question("5", None, [], ["How?"], ["So."])),
+        (
+            {"messages": [{"role": "system", "content": "Be kind."}, USER, {"role": "assistant", "content": "So."}]},
+            Question("5", None, [{"role": "system", "content": "Be kind."}], ["How?"], ["So."]),
+        ),
+        ({"prompt": [USER], "id": 0}, Question("0", None, [], ["How?"], [])),
+    ],
+)
+def test_public_formats_are_read(row: dict[str, Any], question: Question) -> None:
+    assert read_question(row, 5, "w") == question
+
+
+@pytest.mark.parametrize(
+    "row", [{}, {"text": "x"}, {"prompt": " "}, {"turns": []}, {"turns": ["a", " "]}, {"prompt": 3}]
+)
+def test_a_row_without_a_question_is_told(row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="w: has no question"):
+        read_question(row, 0, "w")
+
+
+@pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        ({"question_id": 81, "model_id": "m", "choices": [{"index": 0, "turns": ["One.", "Two."]}]}, ["One.", "Two."]),
+        ({"choices": [{"turns": [{"content": "One.", "token_len": 2}]}]}, ["One."]),
+        ({"messages": [USER, {"role": "assistant", "content": {"answer": "So."}}]}, ["So."]),
+        ({"output": "So."}, ["So."]),
+        ({"answers": ["One.", ""]}, ["One.", ""]),
+    ],
+)
+def test_answers_in_public_formats_are_read(row: dict[str, Any], answers: list[str]) -> None:
+    assert read_answers(row, "w") == answers
+
+
+def test_answers_are_found_by_id_in_any_order(tmp_path: Path) -> None:
+    questions = load_questions(write(tmp_path / "q.jsonl", *({"id": name, "prompt": name} for name in "abc")), 2)
+    rows = [{"id": name, "answer": name * 2} for name in "cba"]
+    assert load_answers(write(tmp_path / "a.jsonl", *rows), questions) == [["aa"], ["bb"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([{"id": "a", "answer": "x"}], "1 of 2 questions have no answer: b"),
+        ([{"id": "a", "answer": "x"}, {"id": "b", "answer": "x"}, {"id": "b", "answer": "y"}], "several rows: b"),
+        ([{"id": "a", "answer": "x"}, {"id": "b", "answers": ["x", "y"]}], "2 answers to a question of 1 turns"),
+        ([{"id": "a", "answer": "x"}, {"id": "b"}], "has no answer"),
+        ([], "missing or empty"),
+    ],
+)
+def test_answers_that_do_not_fit_are_told(tmp_path: Path, rows: list[Any], found: str) -> None:
+    questions = [Question(name, None, [], ["?"]) for name in "ab"]
+    with pytest.raises(DataError, match=found):
+        load_answers(write(tmp_path / "a.jsonl", *rows), questions)
+
+
+def test_a_broken_line_is_told_with_its_number(tmp_path: Path) -> None:
+    path = write(tmp_path / "q.jsonl", {"prompt": "a"})
+    with path.open("a") as file:
+        file.write('{"prompt": ')
+    with pytest.raises(DataError, match=r"q\.jsonl:2: is not a JSON object"):
+        load_questions(path)
+    with pytest.raises(DataError, match="missing or empty"):
+        load_questions(tmp_path / "absent.jsonl")
+
+
+class Counting:
+    """Answers by how many messages it has read."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.numbers: list[int] = []
+
+    def answer(self, chats: Any, numbers: Any) -> list[Reply]:
+        self.asked += chats
+        self.numbers += numbers
+        return [Reply(f"after {len(chat)}", is_finished=True) for chat in chats]
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+def test_a_second_turn_is_asked_after_the_own_answer_to_the_first() -> None:
+    engine, system = Counting(), {"role": "system", "content": "Be kind."}
+    questions = [Question("a", None, [system], ["One", "Two"]), Question("b", None, [], ["Three"])]
+    assert ask_questions(engine, questions, [10, 11]) == [["after 2", "after 4"], ["after 1"]]
+    assert engine.asked[-1] == [
+        system, {"role": "user", "content": "One"}, {"role": "assistant", "content": "after 2"},
+        {"role": "user", "content": "Two"},
+    ]  # fmt: skip
+    assert len(set(engine.numbers)) == 3, "each answer has a seed of its own"

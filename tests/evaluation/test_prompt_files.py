@@ -1,0 +1,44 @@
+"""Prompt files are strict, and what is put into them stays text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
+
+FIELDS = {"user": str, "scale": list}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("user: [", "cannot be read"),
+        ("- a", "not a mapping"),
+        ("", "not a mapping"),
+        ("user: x\nusr: y", "unknown field `usr`"),
+        ("user: 3", "`user` is a int"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_error(tmp_path: Path, text: str, found: str) -> None:
+    path = tmp_path / "a prompt.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=found) as caught:
+        load_prompt_file(path, FIELDS)
+    assert caught.value.problems[0].where == str(path)
+
+
+def test_missing_fields_are_none_and_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("user: é")
+    assert load_prompt_file(tmp_path / "p.yaml", FIELDS) == {"user": "é", "scale": None}
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_prompt_file(tmp_path / "absent.yaml", FIELDS)
+
+
+def test_values_are_never_templates_and_unknown_names_are_errors() -> None:
+    assert render_prompt("say {{ it }}", "w", {"it": "{{ 7 * 7 }} {% raise %}"}) == "say {{ 7 * 7 }} {% raise %}"
+    for template in ("{{ absent }}", "{{ it", "{{ it.__class__.__mro__[1].__subclasses__() }}"):
+        with pytest.raises(ConfigError, match="its template fails"):
+            render_prompt(template, "w", {"it": "x"})

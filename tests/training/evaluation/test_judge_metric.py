@@ -1,0 +1,41 @@
+"""A judge as metric of a recipe: by import path, against the references, in both orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.evaluation.chat_endpoint import ChatEndpoint
+
+from recipes_lib.errors import ConfigError
+from recipes_lib.training.evaluation.user_metrics import compute_metrics, load_metrics
+
+PATH = "recipes_lib.training.evaluation.judge_metric:JudgePreference(base_url='{}', model='j', num_attempts=1)"
+
+
+def prefer_longer(body: dict[str, Any]) -> str:
+    text = body["messages"][-1]["content"]
+    assert "What?" in text
+    one, two = (text.partition(f"[Answer of assistant {name}]\n")[2].partition("\n[End of")[0] for name in "AB")
+    return "no verdict" if "odd" in one + two else "[[C]]" if len(one) == len(two) else "[[AB]]".replace(
+        "B" if len(one) > len(two) else "A", ""
+    )  # fmt: skip
+
+
+def test_the_win_rate_is_against_the_references() -> None:
+    metrics = load_metrics([PATH.format(ChatEndpoint(prefer_longer).url)])
+    scored = [("What?", "longer", "short"), ("What?", "s", "longer"), ("What?", "same", "size"), ("What?", "odd", "a")]
+    assert compute_metrics(metrics, scored) == {"judge_win_rate": 0.5, "judge_unparsable": 0.25}
+    assert compute_metrics(metrics, scored[-1:]) == {"judge_unparsable": 1.0}
+
+
+def test_a_judge_that_is_not_there_is_told_as_such() -> None:
+    metrics = load_metrics([PATH.format("http://127.0.0.1:9/v1")])
+    with pytest.raises(ConfigError, match="had no answer after 1 attempts"):
+        compute_metrics(metrics, [("What?", "a", "b")])
+
+
+@pytest.mark.parametrize("path", [f"{PATH.partition('(')[0]}()", f"{PATH.partition('(')[0]}(base_url=1+1)"])
+def test_a_judge_without_an_address_cannot_be_built(path: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be built"):
+        load_metrics([path])
