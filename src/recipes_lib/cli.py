@@ -26,6 +26,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "check": Command("recipes_lib.commands.check:main", "find every problem of a run before it costs anything"),
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
+    "classifier": Command(
+        "recipes_lib.commands.corpus.classifier:main", "train or evaluate a text classifier, for recipes clean"
+    ),
     "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
     "score": Command(
         "recipes_lib.commands.score:main", "loss and bits per byte of every row of a dataset under a model"
@@ -86,7 +89,7 @@ COMMANDS = {
 }
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
-    "data": ("clean", "tokenizer", "prepare", "score", "sample-pairs", "synthesize"),
+    "data": ("clean", "classifier", "tokenizer", "prepare", "score", "sample-pairs", "synthesize"),
     "run": ("launch", "run", "job"),
     "results": ("runs", "report", "eval", "publish", "reproduce"),
     "models": ("merge", "export", "fisher"),
