@@ -77,7 +77,7 @@ def measure_finetuning(method: str, bench: Bench) -> Figures:
     recipe, keys = FINETUNING[method]
     given = {**bench.set_up(recipe), **_size_batch(bench, num_rows), "max_length": length, "bf16": "true"}
     given |= {"model_name_or_path": model, "dataset_name": rows, "dtype": "bfloat16", **keys}
-    figures = _measure_ours(bench, recipe, "ours", f"finetune-8B-{method}", **given)
+    figures = {**_measure_ours(bench, recipe, "ours", f"finetune-8B-{method}", **given)}
     peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
     peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": False}
     figures |= _measure_peer(bench, "trl", f"finetune-8B-{method}", num_rows, length, peer)
@@ -147,7 +147,7 @@ def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
         free = shutil.disk_usage(inputs).free
         if not bench.is_small and free < 20e9:
             raise WrongResultError(f"the weights take 16 GB, and {free / 1e9:.0f} GB of the disk are free")
-        tokenizer = AutoTokenizer.from_pretrained(inputs / "model")  # type: ignore[no-untyped-call]
+        tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
         ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
         with torch.device(bench.device):
             config = LlamaConfig(**shape, **ids)
@@ -177,7 +177,8 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
 def _build_model(bench: Bench) -> Any:
     """Build a Llama in the shape of 124M with random weights, in bfloat16 on a GPU."""
     sizes = (*SHAPE.values(), 320) if bench.is_small else SHAPES["124M"][0]
-    config = LlamaConfig(**dict(zip(_SIZES, sizes, strict=True)))
+    shape: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    config = LlamaConfig(**shape)
     dtype = torch.bfloat16 if bench.is_cuda else torch.float32
     return AutoModelForCausalLM.from_config(config, dtype=dtype).to(bench.device)  # type: ignore[no-untyped-call]
 
@@ -187,7 +188,7 @@ def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
     count, length = (2, 12) if bench.is_small else (64, 256)
     model = bench.write_inputs() / "124M"
     if not (model / "config.json").exists():
-        AutoTokenizer.from_pretrained(model.parent / "model").save_pretrained(model)  # type: ignore[no-untyped-call]
+        AutoTokenizer.from_pretrained(model.parent / "model").save_pretrained(model)
         _build_model(bench).save_pretrained(model)
     given = {**bench.set_up("grpo"), "model_name_or_path": model, "response_length": length, "max_steps": 12, **keys}
     given |= {"per_device_train_batch_size": count, "per_device_eval_batch_size": 4 * count}
