@@ -57,7 +57,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "report": {"config", "errors", "models", "files"},
     "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
     "demo": {"errors", "files", "models", "pipelines", "report"},
-    "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "training"},
+    "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},
     # Commands join the rooms.
     "boundary": {"config", "errors", "processes", "stopping"},
     "cli": {"", "boundary", "errors"},

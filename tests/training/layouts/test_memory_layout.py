@@ -95,3 +95,16 @@ def test_a_run_on_a_gpu_has_a_plan_and_one_on_a_cpu_none(configure, monkeypatch)
     }
     assert plan_run(configure(use_cpu="true"), one, "H100") is None
     assert plan_run(configure(model_name_or_path="nowhere/at_all"), one, "H100") is None
+
+
+def test_the_plan_counts_liger_where_it_will_be_used(configure, monkeypatch) -> None:
+    monkeypatch.setattr("recipes_lib.training.layouts.memory_layout.read_device_memory", lambda: 80e9)
+    launch = Launch(rank=0, local_rank=0, world_size=1, engine="")
+
+    def plan(**keys: str) -> float:
+        return plan_run(configure(activation_checkpointing="false", **keys), launch, "H100")["memory_bytes"]
+
+    absent = plan()
+    monkeypatch.setattr("recipes_lib.training.optim.compilation.is_liger_kernel_available", lambda: True)
+    assert plan() == plan(use_liger_kernel="true") < absent
+    assert plan(use_liger_kernel="false") == absent

@@ -18,6 +18,7 @@ from recipes_lib.planning.devices import find_efficiency, find_peak
 from recipes_lib.planning.memory import plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout, MemoryPlan
 from recipes_lib.training.layouts.launch_environment import Launch
+from recipes_lib.training.optim.compilation import choose_liger
 
 
 def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeConfig, str]:
@@ -81,6 +82,9 @@ def _has_length(config: RecipeConfig) -> bool:
 
 def _plan(config: RecipeConfig, launch: Launch, size: int) -> MemoryPlan:
     layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
+    # Liger's kernels save less for the backward pass, and are on wherever they can be used.
+    kernels = choose_liger(config, launch, is_cuda=True)
+    config = dataclasses.replace(config, training={**config.training, **kernels})
     return plan_memory(config, find_planned_model(config), layout, device_bytes=size)
 
 
