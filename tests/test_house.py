@@ -24,7 +24,7 @@ from tests.forked import ROOT
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PROVED_EXTRAS = ("corpus", "dev", "eval", "track")
-MODULE_OF = {"pyyaml": "yaml", "fasttext-predict": "fasttext"}
+MODULE_OF = {"scikit-learn": "sklearn", "pyyaml": "yaml", "fasttext-predict": "fasttext"}
 """Distributions whose module has another name."""
 
 
