@@ -26,6 +26,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "check": Command("recipes_lib.commands.check:main", "find every problem of a run before it costs anything"),
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
+    "classifier": Command(
+        "recipes_lib.commands.corpus.classifier:main", "train or evaluate a text classifier, for recipes clean"
+    ),
     "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
     "score": Command(
         "recipes_lib.commands.score:main", "loss and bits per byte of every row of a dataset under a model"
@@ -45,6 +48,10 @@ COMMANDS = {
     ),
     "student": Command(
         "recipes_lib.commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
+    ),
+    "synthesize": Command(
+        "recipes_lib.commands.generated.synthesize:main",
+        "write training rows by a model: instructions, answers, texts; filter and grade them",
     ),
     "distill-write": Command(
         "recipes_lib.commands.sampling:main_answers",
@@ -82,7 +89,7 @@ COMMANDS = {
 }
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
-    "data": ("clean", "tokenizer", "prepare", "score", "sample-pairs"),
+    "data": ("clean", "classifier", "tokenizer", "prepare", "score", "sample-pairs", "synthesize"),
     "run": ("launch", "run", "job"),
     "results": ("runs", "report", "eval", "publish", "reproduce"),
     "models": ("merge", "export", "fisher"),

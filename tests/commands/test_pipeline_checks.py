@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tests.forked import ROOT
+from transformers import LlamaConfig
 
+from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.run_pipeline import plan_stages
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
@@ -58,6 +61,29 @@ def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_hours_of_reinforcement_learning_are_those_of_its_iterations(tmp_path: Path, capsys) -> None:
+    """As many as `recipes plan` says of the recipe alone."""
+    (tmp_path / "rows.jsonl").touch()
+    shape = tmp_path / "shape"
+    LlamaConfig(**SHAPE).save_pretrained(shape)
+    keys = {
+        "model_name_or_path": str(shape), "dataset_name": str(tmp_path / "rows.jsonl"), "max_steps": 200,
+        "response_length": 64, "num_generations": 4, "reward_funcs": "math:sqrt",
+    }  # fmt: skip
+    path = tmp_path / "p.yaml"
+    stages = {"grpo": {"recipe": "grpo", "set": keys}, "longer": {"recipe": "grpo", "set": {**keys, "max_steps": 400}}}
+    path.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "stages": stages}))
+    _, grpo, longer, *_ = plan_stages(path, "H100", None, 1e6)
+    cost, double = (float(line.split()[-1].replace(",", "")) for line in (grpo, longer))
+    assert double == pytest.approx(2 * cost, rel=1e-3)
+    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    shared = ["--gpu", "H100", "--price-per-gpu-hour", "1e6", "--output_dir", "out"]
+    assert run_recipes(["plan", "--recipe", "grpo", *shared, *flags]) == 0
+    told = re.search(r"cost +([\d,.]+),", capsys.readouterr().out)
+    assert told is not None
+    assert cost == pytest.approx(float(told[1].replace(",", "")), rel=1e-3)
+
+
 def test_wrong_keys_of_all_stages_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sft: --learnin_rate"):
         plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)
@@ -67,8 +93,6 @@ def test_wrong_keys_of_all_stages_are_told(tmp_path: Path) -> None:
 def test_a_shipped_pipeline_has_no_wrong_key(
     name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from recipes_lib.cli import main as run_recipes
-
     monkeypatch.chdir(ROOT)
     assert run_recipes(["run", f"recipes/pipelines/{name}.yaml", "--check", "--keys"]) == 0
     assert capsys.readouterr().out == f"{num_stages} stages, ready to run\n"

@@ -1,4 +1,4 @@
-"""Offline HTML pages from templates, and those of corpora, evaluations and scored rows."""
+"""Offline HTML pages from templates, and those of corpora, evaluations, scored rows and synthetic data."""
 
 from __future__ import annotations
 
@@ -143,6 +143,25 @@ def write_score_report(scored: Path, column: str) -> Path:
         }
     path = scored.with_name(f"{scored.name}.html")
     return write_page(path, "scores", name=scored.name, column=column, losses=losses, num_empty=num_empty, **given)
+
+
+def write_synthesis_report(folder: Path, record: Record, samples: Mapping[str, Sequence[Record]]) -> Path:
+    """Write ``report.html`` of synthetic data and return its path: counts, removals, and samples of both.
+
+    Args:
+        folder: Of the rows.
+        record: What ``synthesis.json`` holds.
+        samples: ``kept``, and replies by the reason of their removal.
+    """
+    shown = {kind: [_show_row(row) for row in rows] for kind, rows in samples.items()}
+    return write_page(
+        folder / "report.html",
+        "synthesis",
+        name=folder.resolve().name,
+        record=record,
+        kept=shown.pop("kept"),
+        removed=shown,
+    )
 
 
 def _show_row(row: Mapping[str, Any]) -> str:
