@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> None:
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
 
 
-def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+def add_machine_flags(parser: argparse._ActionsContainer) -> None:
     """Add the flags that say what a job requests of a cluster."""
     parser.add_argument("--num_nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each (default: 1)")

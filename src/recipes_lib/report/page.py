@@ -228,8 +228,8 @@ def _measure_gain(answers: Mapping[int, Record]) -> float | None:
 
 def _measure_likeness(answers: Mapping[int, Record]) -> float:
     """Return the share of words that the first and the last answer have in common, in their order."""
-    texts = [_shorten(str(answers[end(answers)].get("completion", ""))).split() for end in (min, max)]
-    return difflib.SequenceMatcher(None, *texts, autojunk=False).ratio()
+    first, last = (_shorten(str(answers[step].get("completion", ""))).split() for step in (min(answers), max(answers)))
+    return difflib.SequenceMatcher(None, first, last, autojunk=False).ratio()
 
 
 def _show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[str, Any]:
