@@ -161,7 +161,7 @@ def draw_forgetting(text: str) -> str:
     (low_y, high_y), (low_x, high_x) = ((low - (high - low) / 12, high + (high - low) / 12) for low, high in ends)
 
     def place(lost: float, gained: float) -> tuple[float, float]:
-        across = (lost - low_x) / (high_x - low_x) * (width - left - 160)
+        across = (lost - low_x) / (high_x - low_x) * (width - left - 210)
         return left + across, bottom - (gained - low_y) / (high_y - low_y) * (bottom - top)
 
     lines = [
@@ -169,12 +169,13 @@ def draw_forgetting(text: str) -> str:
         'font-family="system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="13">',
         "<title>What a fine-tuning gains and loses, by method</title>",
         "<style>text{fill:#1c2024}.muted{fill:#60666d;font-size:12px}.dot{fill:#2563c9}.rule{stroke:#60666d}"
+        ".leader{stroke:#60666d;stroke-width:.5;stroke-dasharray:2 3}"
         "@media(prefers-color-scheme:dark){text{fill:#e8eaed}.muted{fill:#9aa1a9}.dot{fill:#7fb0ff}"
-        ".rule{stroke:#9aa1a9}}</style>",
+        ".rule,.leader{stroke:#9aa1a9}}</style>",
         '<text x="0" y="18" font-weight="600">gained on the new data, bits per byte</text>',
         f'<line class="rule" x1="{left}" y1="{top}" x2="{left}" y2="{bottom}"/>',
-        f'<line class="rule" x1="{left}" y1="{bottom}" x2="{width - 160}" y2="{bottom}"/>',
-        f'<text x="{width - 160}" y="{bottom + 36}" font-weight="600" text-anchor="end">lost on the old data</text>',
+        f'<line class="rule" x1="{left}" y1="{bottom}" x2="{width - 190}" y2="{bottom}"/>',
+        f'<text x="{width - 190}" y="{bottom + 36}" font-weight="600" text-anchor="end">lost on the old data</text>',
     ]
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         lost, gained = low_x + share * (high_x - low_x), low_y + share * (high_y - low_y)
@@ -183,20 +184,18 @@ def draw_forgetting(text: str) -> str:
             f'<text class="muted" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{lost:.2f}</text>',
             f'<text class="muted" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{gained:.2f}</text>',
         ]
-    taken: list[tuple[float, float]] = []
-    for label, gained, lost in points:
+    # Points may lie together: labels stand in a column, in the order of the points, each at the end of a line.
+    at = top - 17.0
+    for label, gained, lost in sorted(points, key=lambda point: -point.gained[1]):
         x, y = place(lost[1], gained[1])
         (x1, y1), (x2, y2) = place(lost[0], gained[0]), place(lost[2], gained[2])
-        at = y + 4
-        # Labels beside points that lie together stand below each other.
-        while any(abs(at - other) < 15 and abs(x - beside) < 190 for beside, other in taken):
-            at += 15
-        taken.append((x, at))
+        at = max(at + 17, y)
         lines += [
+            f'<line class="leader" x1="{x:.1f}" y1="{y:.1f}" x2="{width - 186}" y2="{at:.1f}"/>',
             f'<line class="rule" x1="{x1:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y:.1f}"/>',
             f'<line class="rule" x1="{x:.1f}" y1="{y1:.1f}" x2="{x:.1f}" y2="{y2:.1f}"/>',
             f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>',
-            f'<text x="{x + 10:.1f}" y="{at:.1f}">{escape(label)}</text>',
+            f'<text x="{width - 180}" y="{at + 4:.1f}">{escape(label)}</text>',
         ]
     lines.append("</svg>")
     return "\n".join(lines) + "\n"

@@ -26,7 +26,7 @@ def test_a_point_lies_where_its_medians_are():
     text = f"\n## Forgetting\n\n| arm | gained, min / median / max | lost |\n|---|---|---|\n{rows}\n## Other\n"
     assert [point.label for point in pictures.read_points(text)] == ["a", "b: 1", "c"]
     svg = ET.fromstring(pictures.draw_forgetting(text))
-    first, second, middle = svg.iter("{http://www.w3.org/2000/svg}circle")
+    second, middle, first = svg.iter("{http://www.w3.org/2000/svg}circle")
     for axis in ("cx", "cy"):
         ends = (float(first.get(axis)), float(second.get(axis)))
         assert float(middle.get(axis)) == pytest.approx(sum(ends) / 2, abs=0.1)
