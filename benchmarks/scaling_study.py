@@ -25,8 +25,8 @@ from harness import describe_machine, write_results
 HELD_OUT_EVERY: Final = 100
 VOCAB_SIZE: Final = 512
 DEPTHS: Final = (3, 4, 5)
-RATIOS: Final = (2, 3, 4, 6)
-TARGET: Final = (8, 5)
+RATIOS: Final = (2, 3, 4, 5)
+TARGET: Final = (7, 8)
 RECIPE: Final[dict[str, Any]] = {
     "model_config": {
         "model_type": "llama",

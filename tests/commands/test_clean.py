@@ -109,3 +109,41 @@ def test_the_recipe_is_the_command(config):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1].startswith("3 of 5 documents")
     assert "cleaning a: 1 of 1 tasks" in done.stderr
+
+
+def test_buckets_are_of_the_bits_per_byte_that_score_has(tmp_path, tiny_model_dir, capsys):
+    rows = write_rows(tmp_path / "rows.jsonl", [f"{'a b c ' * at} and some words {at}" for at in range(1, 9)])
+    scored = tmp_path / "scored.jsonl"
+    assert run_recipes(["score", str(tiny_model_dir), "--dataset_name", str(rows), "--output", str(scored)]) == 0
+    expected = {row["text"].strip(): row["bits_per_byte"] for row in map(json.loads, scored.open())}
+    middle, tail = sorted(expected.values())[2], sorted(expected.values())[5]
+    keys = {"sources": f"[{{name: '{rows}'}}]", "output_dir": tmp_path / "out", "output_format": "jsonl", "workers": 2}
+    keys |= {"perplexity": "apply", "perplexity_model_path": tiny_model_dir, "perplexity_bounds": f"[{middle}, {tail}]"}
+    flags = [f"--{name}={value}" for name, value in (keys | {"near_duplicates": "off"}).items()]
+    assert run_recipes(["check", "--recipe", "corpus", *flags]) == 0
+    assert run_recipes(["clean", *flags]) == 0
+    (shard,) = (tmp_path / "out" / "data").rglob("*.jsonl")
+    kept = {row["text"].strip(): row["metadata"]["bits_per_byte"] for row in map(json.loads, shard.open())}
+    assert kept == {text: pytest.approx(bits, abs=1e-4) for text, bits in expected.items() if bits < tail}
+    manifest = json.loads((tmp_path / "out" / "corpus.json").read_text())
+    assert manifest["steps"]["perplexity"]["found"] == {"head": 2, "middle": 3, "tail": 3}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"perplexity": "apply"}, "write perplexity_model_path"),
+        ({"perplexity": "apply", "perplexity_model_path": "{tmp}"}, "`perplexity: apply` has no bounds"),
+        ({"perplexity_bounds": "[1.5, 1.0]"}, "two ascending numbers above 0"),
+        ({"perplexity_bounds": "[a]"}, "perplexity_bounds"),
+        ({"perplexity_keep": "[front]"}, "perplexity_keep"),
+        ({"toxicity": "apply"}, "or path and label"),
+        ({"classifier_path": "no/such"}, "`classifier_path` does not exist"),
+    ],
+)
+def test_steps_that_do_not_say_by_what_are_refused(tmp_path, capsys, keys, words):
+    rows = write_rows(tmp_path / "rows.jsonl", ["one"])
+    flags = [f"--{name}={value}".format(tmp=tmp_path) for name, value in keys.items()]
+    source = f"--sources=[{{name: '{rows}'}}]"
+    assert run_recipes(["clean", source, f"--output_dir={tmp_path / 'out'}", *flags]) == 2
+    assert words in capsys.readouterr().err

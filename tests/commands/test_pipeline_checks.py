@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tests.forked import ROOT
+from transformers import LlamaConfig
 
+from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.run_pipeline import plan_stages
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
+from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.planning.devices import find_efficiency
 
 SHAPE = {
@@ -57,14 +61,46 @@ def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_hours_of_reinforcement_learning_are_those_of_its_iterations(tmp_path: Path, capsys) -> None:
+    """As many as `recipes plan` says of the recipe alone."""
+    (tmp_path / "rows.jsonl").touch()
+    shape = tmp_path / "shape"
+    LlamaConfig(**SHAPE).save_pretrained(shape)
+    keys = {
+        "model_name_or_path": str(shape), "dataset_name": str(tmp_path / "rows.jsonl"), "max_steps": 200,
+        "response_length": 64, "num_generations": 4, "reward_funcs": "math:sqrt",
+    }  # fmt: skip
+    path = tmp_path / "p.yaml"
+    stages = {"grpo": {"recipe": "grpo", "set": keys}, "longer": {"recipe": "grpo", "set": {**keys, "max_steps": 400}}}
+    path.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "stages": stages}))
+    _, grpo, longer, *_ = plan_stages(path, "H100", None, 1e6)
+    cost, double = (float(line.split()[-1].replace(",", "")) for line in (grpo, longer))
+    assert double == pytest.approx(2 * cost, rel=1e-3)
+    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    shared = ["--gpu", "H100", "--price-per-gpu-hour", "1e6", "--output_dir", "out"]
+    assert run_recipes(["plan", "--recipe", "grpo", *shared, *flags]) == 0
+    told = re.search(r"cost +([\d,.]+),", capsys.readouterr().out)
+    assert told is not None
+    assert cost == pytest.approx(float(told[1].replace(",", "")), rel=1e-3)
+
+
 def test_wrong_keys_of_all_stages_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sft: --learnin_rate"):
         plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)
 
 
-def test_the_speedrun_has_no_wrong_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from recipes_lib.cli import main as run_recipes
-
+@pytest.mark.parametrize(("name", "num_stages"), [("speedrun", 7), ("teaching_assistants", 3), ("zephyr", 4)])
+def test_a_shipped_pipeline_has_no_wrong_key(
+    name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
-    assert run_recipes(["run", "recipes/pipelines/speedrun.yaml", "--check", "--keys"]) == 0
-    assert capsys.readouterr().out == "7 stages, ready to run\n"
+    assert run_recipes(["run", f"recipes/pipelines/{name}.yaml", "--check", "--keys"]) == 0
+    assert capsys.readouterr().out == f"{num_stages} stages, ready to run\n"
+
+
+def test_a_student_learns_from_the_model_of_the_stage_before() -> None:
+    assistant, student, direct = load_pipeline(ROOT / "recipes" / "pipelines" / "teaching_assistants.yaml").stages
+    taught = [argv[argv.index("--teacher_model_name_or_path") + 1] for argv in (student.argv,)]
+    assert taught == [str(assistant.output)]
+    assert list(student.needs) == ["assistant"]
+    assert "--teacher_model_name_or_path" not in [*assistant.argv, *direct.argv]

@@ -144,6 +144,34 @@ def test_nothing_that_was_masked_is_left_anywhere_in_the_corpus(tmp_path):
     assert [message["content"] for message in chats[1]["messages"]] == ["<PRIVATE_KEY>", f"{end} <EMAIL>"]
 
 
+@pytest.mark.parametrize("mode", ["apply", "annotate"])
+def test_no_sample_of_a_report_quotes_personal_data(tmp_path, mode):
+    """Of a document that an earlier step removes, either: nobody masks it after that."""
+    mail, long = "ada@example.org", "words of a long text without any end " * 60
+    texts = [f"short {mail}", f"{long}{mail}", f"{long}{mail} again", f"{long[:1490]} {mail}", f"{long} other words"]
+    rows = [{"text": text, "id": f"{mail} {at}"} for at, text in enumerate([*texts, texts[1]])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"name": str(tmp_path / "rows.jsonl"), "kind": "web"}
+    changes = {
+        "web": {
+            "gopher_repetition": "off",
+            "c4_quality": "off",
+            "fineweb_quality": "off",
+            "gopher_quality": {"min_stop_words": 0},
+        }
+    }
+    out = tmp_path / "out"
+    lines = {"repeated_lines": "apply", "repeated_lines_min_documents": 2, "near_duplicates_threshold": 0.5}
+    keys = {"sources": [source], "output_dir": str(out), "quality_thresholds": changes, "workers": 1, **lines}
+    make_corpus(CorpusConfig(**keys, pii=mode))
+    quoted = [out / "report.html", *(out / ".work").rglob("*.json")]
+    assert not [path for path in quoted if "ada@ex" in path.read_text()]
+    samples = json.loads((out / ".work" / "samples.json").read_text())
+    assert {"kept", "quality: gopher_quality gopher_short_doc"} <= samples.keys()
+    assert "&lt;EMAIL&gt;" in (out / "report.html").read_text()
+    assert "@" not in json.dumps(samples)
+
+
 def test_masking_again_changes_nothing():
     text = " ".join(text for _, text in FOUND)
     once = mask(text, PII_KINDS, Counter())

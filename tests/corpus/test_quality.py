@@ -1,6 +1,7 @@
-"""Quality rules: datatrove's with their thresholds in sight."""
+"""Quality rules: datatrove's with their thresholds in sight; buckets by bits per byte."""
 
 import inspect
+import pickle
 import random
 from collections import Counter
 
@@ -9,7 +10,15 @@ from datatrove.data import Document
 from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
 from tests.corpus.texts import ENGLISH, make_text
 
-from recipes_lib.corpus.quality import PRESETS, CodeQualityFilter, Quality, RegexTokenizer, choose_thresholds
+from recipes_lib.corpus.documents import Apply, Ledger
+from recipes_lib.corpus.quality import (
+    PRESETS,
+    CodeQualityFilter,
+    Perplexity,
+    Quality,
+    RegexTokenizer,
+    choose_thresholds,
+)
 from recipes_lib.errors import ConfigError
 
 
@@ -95,3 +104,52 @@ def test_words_and_sentences_need_no_model():
     assert tokenizer.sent_tokenize('One. "Two!" Three?') == ["One.", '"Two!', "Three?"]
     text = "One. Two."
     assert [text[start:stop] for start, stop in tokenizer.span_tokenize(text)] == ["One. ", "Two."]
+
+
+def load_lengths(path: str):
+    """Return a scorer whose bits per byte are the number of words."""
+    assert path == "model"
+    return lambda text: float(text) if text[0].isdigit() else None
+
+
+def sort_into_buckets(texts, bounds, kept=("head", "middle"), mode="apply"):
+    step, ledger = Perplexity(load_lengths, "model", bounds, kept), Ledger(["perplexity"], 3)
+    documents = [Document(text=text, id=str(at)) for at, text in enumerate(texts)]
+    left = [*Apply(step, mode, ledger).run(iter(documents))]
+    return left, ledger.tallies["perplexity"]
+
+
+def test_a_bound_begins_the_next_bucket() -> None:
+    left, tally = sort_into_buckets(["0.5", "1.0", "1.49", "1.5", "3"], [1.0, 1.5])
+    assert [document.metadata["perplexity_bucket"] for document in left] == ["head", "middle", "middle"]
+    assert tally.found == {"head": 1, "middle": 2, "tail": 2}
+    assert tally.removed == {"bucket tail": 2}
+
+
+@pytest.mark.parametrize(("kept", "words"), [(["tail"], ["3"]), (["head", "tail"], ["0.5", "3"]), (["middle"], [])])
+def test_the_buckets_to_keep_are_chosen(kept, words) -> None:
+    assert [document.text for document in sort_into_buckets(["0.5", "3"], [1.0, 1.5], kept)[0]] == words
+
+
+def test_annotated_documents_stay_with_their_bits_and_their_bucket() -> None:
+    left, tally = sort_into_buckets(["0.5", "3.14159"], [1.0, 1.5], mode="annotate")
+    assert left[1].metadata == {
+        "bits_per_byte": 3.1416,
+        "perplexity_bucket": "tail",
+        "flags": ["perplexity: bucket tail"],
+    }
+    assert not tally.removed
+
+
+def test_without_bounds_documents_are_counted_by_tenths() -> None:
+    """From these counts bounds are chosen."""
+    left, tally = sort_into_buckets(["0.96", "0.98", "1.2", "x"], [], mode="annotate")
+    assert tally.found == {"from 0.9 bits per byte": 2, "from 1.2 bits per byte": 1, "too short": 1}
+    assert len(left) == 4
+
+
+def test_a_step_goes_to_other_processes_without_its_model() -> None:
+    step = Perplexity(load_lengths, "model", [1.0, 1.5], ["head"])
+    step.apply(Document(text="2", id=""), Counter())
+    again = pickle.loads(pickle.dumps(step))
+    assert again.apply(Document(text="2", id=""), Counter()) == "bucket tail"

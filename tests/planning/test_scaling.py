@@ -56,6 +56,15 @@ def test_outliers_do_not_move_it_and_noise_widens_the_interval() -> None:
     assert high - low < 0.1
 
 
+def test_noise_never_says_that_a_larger_model_is_worse() -> None:
+    """Losses that rise with the size at equal tokens: an extrapolation is flat in the size."""
+    sizes, tokens = np.geomspace(1e5, 4e5, 3), np.geomspace(2e5, 2e6, 4)
+    runs = [Run(size, count, 3 + 40 / count**0.3 + 1e-7 * size) for size in sizes for count in tokens]
+    law = fit_law(runs, 0).law
+    assert min(law.size_exponent, law.token_exponent) >= 0
+    assert law.compute_loss(1e7, 1e6) <= law.compute_loss(1e5, 1e6)
+
+
 def test_without_an_interval_nothing_is_said_of_runs_ten_times_as_large() -> None:
     fit = Fit(BESIROGLU, [], 1e20)
     fit.verify_reach(9.9e20)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from recipes_lib.commands.score import load_text_scorer
 from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> None:
         return
     from recipes_lib.corpus.cleaning import make_corpus
 
-    manifest = make_corpus(config)
+    manifest = make_corpus(config, load_text_scorer)
     if manifest is None:
         sys.stdout.write(f"submitted to {config.executor}; the last job writes {config.output_dir}/corpus.json\n")
         return
@@ -90,7 +91,7 @@ def check(argv: Sequence[str]) -> int:
         return EXIT_DONE
     from recipes_lib.corpus.cleaning import try_steps
 
-    for line in try_steps(config):
+    for line in try_steps(config, load_text_scorer):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write("\nready to clean\n")
     return EXIT_DONE

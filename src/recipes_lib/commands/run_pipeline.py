@@ -224,7 +224,8 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
     """Return a table of memory, hours and cost of every stage, and their sum.
 
     Models that stages will write have the shape of those that they start from. Hours are known of pretraining, and of
-    other trainings whose ``max_steps`` is set; not of sampling, of corpora and of evaluations.
+    other trainings whose ``max_steps`` is set; not of sampling outside of reinforcement learning, of corpora and of
+    evaluations.
 
     Args:
         path: The pipeline's file.
@@ -262,6 +263,7 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
 
 
 def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
+    from recipes_lib.commands.planning.plan import plan_iteration
     from recipes_lib.planning.compute import (
         RL_RECIPES,
         compute_flops_per_token,
@@ -283,13 +285,18 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
     plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)
     config, memory = settle_checkpointing(config, plan), plan.peak
-    num_steps = config.read("max_steps")
+    num_steps, gpus = config.read("max_steps"), launch.world_size
+    peak, mfu = find_peak(gpu, config), find_efficiency(config)[0]
     if stage.recipe == "pretrain":
         tokens = plan_pretraining(config, launch.data_size)
         flops = compute_flops_per_token(model_config, tokens.max_length).total(tokens.num_tokens, tokens.num_tokens)
-    elif stage.recipe in RL_RECIPES or num_steps < 1 or config.tokens.max_length is None:
-        return StagePlan(launch.world_size, memory)
+    elif num_steps < 1:
+        return StagePlan(gpus, memory)
+    elif stage.recipe in RL_RECIPES:
+        one, schedule = plan_iteration(config, model_config, launch.data_size, gpus, choose_device(gpu), peak, mfu)
+        return StagePlan(gpus, memory, one.seconds * schedule.num_iterations / 3600)
+    elif config.tokens.max_length is None:
+        return StagePlan(gpus, memory)
     else:
         flops = num_steps * count_step(config, model_config, launch.data_size).num_flops
-    hours = compute_hours(flops, launch.world_size, find_peak(gpu, config), find_efficiency(config)[0])
-    return StagePlan(launch.world_size, memory, hours)
+    return StagePlan(gpus, memory, compute_hours(flops, gpus, peak, mfu))

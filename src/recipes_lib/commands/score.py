@@ -6,7 +6,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -205,3 +205,20 @@ def _score(
         counts.num_rows += len(chunk)
         counts.num_kept += len(written)
         yield written
+
+
+def load_text_scorer(path: str) -> Callable[[str], float | None]:
+    """Load a causal language model, for the bits per byte of texts.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    from recipes_lib.data.sources.rows import Row
+    from recipes_lib.training.evaluation.row_scores import load_row_scorer
+    from recipes_lib.training.layouts.launch_environment import read_launch
+
+    given = {"model_name_or_path": path, "dataset_name": path, "output_dir": path}
+    scorer = load_row_scorer(
+        load_for_command("sft", [f"--{key}={value}" for key, value in given.items()]), read_launch()
+    )
+    return lambda text: scorer.score([Row(source=path, index=0, text=text)])[0].bits_per_byte

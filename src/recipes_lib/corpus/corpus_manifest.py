@@ -17,10 +17,11 @@ from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib import __version__
 from recipes_lib.config.corpus_keys import CorpusConfig, list_values
-from recipes_lib.corpus.documents import MAX_SAMPLE_CHARACTERS, Ledger, read_shard
+from recipes_lib.corpus.documents import Ledger, quote, read_shard
 from recipes_lib.corpus.duplicates import describe_hashes
 from recipes_lib.corpus.inputs import CorpusInput
 from recipes_lib.corpus.output import NEAR_STEP
+from recipes_lib.corpus.pii import choose_hiding
 from recipes_lib.data.sources.local_files import SPLIT_WORDS
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS
 from recipes_lib.errors import DataError, Problem
@@ -122,7 +123,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
                         for at, document in enumerate(read_shard(folder / f"{number:05d}.parquet"))
                         if at == row
                     )
-                    sample["original"] = original.text[:MAX_SAMPLE_CHARACTERS]
+                    sample["original"] = quote(original.text, choose_hiding(self.config))
 
     def _describe(self, ledger: Ledger, placed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         totals = sum_counts(placed)

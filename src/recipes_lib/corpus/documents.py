@@ -117,25 +117,39 @@ def hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=7).digest())
 
 
+Hide = Callable[[str], str]
+"""Masks the personal data of a text."""
+
+
+def quote(text: str, hide: Hide | None) -> str:
+    """Return the beginning of a text for a report, with masked personal data."""
+    # Twice as much is masked, so that nothing at the end is cut into what is no longer found.
+    return (
+        text[:MAX_SAMPLE_CHARACTERS]
+        if hide is None
+        else hide(text[: 2 * MAX_SAMPLE_CHARACTERS])[:MAX_SAMPLE_CHARACTERS]
+    )
+
+
 class Samples:
     """Sample of documents for each step and reason: the smallest hashes, independent of order."""
 
-    def __init__(self, limit: int) -> None:
-        """Keep up to ``limit`` for each."""
-        self.limit = limit
+    def __init__(self, limit: int, hide: Hide | None = None) -> None:
+        """Keep up to ``limit`` for each, masked by ``hide``."""
+        self.limit, self._hide = limit, hide
         self._kept: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
     def add(self, name: str, document: Document, before: str = "") -> None:
         """Add a candidate; ``before`` is its text before the step."""
-        text = before or document.text
         digest = hash_name(document.id)
         kept = self._kept.setdefault(name, [])
         if len(kept) < self.limit or (kept and digest < -kept[0][0]):
-            sample = {"id": document.id, "text": text[:MAX_SAMPLE_CHARACTERS], "hash": digest}
+            text, after = (quote(one, self._hide) for one in (before or document.text, document.text))
+            sample = {"id": quote(document.id, self._hide), "text": text, "hash": digest}
             if "repeats" in document.metadata:
                 sample["repeats"] = document.metadata["repeats"]
-            if before and before != document.text:
-                sample["after"] = document.text[:MAX_SAMPLE_CHARACTERS]
+            if after != text:
+                sample["after"] = after
             self.merge(name, sample)
 
     def merge(self, name: str, sample: dict[str, Any]) -> None:
@@ -163,15 +177,15 @@ class Ledger:
 
     max_notes = 20
 
-    def __init__(self, steps: Sequence[str], num_samples: int) -> None:
-        """Count for these steps."""
-        self._steps, self._num_samples = steps, num_samples
+    def __init__(self, steps: Sequence[str], num_samples: int, hide: Hide | None = None) -> None:
+        """Count for these steps; samples are masked by ``hide``."""
+        self._steps, self._num_samples, self._hide = steps, num_samples, hide
         self.clear()
 
     def clear(self) -> None:
         """Reset for a new task."""
         self.tallies = {step: StepTally() for step in self._steps}
-        self.samples = Samples(self._num_samples)
+        self.samples = Samples(self._num_samples, self._hide)
         self.notes: list[str] = []
 
     def add(self, record: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 
 from datatrove.data import Document
 
-from recipes_lib.config.corpus_keys import PII_KINDS
+from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.config.values import SECRET, SECRET_HINTS
-from recipes_lib.corpus.documents import PART_END
+from recipes_lib.corpus.documents import PART_END, Hide
 
 Validate = Callable[[str], int]
 """Returns how many characters of a match are the thing itself; 0: none."""
@@ -209,6 +209,15 @@ class PII:
         if isinstance(value, Mapping):
             return {name: self._mask_values(item, found) for name, item in value.items()}
         return value
+
+
+def choose_hiding(config: CorpusConfig) -> Hide | None:
+    """Return what masks the samples of a report; ``None`` where personal data are not looked for."""
+    return None if config.pii == "off" else functools.partial(_hide, config.pii_kinds or PII_KINDS)
+
+
+def _hide(kinds: Sequence[str], text: str) -> str:
+    return mask(text, kinds, Counter())
 
 
 def mask(text: str, kinds: Sequence[str], found: Counter[str]) -> str:

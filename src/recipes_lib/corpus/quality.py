@@ -1,10 +1,13 @@
-"""Quality filters: datatrove's Gopher, C4 and FineWeb rules with explicit thresholds, and a preset for each kind."""
+"""Quality: Gopher, C4 and FineWeb rules of datatrove with explicit thresholds by kind, and perplexity buckets."""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +22,13 @@ from datatrove.pipeline.filters import (
 from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 from datatrove.utils.word_tokenizers import WordTokenizer
 
+from recipes_lib.config.corpus_keys import PERPLEXITY_BUCKETS
 from recipes_lib.errors import ConfigError, Problem
 
+Score = Callable[[str], float | None]
+"""Returns the bits per byte of a text; ``None`` for one without a predicted token."""
+LoadScorer = Callable[[str], Score]
+"""Loads a model from a path. A function of a module, so that other processes can be given it."""
 Thresholds = Mapping[str, Any]
 
 PRESETS: Final[Mapping[str, Mapping[str, Thresholds]]] = yaml.safe_load(
@@ -131,3 +139,44 @@ def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str,
 
 def _refuse(found: str, known: Mapping[str, Any]) -> Problem:
     return Problem("quality_thresholds", found, f"write some of {', '.join(known)}")
+
+
+@functools.cache
+def _load(load: LoadScorer, path: str) -> Score:
+    return load(path)
+
+
+class Perplexity:
+    """Bits per byte; documents of other buckets than those to keep are removed.
+
+    Source: Wenzek et al. 2020 (CCNet), section 3.5, whose buckets are thirds by the perplexity of tokens; per byte, no
+    tokenizer and no length matters.
+    """
+
+    name = "perplexity"
+
+    def __init__(self, load: LoadScorer, path: str, bounds: Sequence[float], kept: Sequence[str]) -> None:
+        """Score by the model at ``path``.
+
+        Args:
+            load: Loads it, once a process.
+            path: Its folder.
+            bounds: Bits per byte at which ``middle`` and ``tail`` begin; empty: documents are only counted, by tenths.
+            kept: Buckets to keep.
+        """
+        self._load, self._path, self._bounds, self._kept = load, path, bounds, kept
+
+    def apply(self, document: Document, found: Counter[str]) -> str | None:
+        """Record bits per byte and bucket; remove documents of other buckets."""
+        bits = _load(self._load, self._path)(document.text)
+        if bits is None:
+            found["too short"] += 1
+            return None
+        document.metadata["bits_per_byte"] = round(bits, 4)
+        if not self._bounds:
+            found[f"from {math.floor(bits * 10) / 10:.1f} bits per byte"] += 1
+            return None
+        bucket = PERPLEXITY_BUCKETS[bisect.bisect_right(self._bounds, bits)]
+        document.metadata["perplexity_bucket"] = bucket
+        found[bucket] += 1
+        return None if bucket in self._kept else f"bucket {bucket}"

@@ -1,11 +1,10 @@
-"""Steps that extract, repair and filter text: HTML, mojibake, language, a user's classifier, word lists."""
+"""Steps that extract and repair text, and tell its language: HTML, mojibake, fastText."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
-import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,10 +15,10 @@ from datatrove.data import Document
 from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.formatters import FTFYFormatter
 
-from recipes_lib.corpus.documents import HTML, hash_name
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.corpus.documents import HTML
+from recipes_lib.errors import ConfigError, Problem
 
-_MAX_CLASSIFIED: Final = 20_000
+MAX_CLASSIFIED: Final = 20_000
 """Characters that a classifier reads: the language of a book is that of its beginning."""
 
 
@@ -126,7 +125,7 @@ def _load_py3langid() -> Predict:
     identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
     def predict(text: str) -> tuple[str, float]:
-        language, score = identifier.classify(text[:_MAX_CLASSIFIED])
+        language, score = identifier.classify(text[:MAX_CLASSIFIED])
         return str(language), float(score)
 
     return predict
@@ -151,57 +150,6 @@ def load_fasttext(path: str) -> Any:
 
 
 def _predict_fasttext(model: Any, text: str) -> tuple[str, float]:
-    labels, scores = model.predict(text[:_MAX_CLASSIFIED].replace("\n", " "), k=1)
+    labels, scores = model.predict(text[:MAX_CLASSIFIED].replace("\n", " "), k=1)
     # Scores can exceed 1 by rounding; a text without known words has no label.
     return (labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))) if labels else ("unknown", 0.0)
-
-
-class Classifier:
-    """fastText classifier; documents below the threshold of its label are removed."""
-
-    name = "classifier"
-
-    def __init__(self, path: str, label: str, threshold: float) -> None:
-        """Keep documents with a probability of ``label`` of at least ``threshold`` under the model at ``path``."""
-        self._path, self._label, self._threshold = path, label, threshold
-
-    def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Record the score; remove documents below the threshold."""
-        labels, scores = load_fasttext(self._path).predict(document.text[:_MAX_CLASSIFIED].replace("\n", " "), k=-1)
-        score = dict(zip(labels, map(float, scores), strict=True)).get(f"__label__{self._label}", 0.0)
-        document.metadata["classifier_score"] = round(score, 4)
-        return None if score >= self._threshold else f"not {self._label}"
-
-
-class Toxicity:
-    """Removes documents with a word of the user's lists."""
-
-    name = "toxicity"
-
-    def __init__(self, paths: list[str], keep_fraction: float) -> None:
-        """Read the lists; ``keep_fraction`` of matching documents is kept.
-
-        Raises:
-            DataError: A list cannot be read, or none has a word.
-        """
-        self._keep_fraction = keep_fraction
-        words: set[str] = set()
-        for path in paths:
-            try:
-                words |= {line.strip().lower() for line in Path(path).read_text(encoding="utf-8").splitlines()} - {""}
-            except (OSError, UnicodeDecodeError) as error:
-                raise DataError(
-                    Problem(path, f"cannot be read: {error}", "name a text file, one word a line")
-                ) from error
-        if not words:
-            raise DataError(Problem(", ".join(paths), "the word lists are empty", "write one word or phrase a line"))
-        longest_first = sorted(words, key=lambda word: (-len(word), word))
-        self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)")
-
-    def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Remove a matching document."""
-        match = self._pattern.search(document.text.lower())
-        if match is None:
-            return None
-        found[match.group()] += 1
-        return None if hash_name(document.id) < self._keep_fraction * (1 << 56) else "word list"

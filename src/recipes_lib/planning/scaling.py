@@ -22,6 +22,8 @@ NUM_RESAMPLES: Final = 200
 _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
 _MIN_RUNS: Final = 6
+_BOUNDS: Final = (*((None, None),) * 3, *((0, None),) * 2)
+"""More parameters and more tokens never raise a loss; noise of few runs could say so, and reverse an extrapolation."""
 _STARTS: Final = tuple(itertools.product((0, 10, 20), (0, 10, 20), (-0.5, 0.5), (0.3, 0.8), (0.3, 0.8)))
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -169,7 +171,8 @@ def fit_law(runs: Sequence[Run], num_resamples: int = NUM_RESAMPLES, *, seed: in
 
 
 def _solve(logs: Array, start: Array) -> tuple[Array, float]:
-    found = minimize(_judge, start, (logs,), "L-BFGS-B", True, options={"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-10})
+    options = {"maxiter": 2000, "ftol": 1e-15, "gtol": 1e-10}
+    found = minimize(_judge, start, (logs,), "L-BFGS-B", True, bounds=_BOUNDS, options=options)
     return found.x, float(found.fun)
 
 

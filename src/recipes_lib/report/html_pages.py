@@ -34,7 +34,7 @@ def write_page(
         path: The page.
         template: Name of the file here, without ``.html.jinja``.
         filters: Of the template, besides Jinja's.
-        **values: Of the template; ``style`` is there already.
+        **values: Of the template; ``style`` and the script ``hover`` are there already.
 
     Raises:
         OSError: It cannot be written.
@@ -42,8 +42,11 @@ def write_page(
     here = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters or {}
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    page = environment.get_template(f"{template}.html.jinja").render(style=style, **values)
+    given = {
+        name: Path(__file__).with_name(file).read_text(encoding="utf-8")
+        for name, file in (("style", "page.css"), ("hover", "hover.js"))
+    }
+    page = environment.get_template(f"{template}.html.jinja").render(**given, **values)
     replace_text(path, page.encode(errors="replace").decode())
     return path
 

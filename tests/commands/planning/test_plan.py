@@ -230,6 +230,11 @@ def test_epochs_of_a_corpus_are_told_source_by_source(plan, tmp_path: Path) -> N
     told = plan(dataset_name=None, dataset_mixture=mixture)
     assert "1.67 of the 3,000,000 tokens" in told
     assert f"5.00 of the 1,000,000 tokens of {tmp_path}/clean/data/books; beyond 4 a repeated token" in told
+    # Half of ten million tokens with all of the first source, the rest evenly.
+    phases = [{"start_tokens": 0, "weights": [1, 0]}, {"start_tokens": 5_000_000, "weights": [1, 1]}]
+    told = plan(dataset_name=None, dataset_mixture=mixture, dataset_curriculum=phases)
+    assert "2.50 of the 3,000,000 tokens" in told
+    assert "2.50 of the 1,000,000 tokens" in told
     manifest.write_text(json.dumps({"shards": [{**shard, "tokens": None} for shard in shards]}))
     assert "epochs" not in plan(dataset_name=str(tmp_path / "clean"))
 

@@ -20,7 +20,7 @@ from recipes_lib.commands.planning.plan_search import search_plan
 from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, format_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries
+from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
 from recipes_lib.planning.compute import (
@@ -33,14 +33,14 @@ from recipes_lib.planning.compute import (
     count_step,
     find_planned_model,
 )
-from recipes_lib.planning.devices import choose_device, find_device, find_efficiency, find_peak
+from recipes_lib.planning.devices import Device, choose_device, find_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
-from recipes_lib.planning.rollouts import estimate_iteration
+from recipes_lib.planning.rollouts import Iteration, estimate_iteration
 from recipes_lib.planning.schedule import Schedule, compute_steps
-from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule
+from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -273,14 +273,11 @@ def describe_iteration(
     Raises:
         ConfigError: The answers of an iteration cannot be divided.
     """
-    if config.recipe == "ppo":
-        schedule = compute_schedule(_MANY_PROMPTS, config.ppo, config.training, num_processes)
-    else:
-        schedule = compute_group_schedule(_MANY_PROMPTS, config, num_processes)
-    device, answers = hardware.device, schedule.answers_per_iteration
-    one = estimate_iteration(
-        config, model_config, answers, schedule.passes, hardware.num_gpus, device, hardware.peak, hardware.mfu
+    device = hardware.device
+    one, schedule = plan_iteration(
+        config, model_config, num_processes, hardware.num_gpus, device, hardware.peak, hardware.mfu
     )
+    answers = schedule.answers_per_iteration
     lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
     yield "iteration", f"{answers:,} answers of {lengths}, all full, passes: {schedule.passes}"
     batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
@@ -293,6 +290,37 @@ def describe_iteration(
         hours = one.seconds * schedule.num_iterations / 3600
         yield "", f"{hours:.1f} hours for {schedule.num_iterations:,} iterations"
         yield from hardware.describe_bill(hours)
+
+
+def plan_iteration(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    num_processes: int,
+    num_gpus: int,
+    device: Device,
+    peak: float,
+    mfu: float,
+) -> tuple[Iteration, RolloutSchedule]:
+    """Estimate an iteration of reinforcement learning, and return the numbers of a run of them.
+
+    Args:
+        config: The run; without ``max_steps`` its length is that of the data, and ``num_iterations`` is not.
+        model_config: Of the policy.
+        num_processes: Its data-parallel processes.
+        num_gpus: GPUs.
+        device: Each of them.
+        peak: Its FLOP/s.
+        mfu: As for ``estimate_iteration``.
+
+    Raises:
+        ConfigError: The answers of an iteration cannot be divided.
+    """
+    if config.recipe == "ppo":
+        schedule = compute_schedule(_MANY_PROMPTS, config.ppo, config.training, num_processes)
+    else:
+        schedule = compute_group_schedule(_MANY_PROMPTS, config, num_processes)
+    answers, passes = schedule.answers_per_iteration, schedule.passes
+    return estimate_iteration(config, model_config, answers, passes, num_gpus, device, peak, mfu), schedule
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:
@@ -377,10 +405,11 @@ def _describe_epochs(config: RecipeConfig, num_tokens: int) -> Iterator[Row]:
     entries = list_entries(config.data)
     sizes = [count_corpus_tokens(str(entry["name"])) for entry in entries]
     known = [size for size in sizes if size]
-    if len(known) < len(entries) or config.pretraining.dataset_curriculum is not None:
+    if len(known) < len(entries):
         return
-    for entry, share, size in zip(entries, compute_weights(config, known), known, strict=True):
-        epochs = share * num_tokens / size
+    shares = share_tokens(config, num_tokens, compute_weights(config, known))
+    for entry, share, size in zip(entries, shares, known, strict=True):
+        epochs = share / size
         warning = f"; beyond {MAX_EPOCHS} a repeated token teaches little" if epochs > MAX_EPOCHS else ""
         yield "epochs", f"{epochs:,.2f} of the {size:,} tokens of {entry['name']}{warning}"
 

@@ -40,6 +40,11 @@ PIPELINE_FILE: Final = "pipeline.yaml"
 FEWEST: Final = 3
 """Sizes, and lengths of each, that determine a law."""
 _WARMUP: Final = 0.05
+_LEAST_FLOPS: Final = 1e17
+"""Operations from which on the law of learning rates was fitted."""
+_POOR_FIT: Final = 0.02
+"""Share of a loss; seeds differ by less."""
+_LEAST_EXPONENT: Final = 0.01
 _TARGET: Final = "target"
 """Stage and file of the run that is predicted."""
 
@@ -161,7 +166,8 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
     """Return the keys of a run of a sweep, and its parameters.
 
     A model has one head for every layer, and an MLP of 8/3 of its width, so that one number sizes it. The rate is
-    ``0.3118 C^-0.125``, of AdamW. Source: Bi et al. 2024 (DeepSeek LLM), equation 1, fitted from 1e17 operations on.
+    ``0.3118 C^-0.125``, of AdamW, with at least the operations that it was fitted from: extrapolated to runs of 1e12,
+    it is twice the best rate. Source: Bi et al. 2024 (DeepSeek LLM), equation 1; ``benchmarks/scaling_study.py``.
     """
     assert base.model.model_config is not None
     record = {"stage": "pretrain", "config": flatten_config(base), "provenance": base.provenance}
@@ -178,7 +184,7 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
         find_planned_model(dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture)))
     ).total
     keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
-    rate = 0.3118 * (FLOPS_PER_TOKEN * size * ratio * size) ** -0.125
+    rate = 0.3118 * max(FLOPS_PER_TOKEN * size * ratio * size, _LEAST_FLOPS) ** -0.125
     return keys | {
         "model_config": architecture,
         "max_tokens": ratio * size,
@@ -201,6 +207,8 @@ def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
         yield field.name.replace("_", " "), _say(fit, operator.attrgetter(field.name))
     worst = max(abs(fit.law.compute_loss(*run[:2]) / run.loss - 1) for run in runs)
     yield "fit", f"at most {worst:.2%} off the loss of a run"
+    if worst > _POOR_FIT or min(fit.law.size_exponent, fit.law.token_exponent) < _LEAST_EXPONENT:
+        yield "warning", "these runs follow no law: lower learning rates and longer runs may, of several seeds each"
     try:
         exponent, minima = fit_isoflops(runs)
         yield "IsoFLOP", f"N ~ C^{exponent:.3f} by the minima of {len(minima)} budgets"

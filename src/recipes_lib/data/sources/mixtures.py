@@ -88,15 +88,27 @@ def compute_budgets(config: RecipeConfig, num_tokens: int | None) -> list[int]:
     weights = _read_weights(config)
     _refuse_unknowable(config, weights, num_tokens)
     assert num_tokens is not None
+    shares = share_tokens(config, num_tokens, weights or ())
+    # A source can be ahead of its weight by a window in each phase, and each later phase begins at a row boundary.
+    slack = (2 * len(config.pretraining.dataset_curriculum or [()]) - 1) * (config.tokens.max_length or 0)
+    return [math.ceil(share) + slack for share in shares]
+
+
+def share_tokens(config: RecipeConfig, num_tokens: int, weights: Sequence[float]) -> list[float]:
+    """Return the tokens of each source that a run trains on, over all phases of its curriculum.
+
+    Args:
+        config: The run.
+        num_tokens: Of the run.
+        weights: Of the sources, without a curriculum.
+    """
     phases = config.pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
     borders = [*(min(phase["start_tokens"], num_tokens) for phase in phases), num_tokens]
     shares = [0.0] * len(list_entries(config.data))
     for phase, (start, stop) in zip(phases, itertools.pairwise(borders), strict=True):
         for at, weight in enumerate(phase["weights"]):
             shares[at] += (stop - start) * weight / sum(phase["weights"])
-    # A source can be ahead of its weight by a window in each phase, and each later phase begins at a row boundary.
-    slack = (2 * len(phases) - 1) * (config.tokens.max_length or 0)
-    return [math.ceil(share) + slack for share in shares]
+    return shares
 
 
 def _read_weights(config: RecipeConfig) -> list[float] | None:

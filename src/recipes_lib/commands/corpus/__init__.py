@@ -1,0 +1,1 @@
+"""Commands that prepare the steps of a corpus."""

