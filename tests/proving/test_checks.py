@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.proving.benches import GPU, ROOT, build_bench, write_losses
+from tests.proving.benches import GPU, build_bench, write_losses
 
 from recipes_lib.proving import checks
 from recipes_lib.proving.bench import WrongResultError
@@ -29,7 +29,7 @@ from recipes_lib.proving.results import PASSED, run_check
 def test_recipes_are_run_and_held_against_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(tmp_path)
     (check,) = (check for check in list_checks() if check.name == name)
     row = run_check(check, build_bench(tmp_path), 600)
     assert (row.status, row.reason) == (PASSED, "")

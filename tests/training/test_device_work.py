@@ -78,10 +78,10 @@ def test_the_host_waits_as_often_however_many_micro_batches_a_step_has(work: dic
         assert sum(waits.values()) <= WAITS[learner], waits
 
 
-@pytest.mark.parametrize("recipe", [name for name in OF_RECIPE if name != "ppo"])
-def test_batches_are_copied_without_waiting(work: dict[str, Any], recipe: str) -> None:
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_batches_are_copied_without_waiting(work: dict[str, Any], learner: str) -> None:
     """What a step copies otherwise are scalars, as many for any number of micro-batches."""
-    few, many = (sum(work[f"{recipe} {count}"]["copies"].values()) for count in ACCUMULATED)
+    few, many = (sum(work[f"{learner} {count}"]["copies"].values()) for count in ACCUMULATED)
     assert few == many <= 2
 
 

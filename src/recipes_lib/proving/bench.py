@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from recipes_lib.environment import read_versions
+from recipes_lib.shipped import find_recipe
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
 
@@ -159,12 +160,12 @@ class Bench:
         output.mkdir(parents=True, exist_ok=True)
         uses_cpu = not (on_device and self.is_cuda)
         flags = {**self.name_inputs(recipe), "output_dir": output, "use_cpu": str(uses_cpu).lower(), **keys}
-        arguments = [*by, f"recipes/{recipe}.py", *(f"--{key}={value}" for key, value in flags.items())]
+        arguments = [*by, str(find_recipe(recipe)), *(f"--{key}={value}" for key, value in flags.items())]
         variables = {"HF_HUB_OFFLINE": "1", **({"CUDA_VISIBLE_DEVICES": ""} if uses_cpu else {})}
         log = output.with_suffix(".log")
         if code := self.launch(arguments, variables, log):
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
-            raise WrongResultError(f"recipes/{recipe}.py ended with {code}; {log}:\n{tail}")
+            raise WrongResultError(f"{recipe}.py ended with {code}; {log}:\n{tail}")
         return output
 
     def train(self, recipe: str, name: str, **options: Any) -> list[Event]:

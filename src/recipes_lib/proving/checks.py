@@ -36,6 +36,7 @@ from recipes_lib.proving.throughput import (
     measure_finetuning,
     measure_pretraining,
 )
+from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.optim.compilation import compile_layers
 
 
@@ -289,7 +290,7 @@ def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
     keys = {**bench.set_up("sft", bf16="false"), "per_device_train_batch_size": 1}
     num_readers = 1 if shares_rows else count
     alone = bench.train("sft", f"{launch_file}-alone", **{**keys, "gradient_accumulation_steps": num_readers})
-    launcher = ("-m", "accelerate.commands.launch", f"--config_file=accelerate_configs/{launch_file}.yaml")
+    launcher = ("-m", "accelerate.commands.launch", f"--config_file={find_launch_file(launch_file)}")
     by = [*launcher, f"--num_processes={count}", "--mixed_precision=no"]
     if shares_rows:
         by += [f"--parallelism_config_cp_size={count}", "--parallelism_config_dp_shard_size=1"]

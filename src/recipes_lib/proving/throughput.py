@@ -21,6 +21,7 @@ from recipes_lib.planning.compute import find_planned_model
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import Layout
 from recipes_lib.proving.bench import SHAPE, Bench, Figures, WrongResultError
+from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.checkpoints.saver import HostCopy
 
 SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
@@ -36,7 +37,6 @@ _VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "default": {},
     "fp8": {"torch_compile": "true"},
 }
-_BY_FP8: Final = ("-m", "accelerate.commands.launch", "--config_file=accelerate_configs/fp8.yaml")
 FINETUNING: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     # Name -> recipe and its keys, besides those of the model and the batch.
     "lora": ("lora", {"lora_r": 16}),
@@ -61,7 +61,7 @@ def measure_pretraining(shape: str, bench: Bench) -> Figures:
             continue
         # The launch file decides the precision of fp8.
         given = {**common, **variant, **({} if is_fp8 else {"bf16": "true"})}
-        by = _BY_FP8 if is_fp8 else ()
+        by = ("-m", "accelerate.commands.launch", f"--config_file={find_launch_file('fp8')}") if is_fp8 else ()
         figures |= _measure_ours(bench, "pretrain", name, f"throughput-{shape}", by=by, **given)
     for name, compiles in (("transformers", False), ("transformers_compiled", True)):
         if not (compiles and bench.is_small):

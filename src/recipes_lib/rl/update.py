@@ -22,7 +22,7 @@ from recipes_lib.rl.policy_loss import (
     compute_policy_loss,
     compute_value_loss,
 )
-from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out
+from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
 from recipes_lib.training.collectives import get_world_size
@@ -378,7 +378,10 @@ class Updater:
     def _learn_policy(self, policy: Any, part: Rollout, normaliser: float, sums: Sums, with_entropy: bool) -> Tensor:
         WATCHDOG.beat()
         assert part.advantages is not None
-        mask, old, engine = (t.to(self.device) for t in (part.loss_mask, part.logps, part.engine_logps))
+        mask, old, engine, advantages, ref = (
+            send(tensor, self.device)
+            for tensor in (part.loss_mask, part.logps, part.engine_logps, part.advantages, part.ref_logps)
+        )
         with self.precision():
             sequences = lay_out(part, self.device)
             logps, entropy = compute_response_logps(
@@ -387,12 +390,12 @@ class Updater:
         result = compute_policy_loss(
             logps,
             old,
-            part.advantages.to(self.device),
+            advantages,
             mask,
             self.objective,
             normaliser=normaliser,
             engine_logps=engine,
-            ref_logps=part.ref_logps.to(self.device),
+            ref_logps=ref,
         )
         self.policy.backward(result.loss)
         sums.add(
@@ -414,11 +417,12 @@ class Updater:
         assert self.critic is not None
         with self.precision():
             values = compute_response_values(critic, lay_out(part, self.device))
+        before, returns, mask = (send(tensor, self.device) for tensor in (part.values, part.returns, part.loss_mask))
         result = compute_value_loss(
             values,
-            part.values.to(self.device),
-            part.returns.to(self.device),
-            part.loss_mask.to(self.device),
+            before,
+            returns,
+            mask,
             cliprange=self.cliprange_value,
             num_tokens=num_tokens,
         )
