@@ -106,6 +106,7 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/checkpoints.py --output build/bench/checkpoints.json
 	@$(PYTHON) benchmarks/publishing.py --rounds 2 --output build/bench/publishing.json
 	@$(PYTHON) benchmarks/corpus.py --rounds 2 --output build/bench/corpus.json
+	@$(PYTHON) benchmarks/evaluation.py --rounds 2 --output build/bench/evaluation.json
 
 pictures: $(STAMP) ## draw the pictures of the documentation: benchmarks, and screenshots of demo/ where it is finished
 	@$(PYTHON) benchmarks/pictures.py $(if $(wildcard demo/index.html),--demo demo)

@@ -1,10 +1,10 @@
-"""Pictures of the documentation: the benchmark bars from ``docs/results.md``, and screenshots of a finished demo.
+"""Pictures of the documentation: benchmark bars and forgetting from ``docs/results.md``, and screenshots of a demo.
 
-    python benchmarks/pictures.py            # docs/images/benchmarks.svg
+    python benchmarks/pictures.py            # docs/images/benchmarks.svg and forgetting.svg
     python benchmarks/pictures.py --demo demo  # besides, screenshots of its overview and reports, by headless Chromium
 
-The bars are drawn from the committed tables, so that they cannot say anything else; ``tests/test_pictures.py`` compares
-the file with them.
+They are drawn from the committed tables, so that they cannot say anything else; ``tests/test_pictures.py`` compares
+the files with them.
 """
 
 from __future__ import annotations
@@ -70,15 +70,19 @@ def read_bar(text: str, label: str, place: Place) -> Bar:
     Raises:
         KeyError: There is no such section, row or column.
     """
-    section = re.split(r"(?m)^## ", text.partition(f"\n## {place.section}\n")[2])[0]
-    tables = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line] for line in tables]
+    cells = _read_cells(text, place.section)
     header = next((line for line in cells if place.column in line), None)
     rows = [line for line in cells if any(cell.startswith(place.row) for cell in line[:2])]
     if header is None or not rows:
         raise KeyError(f"{place} is not in {RESULTS.name}")
     low, median, high = (float(number) for number in rows[0][header.index(place.column)].split(" / "))
     return Bar(label, low, median, high)
+
+
+def _read_cells(text: str, section: str) -> list[list[str]]:
+    """Return the rows of the tables of a section, heads and rules among them."""
+    body = re.split(r"(?m)^## ", text.partition(f"\n## {section}\n")[2])[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines() if line.startswith("|")]
 
 
 def draw(bars: Sequence[Bar], caption: Sequence[str]) -> str:
@@ -123,6 +127,80 @@ def draw_benchmarks(text: str) -> str:
     return draw(sorted(bars, key=lambda bar: -bar.median), caption)
 
 
+class Point(NamedTuple):
+    """A method of the table of forgetting: gain and loss, each by minimum, median and maximum of the seeds."""
+
+    label: str
+    gained: tuple[float, float, float]
+    lost: tuple[float, float, float]
+
+
+def read_points(text: str) -> list[Point]:
+    """Return the rows of the table of forgetting.
+
+    Raises:
+        KeyError: There is no such table.
+    """
+    points = [
+        Point(label.replace("`", ""), *(tuple(float(one) for one in cell.split(" / ")) for cell in (gained, lost)))  # type: ignore[arg-type]
+        for label, gained, lost in (row for row in _read_cells(text, "Forgetting") if len(row) == 3)
+        if gained.count(" / ") == lost.count(" / ") == 2 and gained[0].isdigit()
+    ]
+    if not points:
+        raise KeyError(f"{RESULTS.name} has no table of forgetting")
+    return points
+
+
+def draw_forgetting(text: str) -> str:
+    """Return a scatter plot of gains and losses with whiskers, from the text of ``docs/results.md``."""
+    points, width, height, left, top, bottom = read_points(text), 760, 420, 60, 40, 370
+    ends = [
+        (min(one[0] for one in axis), max(one[2] for one in axis))
+        for axis in zip(*(p[1:] for p in points), strict=True)
+    ]
+    (low_y, high_y), (low_x, high_x) = ((low - (high - low) / 12, high + (high - low) / 12) for low, high in ends)
+
+    def place(lost: float, gained: float) -> tuple[float, float]:
+        across = (lost - low_x) / (high_x - low_x) * (width - left - 210)
+        return left + across, bottom - (gained - low_y) / (high_y - low_y) * (bottom - top)
+
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 0 {width + 8} {height}" role="img" '
+        'font-family="system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="13">',
+        "<title>What a fine-tuning gains and loses, by method</title>",
+        "<style>text{fill:#1c2024}.muted{fill:#60666d;font-size:12px}.dot{fill:#2563c9}.rule{stroke:#60666d}"
+        ".leader{stroke:#60666d;stroke-width:.5;stroke-dasharray:2 3}"
+        "@media(prefers-color-scheme:dark){text{fill:#e8eaed}.muted{fill:#9aa1a9}.dot{fill:#7fb0ff}"
+        ".rule,.leader{stroke:#9aa1a9}}</style>",
+        '<text x="0" y="18" font-weight="600">gained on the new data, bits per byte</text>',
+        f'<line class="rule" x1="{left}" y1="{top}" x2="{left}" y2="{bottom}"/>',
+        f'<line class="rule" x1="{left}" y1="{bottom}" x2="{width - 190}" y2="{bottom}"/>',
+        f'<text x="{width - 190}" y="{bottom + 36}" font-weight="600" text-anchor="end">lost on the old data</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        lost, gained = low_x + share * (high_x - low_x), low_y + share * (high_y - low_y)
+        x, y = place(lost, gained)
+        lines += [
+            f'<text class="muted" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{lost:.2f}</text>',
+            f'<text class="muted" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{gained:.2f}</text>',
+        ]
+    # Points may lie together: labels stand in a column, in the order of the points, each at the end of a line.
+    at = top - 17.0
+    for label, gained, lost in sorted(points, key=lambda point: -point.gained[1]):
+        x, y = place(lost[1], gained[1])
+        (x1, y1), (x2, y2) = place(lost[0], gained[0]), place(lost[2], gained[2])
+        at = max(at + 17, y)
+        lines += [
+            f'<line class="leader" x1="{x:.1f}" y1="{y:.1f}" x2="{width - 186}" y2="{at:.1f}"/>',
+            f'<line class="rule" x1="{x1:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y:.1f}"/>',
+            f'<line class="rule" x1="{x:.1f}" y1="{y1:.1f}" x2="{x:.1f}" y2="{y2:.1f}"/>',
+            f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>',
+            f'<text x="{width - 180}" y="{at + 4:.1f}">{escape(label)}</text>',
+        ]
+    lines.append("</svg>")
+    return "\n".join(lines) + "\n"
+
+
 def take_screenshots(demo: Path, folder: Path, *, width: int = 1280, height: int = 1165) -> None:
     """Photograph pages of a finished demo.
 
@@ -147,7 +225,9 @@ def main() -> None:
     parser.add_argument("--demo", type=Path, help="folder of a finished demo, of which pages are photographed")
     options = parser.parse_args()
     IMAGES.mkdir(exist_ok=True)
-    (IMAGES / "benchmarks.svg").write_text(draw_benchmarks(RESULTS.read_text(encoding="utf-8")), encoding="utf-8")
+    text = RESULTS.read_text(encoding="utf-8")
+    for name, drawing in (("benchmarks", draw_benchmarks(text)), ("forgetting", draw_forgetting(text))):
+        (IMAGES / f"{name}.svg").write_text(drawing, encoding="utf-8")
     if options.demo is not None:
         take_screenshots(options.demo, IMAGES)
 

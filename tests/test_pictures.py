@@ -8,9 +8,32 @@ import pytest
 from benchmarks import pictures
 
 
-def test_the_committed_picture_is_of_the_committed_tables():
-    found = (pictures.IMAGES / "benchmarks.svg").read_text(encoding="utf-8")
-    assert found == pictures.draw_benchmarks(pictures.RESULTS.read_text(encoding="utf-8")), "run make pictures"
+@pytest.mark.parametrize(
+    ("name", "draw"), [("benchmarks", pictures.draw_benchmarks), ("forgetting", pictures.draw_forgetting)]
+)
+def test_the_committed_pictures_are_of_the_committed_tables(name, draw):
+    found = (pictures.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert found == draw(pictures.RESULTS.read_text(encoding="utf-8")), "run make pictures"
+
+
+def test_a_point_lies_where_its_medians_are():
+    figures = {
+        "a": "1 / 2 / 3 | 0.1 / 0.2 / 0.3",
+        "`b: 1`": "3 / 4 / 5 | 0.3 / 0.4 / 0.5",
+        "c": "2 / 3 / 4 | 0.2 / 0.3 / 0.4",
+    }
+    rows = "".join(f"| {label} | {found} |\n" for label, found in figures.items())
+    text = f"\n## Forgetting\n\n| arm | gained, min / median / max | lost |\n|---|---|---|\n{rows}\n## Other\n"
+    assert [point.label for point in pictures.read_points(text)] == ["a", "b: 1", "c"]
+    svg = ET.fromstring(pictures.draw_forgetting(text))
+    second, middle, first = svg.iter("{http://www.w3.org/2000/svg}circle")
+    for axis in ("cx", "cy"):
+        ends = (float(first.get(axis)), float(second.get(axis)))
+        assert float(middle.get(axis)) == pytest.approx(sum(ends) / 2, abs=0.1)
+    assert float(first.get("cx")) < float(second.get("cx"))
+    assert float(first.get("cy")) > float(second.get("cy")), "more gain is higher"
+    with pytest.raises(KeyError):
+        pictures.read_points("\n## Forgetting\n\nnothing\n")
 
 
 def test_a_bar_is_as_long_as_its_median_and_its_whisker_reaches_from_minimum_to_maximum():

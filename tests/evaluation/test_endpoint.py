@@ -120,8 +120,21 @@ def test_one_refused_request_costs_one_answer_and_all_of_them_the_run() -> None:
     replies = ask(server)
     assert [reply.error for reply in replies] == [None, "400 too long", None, None]
     server.answer = lambda body: (400, {}, "unknown field seed")
+    endpoint = Endpoint(server.url, "m")
+    assert all(reply.error for reply in endpoint.answer(CHATS, range(4))), "four may be too long"
     with pytest.raises(ConfigError, match="refused every request: 400 unknown field seed"):
-        ask(server)
+        endpoint.answer(CHATS, range(4))
+    server.answer = echo
+    answered = Endpoint(server.url, "m")
+    answered.answer(CHATS, range(4))
+    server.answer = lambda body: (400, {}, "too long")
+    for _ in range(3):
+        assert all(reply.error for reply in answered.answer(CHATS, range(4))), "it serves others"
+
+
+def test_half_a_character_can_be_written() -> None:
+    body = json.dumps({"choices": [{"message": {"content": "a\ud83d"}, "finish_reason": "stop"}]})
+    assert ask(ChatEndpoint(lambda _: (200, {}, body)))[0].text == "a?"
 
 
 def test_requests_keep_the_rate(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:

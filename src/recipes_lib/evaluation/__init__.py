@@ -1,1 +1,1 @@
-"""Benchmarks by lm-eval, and comparison of models on the same questions."""
+"""Benchmarks by lm-eval, comparison of models on the same questions, and judges of answers."""

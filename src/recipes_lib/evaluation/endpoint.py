@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -25,6 +25,8 @@ Chat = Sequence[Message]
 
 MAX_WAIT: Final = 60.0
 """Longest pause before another attempt, in seconds, unless the server asks for a longer one."""
+FEWEST_REFUSALS: Final = 8
+"""Refused requests, without an answered one, that show a wrong field or model: a single one may be too long."""
 _MAX_ASKED_WAIT: Final = 600.0
 _MAX_REPLY: Final = 1 << 26
 _THIS_REQUEST: Final = (400, 413, 422)
@@ -103,6 +105,7 @@ class Endpoint:
         num_attempts: For each request; failed connections, 408, 409, 425, 429 and 5xx are repeated after 1, 2, 4, ...
             seconds, or when the server's ``Retry-After`` says.
         request: Further fields of each request; ``None`` removes one that is sent by default.
+        tally: How many requests were answered, and how many refused, in this process.
 
     Source: ``tests/evaluation/test_endpoint.py``.
     """
@@ -117,6 +120,7 @@ class Endpoint:
     timeout: float = 300.0
     num_attempts: int = 6
     request: Mapping[str, Any] = field(default_factory=dict)
+    tally: Counter[bool] = field(default_factory=Counter, compare=False)
 
     @property
     def url(self) -> str:
@@ -147,7 +151,7 @@ class Endpoint:
 
         Raises:
             ConfigError: The endpoint cannot be reached, does not know the model or the key, returns no chats, or
-                refuses every request.
+                refuses the first ``FEWEST_REFUSALS`` requests or more, and no other was answered.
         """
         connection, jobs = _Connection(self), deque(enumerate(zip(chats, numbers, strict=True)))
         found: dict[int, Reply] = {}
@@ -177,7 +181,8 @@ class Endpoint:
         if failures:
             raise failures[0]
         replies = [found[at] for at in range(len(chats))]
-        if replies and all(reply.error is not None for reply in replies):
+        self.tally.update(reply.error is None for reply in replies)
+        if not self.tally[True] and self.tally[False] >= FEWEST_REFUSALS:
             raise ConfigError(Problem("base_url", f"{self.url} refused every request: {replies[0].error}", _REMEDY))
         return replies
 
@@ -297,4 +302,5 @@ def _read_reply(received: Any) -> Reply:
             raise TypeError(f"its content is a {type(text).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
+    text = text.encode(errors="replace").decode()  # JSON can hold half a surrogate pair, which no file can.
     return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), num_prompt_tokens, num_tokens)

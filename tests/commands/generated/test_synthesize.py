@@ -264,11 +264,15 @@ def test_vllm_starts_with_the_weights_of_the_checkpoint(folder: Path, tiny_model
         ({"min_words": 500}, "no row is left; removed: too short 8"),
         ({"dataset_columns": "{prompt: question}"}, "there is no column `question`"),
         ({"judge": "http://127.0.0.1:9/v1"}, "NAME"),
+        ({"judge": "owner/no-such-reward-model"}, "owner/no-such-reward-model"),
+        ({"judge": "http://127.0.0.1:9/v1#j", "judge_prompt": "README.md"}, "README.md"),
     ],
 )
 def test_bad_input_is_one_clear_error(folder: Path, capsys, keys: dict[str, Any], found: str) -> None:
-    assert synthesize(folder, ChatEndpoint(write), **keys) == 2
+    server = ChatEndpoint(write)
+    assert synthesize(folder, server, **keys) == 2
     assert found in capsys.readouterr().err
+    assert bool(server.asked) == ("min_words" in keys), "what can be known before is told before"
 
 
 def test_check_shows_the_first_prompt_and_asks_nobody(folder: Path, capsys) -> None:

@@ -28,6 +28,7 @@ from recipes_lib.evaluation.judges import (
     compute_win_rate,
     load_reward_judge,
     split_place,
+    verify_reward_model,
 )
 from recipes_lib.files import read_lines, replace_record
 from recipes_lib.processes import verify_one_process
@@ -72,11 +73,15 @@ def main(argv: Sequence[str]) -> None:
     from recipes_lib.training.monitoring.progress import build_progress
 
     verify_one_process("recipes eval compare")
+    # A reward model would take the memory of the models meanwhile.
+    prepared = None if split_place(options.judge) is None else load_judge(options)
+    if prepared is None:
+        verify_reward_model(options.judge)
     questions = load_questions(options.prompts, options.limit)
     progress = build_progress(is_main=True)
     try:
         answers = [_find_answers(at, name, questions, options, progress) for at, name in enumerate(options.models)]
-        judge = load_judge(options)
+        judge = prepared or load_judge(options)
         compared = [
             _judge(judge, questions, answers[0], other, options.output_dir / f"verdicts-{at}.jsonl", progress)
             for at, other in enumerate(answers[1:], 1)
@@ -201,8 +206,11 @@ def _find_answers(
 def _load_engine(name: str, options: argparse.Namespace) -> Answerer:
     if (place := split_place(name)) is not None:
         return _build_endpoint(options, place, options.max_new_tokens, options.temperature, options.request)
+    from transformers.utils.logging import disable_progress_bar
+
     from recipes_lib.evaluation.answering import load_local_model
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     return load_local_model(
         ModelConfig(model_name_or_path=name, dtype=options.dtype),
         max_new_tokens=options.max_new_tokens,

@@ -86,6 +86,7 @@ def _build_language_check(languages: list[str], threshold: float) -> Check:
         document: Any = SimpleNamespace(text=text, metadata={})
         return "language" if step.apply(document, Counter()) is not None else None
 
+    check("")  # A model that is missing is told before anything is written.
     return check
 
 

@@ -40,7 +40,14 @@ from recipes_lib.config.synthesis_keys import SynthesisConfig, parse_synthesis_c
 from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, Reply
 from recipes_lib.evaluation.judge_questions import Question
-from recipes_lib.evaluation.judges import PROMPTS, Judge, PromptedJudge, load_reward_judge, split_place
+from recipes_lib.evaluation.judges import (
+    PROMPTS,
+    Judge,
+    PromptedJudge,
+    load_reward_judge,
+    split_place,
+    verify_reward_model,
+)
 from recipes_lib.files import replace_record
 from recipes_lib.processes import verify_one_process
 
@@ -126,6 +133,7 @@ def check(argv: Sequence[str]) -> int:
     method = load_method(config.method)
     rows, _ = read_source(config, method.fields["reads"])
     build_checks(config)
+    verify_judge(config)
     chat = method.build_chat(method.steps[0], method.draw(config, rows, 0))
     sys.stdout.write(f"{len(rows):,} {method.fields['reads']}; first prompt:\n\n{chat[-1]['content']}\n\n")
     sys.stdout.write("ready to synthesize\n")
@@ -152,6 +160,7 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     method, folder = load_method(config.method), Path(config.output_dir)
     rows, fingerprint = read_source(config, method.fields["reads"])
     checks = build_checks(config)
+    verify_judge(config)
     total = config.num_candidates or len(rows)
     writer = load_writer(config)
     facts = {"writer": writer.describe(), "source": {"name": config.dataset_name, "fingerprint": fingerprint}}
@@ -173,7 +182,9 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     candidates = [one for one in candidates if keep_graded(config, one, removed)]
     if config.max_rows is not None and len(candidates) > config.max_rows:
         texts = [method.read_compared(complete_values(method, one, 0)) for one in candidates]
-        scores = [max((grade for grade in one.grades if grade is not None), default=None) for one in candidates]
+        scores = [
+            max((grade for grade in one.grades if grade is not None), default=one.agreement) for one in candidates
+        ]
         chosen = choose_rows(texts, scores, config.max_rows, config.diversity)
         removed["not among the best"] = len(candidates) - len(chosen)
         candidates = [candidates[at] for at in chosen]
@@ -209,9 +220,12 @@ def load_writer(config: SynthesisConfig) -> Answerer:
             config, config.base_url, config.model_name_or_path, config.max_new_tokens, config.temperature
         )
         return dataclasses.replace(endpoint, request=config.request_fields or {})
+    from transformers.utils.logging import disable_progress_bar
+
     from recipes_lib.config.schema import ModelConfig
     from recipes_lib.evaluation.answering import load_local_model
 
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     named = ModelConfig(
         model_name_or_path=config.model_name_or_path,
         model_revision=config.model_revision,
@@ -264,6 +278,18 @@ def _build_endpoint(config: SynthesisConfig, url: str, name: str, length: int, t
     )
     assert endpoint.url
     return endpoint
+
+
+def verify_judge(config: SynthesisConfig) -> None:
+    """Raise before anything is written for a judge that cannot be had.
+
+    Raises:
+        ConfigError: Its prompt is wrong, or there is no such reward model.
+    """
+    if config.judge is not None and split_place(config.judge) is not None:
+        load_judge(config).describe()
+    elif config.judge is not None:
+        verify_reward_model(config.judge)
 
 
 def load_judge(config: SynthesisConfig) -> Judge:
