@@ -118,6 +118,7 @@ site: $(STAMP) ## build the documentation as a site into build/site
 	@$(PYTHON) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --site-dir build/site
 	@tar -c $(SITE_FILES) | tar -x -C build/site
+	@echo "build/site is ready: $(PYTHON) -m http.server -d build/site"
 
 clean: ## remove the environment, caches and build products
 	rm -rf .venv .venv-* build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

@@ -21,6 +21,7 @@ from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.recipes import read_common
+from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.errors import ConfigError
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").rglob("*.md"))]
@@ -89,6 +90,7 @@ def _find_faults(command: str) -> Iterator[str]:
 STAGE_PAGES = {
     "pretraining": "pretrain",
     "evaluation": "eval",
+    "synthesize": "synthesize",
     **{name: name for name in ("corpus", "sft", "lora", "reward", "dpo", "ppo", "grpo", "distill")},
 }
 """Page of a stage: the recipe of its example."""
@@ -123,7 +125,7 @@ def load_example(page: str, text: str, folder: Path) -> object:
     config = folder / "example.yaml"
     config.write_text(FENCE.search(text)[3])  # type: ignore[index]
     recipe, argv = STAGE_PAGES[page], ["--config", str(config)]
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command}
+    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
     return commands[recipe](argv) if recipe in commands else load_config(recipe, argv)
 
 

@@ -67,9 +67,9 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 """Room or top-level module -> the rooms and modules it may import; the empty name is the package itself."""
 
 FENCES: Mapping[str, tuple[str, ...]] = {
-    "peft": ("models/adapters/", "publish/"),
-    "datasets": ("data/sources/", "data/packed/", "data/store.py", "training/"),
-    "trl": ("config/generate.py", "training/", "distillation/", "rl/"),
+    "peft": ("models/adapters/", "publish/", "proving/scripts.py"),
+    "datasets": ("data/sources/", "data/packed/", "data/store.py", "training/", "proving/scripts.py"),
+    "trl": ("config/generate.py", "training/", "distillation/", "rl/", "proving/scripts.py"),
     "vllm": ("rl/engines/",),
     "evaluate": ("training/evaluation/",),
     "matplotlib": ("report/",),

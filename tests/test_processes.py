@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from recipes_lib import processes
+from recipes_lib.errors import ConfigError
 
 
 @pytest.fixture
@@ -72,3 +73,17 @@ def test_one_process_alone_loses_no_peer(world_size, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", world_size)
     assert processes.explain_lost_connection(BrokenPipeError(32, "Broken pipe"), seconds=0) is None
     assert processes.read_world_size() == 1
+
+
+def test_a_command_of_one_process_refuses_several(monkeypatch) -> None:
+    processes.verify_one_process("recipes synthesize")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="2 processes were started"):
+        processes.verify_one_process("recipes synthesize")
+
+
+def test_the_key_of_endpoints_is_in_the_environment_alone(monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    assert processes.read_api_key() is None
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    assert processes.read_api_key() == "sk-1"

@@ -108,6 +108,7 @@ TEXT_LAWS: Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             "src/recipes_lib/publish/final_model.py",
             "src/recipes_lib/commands/sampling.py",
             "src/recipes_lib/commands/score.py",
+            "src/recipes_lib/commands/generated/synthesize.py",
             "src/recipes_lib/commands/distill/distill_store.py",
         ),
     ),

@@ -49,9 +49,9 @@ COMMANDS = {
     "student": Command(
         "recipes_lib.commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
     ),
-    "distill-chain": Command(
-        "recipes_lib.commands.distill.distill_chain:main",
-        "distil through teacher assistants, and compare with none",
+    "synthesize": Command(
+        "recipes_lib.commands.generated.synthesize:main",
+        "write training rows by a model: instructions, answers, texts; filter and grade them",
     ),
     "distill-write": Command(
         "recipes_lib.commands.sampling:main_answers",
@@ -89,14 +89,16 @@ COMMANDS = {
 }
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
-    "data": ("clean", "classifier", "tokenizer", "prepare", "score", "sample-pairs"),
+    "data": ("clean", "classifier", "tokenizer", "prepare", "score", "sample-pairs", "synthesize"),
     "run": ("launch", "run", "job"),
     "results": ("runs", "report", "eval", "publish", "reproduce"),
     "models": ("merge", "export", "fisher"),
-    "distillation": ("student", "distill-store", "distill-write", "distill-chain"),
+    "distillation": ("student", "distill-store", "distill-write"),
     "shell": ("completion",),
 }
 """Commands by heading of ``recipes --help``."""
+RETIRED = {"distill-chain": "write a stage for each teacher, as in recipes/pipelines/teaching_assistants.yaml"}
+"""Removed commands, and what replaces them."""
 EXAMPLES = (
     "recipes check --config recipes/configs/qwen3-0.6b/sft.yaml",
     "recipes launch --config recipes/configs/qwen3-0.6b/sft.yaml --learning_rate 1e-5",
@@ -133,6 +135,8 @@ def _describe_unknown(name: str) -> str:
     if not name:
         return format_help()
     near = difflib.get_close_matches(name, COMMANDS, n=1)
+    if name in RETIRED:
+        return f"recipes: there is no command {name!r} any more\n    {RETIRED[name]}\n"
     remedy = f"did you mean `recipes {near[0]}`?" if near else f"the commands are: {', '.join(COMMANDS)}"
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,14 @@ _DISK_IS_FULL: Final = (
     "PytorchStreamWriter failed writing file",
     "basic_ios::clear: iostream error",
 )
-_NOT_PERMITTED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NO_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
+_OF_FILES: Final = {
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS), ("not permitted", "check its owner, its mode and how it is mounted")
+    ),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR), ("no file can be there", "correct the path")),
+    errno.EMFILE: ("this process may open no more files", "raise the limit: `ulimit -n 65536`"),
+}
+"""Error number of a file that is named -> what is wrong, and the remedy."""
 
 
 def escape_controls(text: object) -> str:
@@ -176,12 +183,9 @@ def explain_refusal(error: BaseException) -> Problem | None:
                 "`recipes check` shows what a run will write"
             )
             return Problem(where, f"the disk is full: {words}", remedy)
-        if isinstance(chain, OSError) and chain.errno in _NOT_PERMITTED and chain.filename is not None:
-            return Problem(where, f"not permitted: {chain.strerror}", "check its owner, its mode and how it is mounted")
-        if isinstance(chain, OSError) and chain.errno in _NO_PATH and chain.filename is not None:
-            return Problem(where[:120], f"no file can be there: {chain.strerror}", "correct the path")
-        if code == errno.EMFILE:
-            return Problem(where, "this process may open no more files", "raise the limit: `ulimit -n 65536`")
+        if code in _OF_FILES and getattr(chain, "filename", None) is not None:
+            found, remedy = _OF_FILES[code]
+            return Problem(where[:120], f"{found}: {os.strerror(code)}", remedy)
         if "can't start new thread" in words:
             remedy = (
                 "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same "

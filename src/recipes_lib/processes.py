@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Final
 
-from recipes_lib.errors import DataError
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
 
 _PID_FILE: Final = "pid"
@@ -37,6 +37,16 @@ def read_rank() -> int:
 def read_world_size() -> int:
     """Return the world size: the number of processes, 1 without a launcher."""
     return _read_number("WORLD_SIZE", 1)
+
+
+def verify_one_process(command: str) -> None:
+    """Raise if a launcher has started several processes of a command that does everything in one.
+
+    Raises:
+        ConfigError: It has.
+    """
+    if (count := read_world_size()) > 1:
+        raise ConfigError(Problem(command, f"{count} processes were started, and each would do all of it", "start one"))
 
 
 def has_launcher() -> bool:

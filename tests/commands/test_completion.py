@@ -40,5 +40,5 @@ def test_bash_completes_commands_recipes_and_keys_and_leaves_the_rest_to_files(c
 def test_every_shell_has_a_script_of_all_commands(capsys, shell):
     completion.main([shell])
     script = capsys.readouterr().out
-    assert {"check", "score", "distill-chain"} <= set(script.replace('"', " ").split())
+    assert {"check", "score", "distill-store"} <= set(script.replace('"', " ").split())
     assert ("bashcompinit" in script) == (shell == "zsh")

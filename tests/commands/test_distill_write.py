@@ -14,7 +14,6 @@ from tests.rows import read_rows, write_rows
 from transformers import AutoTokenizer
 
 from recipes_lib.commands import sampling
-from recipes_lib.commands.sampling import join, split_reasoning
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import ConfigError
@@ -106,15 +105,6 @@ def test_other_answers_are_never_mixed_in(run, keys: dict[str, Any]) -> None:
 def test_several_datasets_are_refused(run, tmp_path) -> None:
     with pytest.raises(ConfigError, match="prompts come from one dataset"):
         run(dataset_name="null", dataset_mixture=json.dumps([{"name": str(tmp_path / "prompts.jsonl")}]))
-
-
-@pytest.mark.parametrize("opening", ["<think>\n", ""])
-def test_reasoning_is_kept_or_dropped_whoever_opened_it(opening: str) -> None:
-    thought, said = split_reasoning(f"{opening}Two and two.\n</think>\n\nFour.")
-    assert (thought, said) == ("Two and two.", "Four.")
-    assert join(thought, said, "keep") == "<think>\nTwo and two.\n</think>\n\nFour."
-    assert join(thought, said, "drop") == "Four."
-    assert split_reasoning(" Four.\n") == (None, " Four.\n")
 
 
 def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, monkeypatch) -> None:

@@ -14,6 +14,7 @@ from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.run_pipeline import plan_stages
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
+from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.planning.devices import find_efficiency
 
 SHAPE = {
@@ -88,7 +89,18 @@ def test_wrong_keys_of_all_stages_are_told(tmp_path: Path) -> None:
         plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)
 
 
-def test_the_speedrun_has_no_wrong_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("name", "num_stages"), [("speedrun", 7), ("teaching_assistants", 3), ("zephyr", 4)])
+def test_a_shipped_pipeline_has_no_wrong_key(
+    name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(ROOT)
-    assert run_recipes(["run", "recipes/pipelines/speedrun.yaml", "--check", "--keys"]) == 0
-    assert capsys.readouterr().out == "7 stages, ready to run\n"
+    assert run_recipes(["run", f"recipes/pipelines/{name}.yaml", "--check", "--keys"]) == 0
+    assert capsys.readouterr().out == f"{num_stages} stages, ready to run\n"
+
+
+def test_a_student_learns_from_the_model_of_the_stage_before() -> None:
+    assistant, student, direct = load_pipeline(ROOT / "recipes" / "pipelines" / "teaching_assistants.yaml").stages
+    taught = [argv[argv.index("--teacher_model_name_or_path") + 1] for argv in (student.argv,)]
+    assert taught == [str(assistant.output)]
+    assert list(student.needs) == ["assistant"]
+    assert "--teacher_model_name_or_path" not in [*assistant.argv, *direct.argv]

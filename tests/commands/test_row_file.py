@@ -88,3 +88,17 @@ def test_a_process_killed_in_its_first_batch_is_resumed_and_mended_inputs_begin_
         assert again.counts == Numbers()
     again.write(count_to(again.counts, 5))
     assert [json.loads(line)["number"] for line in path.read_text().splitlines()] == list(range(5))
+
+
+def test_two_processes_never_write_one_file(tmp_path):
+    first, second = open_file(tmp_path / "rows.jsonl"), open_file(tmp_path / "rows.jsonl")
+
+    def interrupted():
+        for number, batch in enumerate(count_to(first.counts, 4)):
+            if number == 1:
+                with pytest.raises(ConfigError, match="is being written by another process"):
+                    second.write(count_to(second.counts, 4))
+            yield batch
+
+    first.write(interrupted())
+    assert [json.loads(line)["number"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [0, 1, 2, 3]

@@ -11,7 +11,7 @@ from tests.evaluation.chat_endpoint import ChatEndpoint
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.evaluation import endpoint as client
-from recipes_lib.evaluation.endpoint import Endpoint
+from recipes_lib.evaluation.endpoint import Endpoint, join_reasoning, split_reasoning
 
 CHATS = [[{"role": "user", "content": f"say {word}"}] for word in ("one", "two", "three", "four")]
 
@@ -145,3 +145,12 @@ def test_an_address_of_something_else_is_refused(url: str, found: str) -> None:
 
 def test_both_spellings_of_an_address_are_one() -> None:
     assert Endpoint("http://h/v1/", "m").url == Endpoint("http://h/v1/chat/completions", "m").url
+
+
+@pytest.mark.parametrize("opening", ["<think>\n", ""])
+def test_reasoning_is_kept_or_dropped_whoever_opened_it(opening: str) -> None:
+    thought, said = split_reasoning(f"{opening}Two and two.\n</think>\n\nFour.")
+    assert (thought, said) == ("Two and two.", "Four.")
+    assert join_reasoning(thought, said) == "<think>\nTwo and two.\n</think>\n\nFour."
+    assert join_reasoning(None, said) == "Four."
+    assert split_reasoning(" Four.\n") == (None, " Four.\n")

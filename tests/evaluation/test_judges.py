@@ -90,6 +90,7 @@ def test_a_refused_request_is_unparsable_with_its_reason() -> None:
         ("[[A]]", "first"), ("x [[B]] y", "second"), ("[[C]]", "tie"), ("[[A>>B]] so [[A>B]]", "first"),
         ("[[A=B]]", "tie"), ("[[B>>A]]", "second"), ("", None), ("A", None), ("[A]", None), ("[[a]]", None),
         ("[[A]] [[B]]", None), ("[[A]] [[C]]", None), ("[[A>>B", None),
+        ("<think>First [[A]]?</think> [[B]]", "second"), ("[[A]]?</think>none", None),
     ],
 )  # fmt: skip
 def test_verdicts_are_read_strictly(text: str, verdict: str | None) -> None:

@@ -101,16 +101,25 @@ def test_a_missing_package_is_no_missing_network(tmp_path: Path) -> None:
     assert "pip install 'recipes-lib[eval]'" in caught.value.problems[0].remedy
 
 
-def test_an_unknown_task_is_told_with_the_nearest(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_task_is_told_with_the_nearest_and_nothing_is_indexed(
+    tasks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from recipes_lib.evaluation import suites
 
     index = suites.TaskManager
-    # The 14,000 task files of lm-eval take seconds to read, and are not what is asked here.
-    monkeypatch.setattr(suites, "TaskManager", lambda **keys: index(**keys | {"include_defaults": False}))
+
+    def build_small(**keys: Any) -> Any:
+        assert keys["include_defaults"] is False, "the 14,000 task files of lm-eval take seconds to index"
+        return index(**keys)
+
+    monkeypatch.setattr(suites, "TaskManager", build_small)
     with pytest.raises(ConfigError, match="there is no task 'local_choise'") as caught:
-        load_tasks(build(tasks, "local_choise", "zzzz"))
-    assert caught.value.problems[0].remedy.startswith("did you mean local_choice")
-    assert caught.value.problems[1].remedy.startswith("the suites are core, ")
+        load_tasks(build(tasks, "local_choise", "helaswag", "mmmlu_anatomyy", "zzzz"))
+    remedies = [problem.remedy for problem in caught.value.problems]
+    assert remedies[0].startswith("did you mean local_choice")
+    assert "hellaswag" in remedies[1]
+    assert "anatomy" in remedies[2]
+    assert remedies[3].startswith("the suites are core, ")
 
 
 def test_a_suite_is_its_tasks_as_they_were_published() -> None:
@@ -153,4 +162,9 @@ def test_every_task_of_a_suite_is_known_to_lm_eval() -> None:
     from recipes_lib.evaluation import suites
 
     known = set(suites.TaskManager(include_path=[suites.OWN_TASKS]).all_tasks)
+    names, words = suites._scan_files()
+    # No task, group or tag that lm-eval indexes is taken for unknown; most of them are offered as the nearest.
+    own = suites.TaskManager(include_path=[suites.OWN_TASKS], include_defaults=False).all_tasks
+    assert known - set(own) <= words
+    assert len(names & known) > 0.8 * len(known)
     assert {task for suite in SUITES.values() for task in suite} <= known

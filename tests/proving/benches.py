@@ -14,7 +14,7 @@ from recipes_lib.proving.bench import Bench, Launcher
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
-FAST = ("environment", "attention", "loss-head", "layers", "decoding", "gpus")
+FAST = ("environment", "attention", "loss-head", "layers", "checkpoint", "gpus")
 
 
 def launch_forked(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:

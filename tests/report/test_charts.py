@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +47,19 @@ def test_a_long_curve_is_smoothed_at_few_points() -> None:
 
     assert len(smoothed) <= 402
     assert smoothed[-1][0] == 19_999
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_hover_values_lie_on_the_drawn_curve(tmp_path: Path, is_log: bool) -> None:
+    """As read again from the path of the SVG."""
+    norms = [1.0, 2.0, 0.5, 1.5, 1.0, 1.0, 900.0 if is_log else 2.5, 1.0]
+    train = [{"step": 10 * n, "grad_norm": norm} for n, norm in enumerate(norms)]
+    (chart,) = draw_charts(build_run(train), tmp_path)
+    (line,) = json.loads(chart.hover)
+    assert [(step, float(value)) for step, value, _, _ in line["points"]] == [(10 * n, v) for n, v in enumerate(norms)]
+    drawn = [re.findall(r"[ML] ([\d.]+) ([\d.]+)", path) for path in re.findall(r' d="([^"]*)"', chart.svg)]
+    expected = [pytest.approx(point[2:], abs=0.1) for point in line["points"]]
+    assert any([[float(x), float(y)] for x, y in path] == expected for path in drawn if len(path) == len(norms))
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 29, 30, 2000])

@@ -125,7 +125,9 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     html = build_report(tmp_path).read_text()
 
     page = Page(html)
-    assert not {"script", "link", "iframe", "object", "img"} & set(page.elements)
+    assert not {"link", "iframe", "object", "img"} & set(page.elements)
+    assert page.elements.count("script") == 1
+    assert not re.search(r"fetch|XMLHttp|import|eval|innerHTML", html.split("<script>")[1])
     addresses = [value for name, value in page.attributes if name in {"src", "href", "xlink:href", "action"}]
     assert all(value and value.startswith("#") for value in addresses)
     assert "@import" not in html
@@ -150,7 +152,8 @@ def test_a_hostile_sample_is_text_and_nothing_else(tmp_path: Path, place: str) -
 
     page = read_page(tmp_path)
 
-    assert not {"script", "img"} & set(page.elements)
+    assert "img" not in page.elements
+    assert page.elements.count("script") == 1
     assert HOSTILE in page.text
 
 
@@ -162,10 +165,12 @@ def test_hostile_facts_are_text_and_nothing_else(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(facts))
 
-    assert not {"script", "img"} & set(read_page(tmp_path).elements)
+    elements = read_page(tmp_path).elements
+    assert "img" not in elements
+    assert elements.count("script") == 1
 
 
-def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: Path) -> None:
+def test_the_largest_gains_and_losses_are_shown_with_their_rewards(tmp_path: Path) -> None:
     write_run(tmp_path)
     samples = [
         {"step": step, "prompt": f"p{n}?", "completion": f"answer {n}", "stopped": True, "num_tokens": 3}
@@ -177,8 +182,29 @@ def test_the_best_and_the_worst_answers_are_shown_with_their_rewards(tmp_path: P
     text = read_page(tmp_path).text
     assert [text.find(f"p{n}?") >= 0 for n in range(21)] == [n < 6 or 14 <= n < 20 for n in range(21)]
     assert text.index("p19?") < text.index("p14?") < text.index("p5?") < text.index("p0?")
-    assert "stopped after 3 tokens, reward 1140" in text
+    assert "reward 1140 (+1.14e+03)" in text
+    assert "stopped after 3 tokens" in text
+    assert "the largest gain of reward first" in text
     assert "at the same random numbers" in text
+
+
+def test_samples_are_in_the_order_of_their_change(tmp_path: Path) -> None:
+    def order(answers: dict[str, tuple[Any, Any]], key: str) -> list[str]:
+        """Prompts, by the values of their first and last answers."""
+        write_run(tmp_path)
+        rows = [
+            {"step": step, "prompt": prompt, "completion": "a b c", "stopped": True, "num_tokens": 3, key: value}
+            for prompt, values in answers.items()
+            for step, value in zip((0, 60), values, strict=True)
+        ]
+        (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        text = read_page(tmp_path).text
+        return sorted(answers, key=text.index)
+
+    gains = {"lost?": (5.0, 4.0), "gained?": (-3.0, -1.0), "same?": (9.0, 9.0)}
+    assert order(gains, "reward") == ["gained?", "same?", "lost?"]
+    words = {"equal?": ("a b c", "a b c"), "other?": ("a b c", "x y"), "half?": ("a b", "a d")}
+    assert order(words, "completion") == ["other?", "half?", "equal?"]
 
 
 def test_a_huge_run_makes_a_small_page(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.rows import write_rows
 
 STEP = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 NAMES = {"csv": "mine.csv", "yaml": "mine.yaml"}
-MODELS = re.compile(r"(HuggingFaceTB|Qwen|mistralai|alignment-handbook)/[\w.-]+")
+MODELS = re.compile(r"(HuggingFaceTB|Qwen|mistralai|alignment-handbook|meta-llama|openai-community)/[\w.-]+")
 SMALL: Mapping[str, Any] = {
     "use_cpu": True,
     "per_device_train_batch_size": 2,
@@ -27,15 +27,43 @@ SMALL: Mapping[str, Any] = {
     "gradient_accumulation_steps": 2,
     "max_length": 256,
     "max_steps": 2,
+    "model_config": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+    "optim": "adamw_torch",
     "response_length": 8,
     "steps_per_generation": 4,
     "num_generations": 4,
     "num_sample_prompts": 2,
     "test_split_size": 4,
     "pad_token": "<|pad|>",
+    "warmup_steps": 0,
 }
 """Values of a recipe's keys, where it has them, or where every recipe may have them."""
 EVERYWHERE = {"use_cpu", "max_steps", "test_split_size"}
+LEFT_OUT = (
+    "_revision",
+    "_split",
+    "_config",
+    "chat_template_path",
+    "eos_token",
+    "num_train_epochs",
+    "max_tokens",
+    "bf16",
+)
+OF_A_RANDOM_MODEL: Mapping[str, Mapping[str, Any]] = {
+    "ppo": {"response_length": 160},
+    "dpo": {"broken_rows": "drop", "max_broken_fraction": 0.9},
+}
+"""By recipe: about half of its answers end by then, of which pairs are made; and some have bytes that no text has."""
+CONVERTER = """
+import sys
+open(sys.argv[sys.argv.index("--outfile") + 1], "wb").write(b"GGUF")
+"""
 TASK = """
 task: {name}
 dataset_path: json
@@ -57,36 +85,45 @@ def converse(question: str, answer: str) -> list[dict[str, str]]:
 def write_data(folder: Path) -> dict[str, Path]:
     """Rows of the layouts of the tutorials' datasets, by recipe; and tasks of which the names are not lm-eval's."""
     answers = [f"There are seven days, number {number}. #### {number}" for number in range(16)]
+    chats = [{"messages": converse(QUESTION, answer)} for answer in answers]
+    pairs = [
+        {
+            "prompt": prompt,
+            **{name: converse(prompt, text) for name, text in (("chosen", answer), ("rejected", "Red."))},
+        }
+        for number, answer in enumerate(answers)
+        if (prompt := f"{QUESTION} {number}")
+    ]
+    texts = [{"text": f"{answer} {QUESTION} " * 20} for answer in answers]
     rows = {
-        "sft": [{"messages": converse(QUESTION, answer)} for answer in answers],
-        "dpo": [
-            {
-                "prompt": prompt,
-                **{name: converse(prompt, text) for name, text in (("chosen", answer), ("rejected", "Red."))},
-            }
-            for number, answer in enumerate(answers)
-            if (prompt := f"{QUESTION} {number}")
-        ],
+        **dict.fromkeys(("sft", "lora", "distill"), chats),
+        **dict.fromkeys(("dpo", "reward"), pairs),
+        "ppo": [row | {"prompt": f"{row['prompt']}{letter}"} for row in pairs for letter in "abc"],
         "grpo": [{"question": QUESTION + str(number), "answer": answer} for number, answer in enumerate(answers)],
+        **dict.fromkeys(("pretrain", "corpus"), texts),
     }
     write_rows(folder / "rows.jsonl", rows["grpo"][:4])
     for name in ("mine_one", "mine_two"):
         (folder / f"{name}.yaml").write_text(TASK.format(name=name))
-    return {recipe: write_rows(folder / f"{recipe}.jsonl", found) for recipe, found in rows.items()}
+    return {recipe: write_rows(folder / f"{recipe}_rows.jsonl", found) for recipe, found in rows.items()}
 
 
-def make_small(recipe: str, model: Path, data: Mapping[str, Path]) -> str:
+def make_small(text: str, recipe: str, model: Path, data: Mapping[str, Path]) -> str:
     """The text of a recipe's file with a small model, few rows and few steps."""
-    keys = yaml.safe_load(recipe)
+    keys = yaml.safe_load(text)
+    if recipe == "corpus":
+        sources = [{"name": str(data["corpus"]), "kind": "text"}]
+        return yaml.safe_dump({"sources": sources, "output_dir": keys["output_dir"], "workers": 1})
     if "dataset_revision" not in keys:  # A file of the reader's own, small as it is.
         return yaml.safe_dump(keys | {"bf16": False, "use_cpu": True})
-    # A dataset of the Hub: what the recipe has says which rows stand for it.
-    kind = "grpo" if "num_generations" in keys else "dpo" if "beta" in keys else "sft"
-    keys |= {name: value for name, value in SMALL.items() if name in keys or name in EVERYWHERE}
-    keys |= {"dataset_name": str(data[kind]), "model_name_or_path": str(model)}
-    left_out = ("_revision", "_split", "_config", "chat_template_path", "num_train_epochs", "bf16")
-    keys = {name: value for name, value in keys.items() if not name.endswith(left_out)}
-    return yaml.safe_dump(keys)
+    # A recipe of a corpus says itself how much is held out.
+    everywhere = EVERYWHERE - ({"test_split_size"} if recipe == "pretrain" else set())
+    models = ("model_name_or_path", "tokenizer_name_or_path", "teacher_model_name_or_path")
+    kept = {name: value for name, value in keys.items() if not name.endswith(LEFT_OUT) or name == "model_config"}
+    kept |= {name: value for name, value in SMALL.items() if name in kept or name in everywhere}
+    kept |= OF_A_RANDOM_MODEL.get(recipe, {})
+    kept |= {name: str(model) for name in models if name in kept} | {"dataset_name": str(data[recipe])}
+    return yaml.safe_dump(kept)
 
 
 @pytest.mark.slow
@@ -97,18 +134,22 @@ def test_the_page_is_followed_step_by_step(page: Path, tmp_path: Path, tiny_mode
     text = textwrap.dedent(page.read_text(encoding="utf-8").replace("\n   ", "\n"))
     for name in set(re.findall(r"recipes/configs/[\w./-]+\.yaml", text + read_pipelines(text))):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(make_small((ROOT / name).read_text(), tiny_model_dir, data))
+        recipe = Path(name).stem.split("_")[0]
+        (tmp_path / name).write_text(make_small((ROOT / name).read_text(), recipe, tiny_model_dir, data))
     for name in find_pipelines(text):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         stages = (ROOT / name).read_text().replace("launch: fsdp2", "launch: cpu").replace('"> 0.6"', '"> -1"')
+        stages = MODELS.sub(str(tiny_model_dir), stages).replace("num_train_epochs: 2", "max_steps: 4")
         stages = re.sub(r"tasks: \[.*?\]", "tasks: [mine_one, mine_two], include_path: [.], use_cpu: true", stages)
         (tmp_path / name).write_text(stages)
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER)
     steps = STEP.findall(MODELS.sub(str(tiny_model_dir), text))
     assert len(steps) > 3
     for language, body in steps:
         if language in NAMES:
             is_recipe = language == "yaml"
-            body = make_small(body, tiny_model_dir, data) if is_recipe else body
+            body = make_small(body, "sft", tiny_model_dir, data) if is_recipe else body
             (tmp_path / NAMES[language]).write_text(body, encoding="utf-8")
         elif language in ("console", "python"):
             commands = [line.removeprefix("$ ") for line in body.splitlines()] if language == "console" else []
@@ -120,7 +161,10 @@ def test_the_page_is_followed_step_by_step(page: Path, tmp_path: Path, tiny_mode
 
 
 def adapt(command: str) -> str:
-    """A command with local tasks for benchmarks of the Hub."""
+    """A command with local tasks for benchmarks of the Hub, on one process of this machine."""
+    command = re.sub(r"--hardware (fsdp2|single_gpu)", "--hardware cpu", command).replace("--num_processes 8", "")
+    for asked, small in (("--max_steps 500", "--max_steps 2"), ("--test_split_size 0.001", "--test_split_size 4")):
+        command = command.replace(asked, small)
     return re.sub(r"--tasks [\w,]+", "--tasks mine_one --include_path . --use_cpu true", command)
 
 

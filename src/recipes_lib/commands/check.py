@@ -11,6 +11,7 @@ from rich.console import Console
 
 from recipes_lib.commands.clean import check as check_corpus
 from recipes_lib.commands.evaluate import check as check_evaluation
+from recipes_lib.commands.generated.synthesize import check as check_synthesis
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.migration.migrate import migrate
 from recipes_lib.config.schema import RecipeConfig
@@ -45,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
         return check_corpus(rest)
     if recipe == "eval":
         return check_evaluation(rest)
+    if recipe == "synthesize":
+        return check_synthesis(rest)
     options, overrides = parser.parse_known_args(argv)
     if options.migrate:
         return _print_migration(options.migrate, recipe if options.recipe else None)

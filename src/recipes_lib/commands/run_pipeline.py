@@ -18,6 +18,7 @@ from recipes_lib.commands.job import add_machine_flags
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
@@ -198,7 +199,7 @@ def _look_at(stage: Stage) -> None:
 
 
 def _load(stage: Stage) -> None:
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command}
+    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
     if stage.recipe in commands:
         commands[stage.recipe](stage.argv)
         return

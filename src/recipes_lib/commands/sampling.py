@@ -6,17 +6,19 @@ import argparse
 import dataclasses
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import read_record, replace_record
+from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
+from recipes_lib.files import read_record, replace_record, try_lock
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 
 if TYPE_CHECKING:
@@ -75,19 +77,23 @@ class RowFile(Generic[Counted]):
                 self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
             elif record["num_bytes"]:  # Without any row, nothing is lost.
                 raise ConfigError(
-                    Problem(str(path), f"holds {what}", "name another --output, or delete it and its record")
+                    Problem(str(path), f"holds {what}", "name another output, or delete it and its record")
                 )
-        elif path.exists():
-            raise ConfigError(
-                Problem(str(path), "exists, and was not written by this command", "name another --output")
-            )
+        elif path.exists() and path.stat().st_size:
+            raise ConfigError(Problem(str(path), "exists, and was not written by this command", "name another output"))
 
     def write(self, batches: Iterator[Sequence[Mapping[str, Any]]]) -> None:
-        """Append batches of rows; each is flushed before it is counted in the record."""
+        """Append batches of rows; each is flushed before it is counted in the record.
+
+        Raises:
+            ConfigError: Another process writes the file.
+        """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Before any row: without it, a process killed in its first batch would leave a file of unknown origin.
-        self._write_record()
         with self._path.open("ab") as file:
+            if try_lock(file) is False:
+                raise ConfigError(Problem(str(self._path), "is being written by another process", "wait until it ends"))
+            # Before any row: without it, a process killed in its first batch would leave a file of unknown origin.
+            self._write_record()
             # What a killed process wrote and did not count is written again.
             file.truncate(self.counts.num_bytes)
             for rows in batches:
@@ -309,11 +315,6 @@ def _read_source(function: Any) -> str:
         return repr(function)
 
 
-THINKS: Final = "<think>"
-ENDS_THINKING: Final = "</think>"
-"""Delimiters of reasoning in answers."""
-
-
 @dataclass(slots=True)
 class AnswerCounts:
     """Progress of a set of answers.
@@ -436,47 +437,30 @@ def answer(
         counts: Of what is done.
         reasoning: ``keep`` or ``drop``.
     """
-    import numpy as np
-    import torch
-
-    from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_continuation, read_stop_ids
+    from recipes_lib.evaluation.answering import LocalModel
+    from recipes_lib.models.generation import GenerateBackend, Sampling, read_stop_ids
     from recipes_lib.training.trainers.arguments import build_autocast
 
-    stop_ids, size = read_stop_ids(teacher), args.per_device_eval_batch_size
-    length = config.rewards.response_length
-    sampling = Sampling(stop_ids, 0, length, config.distillation.sampling_temperature)
+    size = args.per_device_eval_batch_size
+    sampling = Sampling(
+        read_stop_ids(teacher), 0, config.rewards.response_length, config.distillation.sampling_temperature
+    )
     backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
+    model = LocalModel(backend, teacher, tokenizer, sampling, size, args.seed, math.inf, {})
     for start in range(counts.num_prompts, len(prompts), size):
         batch = prompts[start : start + size]
-        uniforms = np.stack([np.random.default_rng([args.seed, start + at]).random(length) for at in range(len(batch))])
-        given = backend.generate(teacher, [prompt.input_ids for prompt in batch], torch.from_numpy(uniforms))
-        masks, finished = mask_answers(given.response_ids, stop_ids)
+        written = model.write([prompt.input_ids for prompt in batch], range(start, start + len(batch)))
         rows = []
-        for prompt, ids, mask, has_ended in zip(batch, given.response_ids, masks, finished.tolist(), strict=True):
-            text = read_continuation(tokenizer, prompt.input_ids, ids[mask].tolist())
-            thought, said = split_reasoning(text)
-            counts.num_unfinished += not has_ended
-            counts.num_empty += has_ended and not said.strip()
-            if has_ended and said.strip():
-                rows.append(lay_out(prompt, said if thought is None else join(thought, said, reasoning)))
+        for prompt, answer in zip(batch, written, strict=True):
+            thought, said = split_reasoning(answer.text)
+            counts.num_unfinished += not answer.has_ended
+            counts.num_empty += answer.has_ended and not said.strip()
+            if answer.has_ended and said.strip():
+                rows.append(lay_out(prompt, join_reasoning(thought if reasoning == "keep" else None, said)))
                 counts.num_reasoned += thought is not None
         counts.num_prompts += len(batch)
         counts.num_rows += len(rows)
         yield rows
-
-
-def split_reasoning(text: str) -> tuple[str | None, str]:
-    """Split an answer into reasoning, ``None`` if absent, and content.
-
-    Some templates open the reasoning in the prompt, so that only its end stands in the answer.
-    """
-    before, mark, after = text.partition(ENDS_THINKING)
-    return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
-
-
-def join(thought: str, said: str, reasoning: str) -> str:
-    """Return an answer with or without its reasoning, in the usual template format."""
-    return f"{THINKS}\n{thought}\n{ENDS_THINKING}\n\n{said}" if reasoning == "keep" and thought else said
 
 
 def lay_out(prompt: PromptRow, text: str) -> dict[str, Any]:

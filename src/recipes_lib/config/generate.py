@@ -34,6 +34,7 @@ from recipes_lib.config.recipes import (
     read_notes,
     read_refused,
 )
+from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, Retired, load_table, table_path
 from recipes_lib.config.values import is_secret_key
 
@@ -44,8 +45,13 @@ _REQUIRED = dict.fromkeys(RECIPE_NAMES, ("model_name_or_path", "output_dir")) | 
     "distill": ("model_name_or_path", "teacher_model_name_or_path", "output_dir"),
     "corpus": ("sources", "output_dir"),
     "eval": ("model_name_or_path", "tasks"),
+    "synthesize": ("model_name_or_path", "dataset_name", "output_dir"),
 }
-_SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS}
+_SECTIONS = dict.fromkeys(RECIPE_NAMES, our_schema.SECTIONS) | {
+    "corpus": CORPUS_SECTIONS,
+    "eval": EVAL_SECTIONS,
+    "synthesize": SYNTHESIS_SECTIONS,
+}
 
 
 def main() -> None:

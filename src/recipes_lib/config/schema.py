@@ -32,8 +32,6 @@ class DistillationConfig:
     """Divergence to the teacher: 0 is forward KL, 1 reverse KL, between them generalised Jensen-Shannon."""
     distillation_temperature: float = 1.0
     """Divides the logits of both models before the divergence, which is multiplied by its square."""
-    assistant_model_names_or_paths: list[str] | None = None
-    """Teacher assistants, the largest first; ``recipes distill-chain`` distils through them."""
     lmbda: float = 0.0
     """Share of on-policy steps: the student samples the answers and the teacher scores them; GKD's spelling."""
     sampling_temperature: float = 1.0

@@ -17,8 +17,8 @@ Schema = Mapping[str, Any]
 """A fragment of JSON schema: ``type`` (always a list), ``enum``, ``items``, ``properties``, ``required``, bounds."""
 
 RECIPE_NAMES: Final = ("pretrain", "sft", "lora", "reward", "dpo", "ppo", "rloo", "grpo", "distill")
-TABLES: Final = (*RECIPE_NAMES, "corpus", "eval")
-"""All key tables: the recipes, the corpus, and the evaluation on benchmarks."""
+TABLES: Final = (*RECIPE_NAMES, "corpus", "eval", "synthesize")
+"""All key tables: the recipes, the corpus, the evaluation on benchmarks, and synthetic data."""
 
 _WORDS = {
     "boolean": "true or false",

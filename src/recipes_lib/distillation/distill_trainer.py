@@ -23,7 +23,7 @@ from recipes_lib.distillation.teacher_store import (
     load_teacher,
     read_store,
 )
-from recipes_lib.errors import ConfigError, DivergedError, Problem
+from recipes_lib.errors import DivergedError
 from recipes_lib.losses.distillation import DistillationSums, Objective, TopLogps
 from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.models.heads.loss_head import score_beside_record, score_beside_teacher
@@ -35,8 +35,6 @@ from recipes_lib.training.trainers.arguments import get_rounding_dtype
 from recipes_lib.training.trainers.next_token_trainer import POSITIONS, SFTTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
 
-ASSISTANTS = "assistant_model_names_or_paths"
-"""The key that names the models between teacher and student."""
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 
@@ -206,12 +204,8 @@ def prepare_teaching(
         collate: Rows to the student's batch.
 
     Raises:
-        ConfigError: There are assistants, which take several runs; as ``load_teacher`` or ``read_store``.
+        ConfigError: As ``load_teacher`` or ``read_store``.
     """
-    if config.distillation.assistant_model_names_or_paths:
-        where = config.provenance.get(ASSISTANTS, ASSISTANTS)
-        found = "a student has one teacher, and assistants are students first"
-        raise ConfigError(Problem(where, found, "run `recipes distill-chain` with this configuration"))
     if config.distillation.teacher_top_k is None:
         teacher = load_teacher(config, attention, args, vocabulary)
         answers = prepare_answers(config, args, teacher.config, vocabulary, collate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from recipes_lib.models.loading import find_commit, load_causal_lm, load_model_c
 
 GREEDY: Final = 1e-5
 """Temperature below which sampling is greedy: what differs by more than a rounding error has no other chance."""
+MAX_ENGINE_LENGTH: Final = 32_768
+"""Longest sequence of an engine that reserves memory for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ def load_local_model(
     seed: int,
     batch_size: int,
     use_cpu: bool = False,
-    start: Callable[[Sampling], Generator] | None = None,
+    start: Callable[[Sampling, int], Generator] | None = None,
 ) -> LocalModel:
     """Load a model, or an adapter on its base, that answers.
 
@@ -162,7 +165,8 @@ def load_local_model(
         seed: Of sampling.
         batch_size: Prompts of a batch.
         use_cpu: Do not use a GPU.
-        start: Starts an engine with its own weights; unset, transformers' ``generate``.
+        start: Starts an engine with its own weights, for sequences of so many tokens; unset, transformers'
+            ``generate``.
 
     Raises:
         ConfigError: It cannot be loaded, or is an adapter and an engine was named.
@@ -173,7 +177,12 @@ def load_local_model(
     settings, _ = load_model_config(base)
     device = torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
     kernel = choose_kernel(settings, None, device=device, compute_dtype=torch.float32, packing=False)
-    identity = {"model": str(named.model_name_or_path), "dtype": named.dtype, "weights": identify_weights(named, base)}
+    identity = {
+        "model": str(named.model_name_or_path),
+        "dtype": named.dtype,
+        "weights": identify_weights(named, base),
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
+    }
     model: Any = None
     if start is None:
         model = load_causal_lm(base, kernel.implementation)
@@ -187,12 +196,12 @@ def load_local_model(
     else:
         stop_ids = sorted({*_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
     sampling = Sampling(stop_ids, tokenizer.pad_token_id or 0, max_new_tokens, max(temperature, GREEDY))
-    generator: Generator = (
-        GenerateBackend(sampling, batch_size=batch_size, precision=contextlib.nullcontext)
-        if start is None
-        else start(sampling)
-    )
-    return LocalModel(generator, model, tokenizer, sampling, batch_size, seed, read_positions(settings), identity)
+    positions = read_positions(settings)
+    generator: Generator = GenerateBackend(sampling, batch_size=batch_size, precision=contextlib.nullcontext)
+    if start is not None:
+        positions = min(positions, MAX_ENGINE_LENGTH)
+        generator = start(sampling, int(positions))
+    return LocalModel(generator, model, tokenizer, sampling, batch_size, seed, positions, identity)
 
 
 def _read_options(named: ModelConfig) -> dict[str, Any]:

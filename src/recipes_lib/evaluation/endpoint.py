@@ -11,8 +11,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
@@ -32,6 +32,25 @@ _THIS_REQUEST: Final = (400, 413, 422)
 _AGAIN: Final = (408, 409, 425, 429)
 _FAILURES: Final = (OSError, http.client.HTTPException, ValueError)
 """A connection that fails or takes too long; a reply that is cut short or not JSON."""
+
+
+THINKS: Final = "<think>"
+ENDS_THINKING: Final = "</think>"
+"""Delimiters of reasoning in answers."""
+
+
+def split_reasoning(text: str) -> tuple[str | None, str]:
+    """Split an answer into reasoning, ``None`` if absent, and content.
+
+    Some templates open the reasoning in the prompt, so that only its end stands in the answer.
+    """
+    before, mark, after = text.partition(ENDS_THINKING)
+    return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
+
+
+def join_reasoning(thought: str | None, said: str) -> str:
+    """Return an answer with its reasoning, in the usual template format."""
+    return f"{THINKS}\n{thought}\n{ENDS_THINKING}\n\n{said}" if thought else said
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +138,8 @@ class Endpoint:
         return f"{url}/chat/completions"
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the answers."""
-        names = ("base_url", "model", "max_new_tokens", "temperature", "seed")
+        """Return what determines the answers; not the address, which another launch of a server may change."""
+        names = ("model", "max_new_tokens", "temperature", "seed")
         return {name: getattr(self, name) for name in names} | {"request": dict(self.request)}
 
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
@@ -130,15 +149,34 @@ class Endpoint:
             ConfigError: The endpoint cannot be reached, does not know the model or the key, returns no chats, or
                 refuses every request.
         """
-        connection = _Connection(self)
-        pool = ThreadPoolExecutor(self.num_concurrent)
+        connection, jobs = _Connection(self), deque(enumerate(zip(chats, numbers, strict=True)))
+        found: dict[int, Reply] = {}
+        failures: list[Exception] = []
+
+        def work() -> None:
+            while not connection.is_stopped.is_set():
+                try:
+                    at, (chat, number) = jobs.popleft()
+                except IndexError:
+                    return
+                try:
+                    found[at] = connection.ask(chat, number)
+                except Exception as error:  # Raised again by the caller's thread.
+                    failures.append(error)
+                    connection.is_stopped.set()
+
+        # Not a pool, whose threads would keep an interrupted process until their requests end.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.num_concurrent, len(jobs)))]
+        for thread in threads:
+            thread.start()
         try:
-            replies = list(pool.map(connection.ask, chats, numbers))
-        except BaseException:
-            connection.is_stopped.set()
-            raise
+            for thread in threads:
+                thread.join()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            connection.is_stopped.set()
+        if failures:
+            raise failures[0]
+        replies = [found[at] for at in range(len(chats))]
         if replies and all(reply.error is not None for reply in replies):
             raise ConfigError(Problem("base_url", f"{self.url} refused every request: {replies[0].error}", _REMEDY))
         return replies
@@ -160,21 +198,11 @@ class _Connection:
         self._open: Callable[..., Any] = urllib.request.build_opener(_NoRedirects).open
 
     def ask(self, chat: Chat, number: int) -> Reply:
-        """Return the answer to a chat; a failure ends the requests that have not begun.
+        """Return the answer to a chat.
 
         Raises:
             ConfigError: As ``Endpoint.answer``.
-            CancelledError: Another request has failed.
         """
-        if self.is_stopped.is_set():
-            raise CancelledError
-        try:
-            return self._ask(chat, number)
-        except ConfigError:
-            self.is_stopped.set()
-            raise
-
-    def _ask(self, chat: Chat, number: int) -> Reply:
         endpoint, told = self.endpoint, ""
         body: dict[str, Any] = {
             "model": endpoint.model,
@@ -264,9 +292,9 @@ def _read_reply(received: Any) -> Reply:
         choice = received["choices"][0]
         text = choice["message"].get("content") or ""
         usage = received.get("usage") or {}
-        counts = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+        num_prompt_tokens, num_tokens = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
         if not isinstance(text, str):
             raise TypeError(f"its content is a {type(text).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
-    return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), *counts)
+    return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), num_prompt_tokens, num_tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from recipes_lib.errors import DataError, Problem, list_first, raise_problems
-from recipes_lib.evaluation.endpoint import Answerer, Message
+from recipes_lib.evaluation.endpoint import Answerer, Message, split_reasoning
 from recipes_lib.files import read_lines
 
 _IDS: Final = ("question_id", "uid", "id")
@@ -62,7 +62,7 @@ def read_question(columns: Mapping[str, Any], number: int, where: str) -> Questi
     context: list[Message] = []
     references = [text for text in _to_texts(columns.get("reference")) if text]
     texts = next(([columns[name]] for name in _TEXTS if isinstance(columns.get(name), str)), [])
-    messages = columns.get("messages") or columns.get("prompt")
+    messages: Any = columns.get("messages") or columns.get("prompt")
     if columns.get("turns"):
         texts = _to_texts(columns["turns"])
     elif texts and columns.get("input"):
@@ -88,7 +88,7 @@ def read_answers(columns: Mapping[str, Any], where: str) -> list[str]:
     Raises:
         DataError: There is none.
     """
-    choices, messages = columns.get("choices"), columns.get("messages")
+    choices, messages = columns.get("choices"), columns.get("messages") or ()
     answers = next((_to_texts(columns[name]) for name in _ANSWERS if columns.get(name) is not None), [])
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
         answers = _to_texts(choices[0].get("turns"))
@@ -196,7 +196,7 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iter
         ]
         raise_problems(failed, "questions")
         for at, reply in zip(open_, replies, strict=True):
-            answers[at].append(reply.text)
+            answers[at].append(split_reasoning(reply.text)[1])  # It is neither judged nor read in the next turn.
     return answers
 
 

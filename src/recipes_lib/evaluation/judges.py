@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 import numpy as np
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint
+from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, split_reasoning
 from recipes_lib.evaluation.intervals import compute_interval
 from recipes_lib.evaluation.judge_questions import Question, read_question
 from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
@@ -240,19 +240,20 @@ def parse_verdict(text: str, verdicts: Mapping[str, str]) -> str | None:
     """Return the verdict in a judge's text; ``None`` without one, or where several contradict each other.
 
     Args:
-        text: Of the judge.
+        text: Of the judge; its reasoning in ``<think>`` does not count.
         verdicts: Mark -> ``first``, ``second`` or ``tie``.
 
     Source: the rule of Arena-Hard, whose judge must not say two things.
     """
-    marks = re.findall("|".join(re.escape(mark) for mark in sorted(verdicts, key=len, reverse=True)), text)
+    pattern = "|".join(re.escape(mark) for mark in sorted(verdicts, key=len, reverse=True))
+    marks = re.findall(pattern, split_reasoning(text)[1])
     said = {verdicts[mark] for mark in marks}
     return said.pop() if len(said) == 1 else None
 
 
 def parse_grade(text: str, lowest: float, highest: float) -> float | None:
     """Return the grade in a judge's text; ``None`` without one, where several differ, or off the scale."""
-    said = {float(number) for number in _GRADE.findall(text)}
+    said = {float(number) for number in _GRADE.findall(split_reasoning(text)[1])}
     grade = said.pop() if len(said) == 1 else None
     return grade if grade is not None and lowest <= grade <= highest else None
 
@@ -293,13 +294,27 @@ def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome 
     swapped = [orders for winner, orders in judgments if winner is not None and len(orders) > 1]
     agreement = sum(len(set(orders)) == 1 for orders in swapped) / len(swapped) if swapped else None
     number = counts["other"] + counts["tie"] + counts["base"]
-    rate: list[float | None] = [None, None, None]
-    if number:
-        differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
-        low, high = compute_interval(np.array(differences))
-        mean = (counts["other"] - counts["base"]) / number
-        rate = [(1 + min(max(end, -1.0), 1.0)) / 2 for end in (mean, low, high)]
-    return WinRate(number, counts["other"], counts["tie"], counts["base"], counts[None], *rate, agreement)
+    found = (number, counts["other"], counts["tie"], counts["base"], counts[None])
+    if not number:
+        return WinRate(*found, None, None, None, agreement)
+    differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
+    low, high = compute_interval(np.array(differences))
+    mean = (counts["other"] - counts["base"]) / number
+    return WinRate(*found, (1 + mean) / 2, (1 + max(low, -1.0)) / 2, (1 + min(high, 1.0)) / 2, agreement)
+
+
+def split_place(place: str) -> tuple[str, str] | None:
+    """Split ``URL#NAME`` into the address of an endpoint and the name of its model; ``None`` of a folder or Hub id.
+
+    Raises:
+        ConfigError: The address has no name.
+    """
+    if not place.startswith(("http://", "https://")):
+        return None
+    url, _, name = place.partition("#")
+    if not name:
+        raise ConfigError(Problem(url, "does not name a model", f"write {url}#NAME"))
+    return url, name
 
 
 def load_reward_judge(name: str, *, device: str, revision: str | None = None) -> RewardJudge:

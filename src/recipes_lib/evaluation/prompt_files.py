@@ -58,7 +58,7 @@ def render_prompt(template: str, where: str, values: Mapping[str, Any]) -> str:
         ConfigError: It is no template, or names a value that does not exist.
     """
     try:
-        return _compile(template).render(**values).strip()
+        return str(_compile(template).render(**values)).strip()
     except TemplateError as error:
         names = ", ".join(values)
         raise ConfigError(Problem(where, f"its template fails: {error}", f"the values are {names}")) from error

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import TemplateError
+from lm_eval import tasks
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -34,6 +36,10 @@ Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU an
 """
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
 _PACKAGES: Final = "pip install 'recipes-lib[eval]', or the package that it names"
+_WORD: Final = re.compile(r"""[^\s"'#\[\],{}]+""")
+_NAMED: Final = re.compile(rf"""^(?:task|group|tag)\s*:\s*["']?({_WORD.pattern})""", re.MULTILINE)
+_NAMING: Final = re.compile(r"""^(?:["']?(?:task|group|tag)["']?\s*:|\s*-\s).*$""", re.MULTILINE)
+"""Lines of a task file that may name a task, group or tag, also one of a list."""
 _COLUMNS: Final = "compare the names in the task file with the columns of the data"
 
 
@@ -48,7 +54,7 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = _expand(config)
     manager = _index(config, wanted)
-    if unknown := [_describe_unknown(name, manager) for name in wanted if name not in manager.task_index]:
+    if unknown := [_describe_unknown(name, manager.all_tasks) for name in wanted if name not in manager.task_index]:
         raise ConfigError(*unknown)
     problems, found = list[Problem](), dict[str, Any]()
     for name, num_fewshot in wanted.items():
@@ -74,7 +80,7 @@ def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
     """
     wanted = list(_expand(config))
     manager = _index(config, wanted)
-    if unknown := [_describe_unknown(name, manager) for name in wanted if name not in manager.task_index]:
+    if unknown := [_describe_unknown(name, manager.all_tasks) for name in wanted if name not in manager.task_index]:
         raise ConfigError(*unknown)
     found: dict[str, dict[str, Any]] = {}
     for name in wanted:
@@ -131,10 +137,34 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
 
 
 def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
-    """Index the user's and our tasks; lm-eval's 14,000 files, which take seconds, only where they are asked for."""
+    """Index the user's and our tasks; lm-eval's 14,000 files, which take seconds, only where they are asked for.
+
+    Raises:
+        ConfigError: A name stands nowhere in these files, which is found without indexing them.
+    """
     folders = [OWN_TASKS, *map(Path, config.include_path or ())]
     own = TaskManager(include_path=folders, include_defaults=False)
-    return own if set(wanted) <= own.task_index.keys() else TaskManager(include_path=folders)
+    missing = [name for name in wanted if name not in own.task_index]
+    if not missing:
+        return own
+    names, words = _scan_files()
+    if absent := [_describe_unknown(name, [*own.all_tasks, *names]) for name in missing if name not in words]:
+        raise ConfigError(*absent)
+    return TaskManager(include_path=folders)
+
+
+def _scan_files() -> tuple[set[str], set[str]]:
+    """Return the names of most tasks, groups and tags in lm-eval's files, and words among which all of them are."""
+    names, words = set[str](), set[str]()
+    for folder in tasks.__path__:
+        for path in Path(folder).rglob("*"):
+            # Without a suffix: what the others include.
+            if path.suffix not in (".yaml", ".yml", "") or not path.is_file():
+                continue
+            text = path.read_text(encoding="utf-8", errors="replace")
+            names.update(_NAMED.findall(text))
+            words.update(word for line in _NAMING.findall(text) for word in _WORD.findall(line))
+    return names, words
 
 
 def _expand(config: EvalConfig) -> dict[str, int | None]:
@@ -143,8 +173,8 @@ def _expand(config: EvalConfig) -> dict[str, int | None]:
     return shots if config.num_fewshot is None else dict.fromkeys(shots, config.num_fewshot)
 
 
-def _describe_unknown(name: str, manager: TaskManager) -> Problem:
-    near = difflib.get_close_matches(name, [*SUITES, *manager.all_tasks], n=3)
+def _describe_unknown(name: str, known: Collection[str]) -> Problem:
+    near = difflib.get_close_matches(name, [*SUITES, *sorted(known)], n=3)
     remedy = f"did you mean {' or '.join(near)}?" if near else f"the suites are {', '.join(SUITES)}"
     return Problem("tasks", f"there is no task {name!r}", remedy)
 

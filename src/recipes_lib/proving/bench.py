@@ -6,8 +6,10 @@ import json
 import platform
 import random
 import shutil
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,7 @@ from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
 
 Event = Mapping[str, Any]
+Figures = Mapping[str, Any]
 Launcher = Callable[[Sequence[str], Mapping[str, str], Path], int]
 """Runs a command of Python's with variables of the environment, its output in a file; returns the exit code."""
 _SPECIAL: Final = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
@@ -36,6 +39,22 @@ SHAPE: Final[dict[str, Any]] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
+_REWARDED: Final = {"response_length": 12, "reward_funcs": f"[{__name__}:score_letters]"}
+_GROUPS: Final = {"num_generations": 4, "steps_per_generation": 4}
+OF_RECIPE: Final[Mapping[str, Mapping[str, Any]]] = {
+    "pretrain": {"max_length": 128, "test_split_size": 0.005},
+    "sft": {"max_length": 128, "test_split_size": 16},
+    "lora": {"max_length": 128, "test_split_size": 16, "lora_r": 8},
+    "dpo": {"max_length": 256, "test_split_size": 16, "precompute_ref_log_probs": "false"},
+    "reward": {"max_length": 256, "test_split_size": 16},
+    "distill": {"max_length": 128, "test_split_size": 16},
+    "ppo": _REWARDED | {"num_mini_batches": 2},
+    "rloo": _REWARDED | _GROUPS,
+    "grpo": _REWARDED | _GROUPS,
+}
+"""Keys of each recipe that the checks run."""
+_SMALL_MODEL: Final = json.dumps({"model_type": "llama", **SHAPE})
+_QUIET: Final = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
 _WORDS: Final = ("river", "stone", "light", "paper", "window", "garden", "engine", "letter", "number")
 _TAIL: Final = 12
 
@@ -92,6 +111,25 @@ class Bench:
         versions = ", ".join(f"{name} {version}" for name, version in read_versions().items())
         return f"{name_device()}, {'small' if self.is_small else 'full'} sizes, {versions}"
 
+    def set_up(self, recipe: str, **keys: Any) -> dict[str, Any]:
+        """Return the configuration of a short run, besides data and model; ``keys`` come on top."""
+        num_steps = 3 if self.is_small else 20
+        batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
+        of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
+        quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}
+        return {**quiet, **batch, **OF_RECIPE[recipe], **of_model, **keys}
+
+    def measure_seconds(self, compute: Callable[[], Any], repeats: int = 10) -> float:
+        """Return the median time of a call in seconds, with device synchronisation."""
+        times = []
+        for _ in range(3 + repeats):
+            began = time.perf_counter()
+            compute()
+            if self.is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[3:])
+
     def run(
         self,
         recipe: str,
@@ -134,15 +172,27 @@ class Bench:
         lines = (self.run(recipe, name, **options) / METRICS_FILE).read_text(encoding="utf-8").splitlines()
         return [event for event in map(json.loads, lines) if event["kind"] == "train"]
 
+    def write_inputs(self) -> Path:
+        """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
+        return write_inputs(self.folder / "inputs")
+
     def name_inputs(self, recipe: str) -> dict[str, Any]:
         """Return the keys of a recipe's model and data, which are written if they do not exist."""
-        inputs = write_inputs(self.folder / "inputs")
-        data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents"}.get(recipe, "chats")
-        named: dict[str, Any] = {"dataset_name": inputs / f"{data}.jsonl", "prepared_dir": self.folder / "prepared"}
+        inputs = self.write_inputs()
+        of_rl = dict.fromkeys(("ppo", "rloo", "grpo"), "prompts")
+        data = {"dpo": "pairs", "reward": "pairs", "pretrain": "documents", **of_rl}.get(recipe, "chats")
+        named: dict[str, Any] = {"dataset_name": inputs / f"{data}.jsonl"}
+        if data != "prompts":
+            named["prepared_dir"] = self.folder / "prepared"
         if recipe == "pretrain":
             return {**named, "tokenizer_name_or_path": inputs / "model"}
         teacher = {"teacher_model_name_or_path": inputs / "teacher"} if recipe == "distill" else {}
         return {**named, "model_name_or_path": inputs / "model", **teacher}
+
+
+def score_letters(*, completions: Sequence[str], **_: Any) -> list[float]:
+    """Return the share of lower-case letters of each answer, a reward for policies with random weights."""
+    return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
 
 
 def name_device() -> str:
@@ -176,6 +226,7 @@ def write_inputs(folder: Path) -> Path:
     rows: dict[str, list[Any]] = {
         "chats": [{"messages": question + answer(speak())} for question in questions],
         "pairs": [{"prompt": q, "chosen": answer(speak()), "rejected": answer(speak())} for q in questions],
+        "prompts": [{"prompt": question[0]["content"]} for question in questions],
         "documents": [{"text": ". ".join(speak() for _ in range(60))} for _ in range(2048)],
     }
     for name, lines in rows.items():

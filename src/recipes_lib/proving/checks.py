@@ -7,9 +7,8 @@ import json
 import shutil
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Final
@@ -20,7 +19,6 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.integrations.liger import apply_liger_kernel
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.environment import read_versions
 from recipes_lib.files import read_record
@@ -29,13 +27,16 @@ from recipes_lib.models.activation_checkpointing import read_selective
 from recipes_lib.models.attention.kernels import choose_kernel
 from recipes_lib.models.attention.varlen import register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
-from recipes_lib.planning.compute import find_planned_model
-from recipes_lib.planning.memory import plan_memory
-from recipes_lib.planning.memory_plan import Layout
-from recipes_lib.proving.bench import SHAPE, Bench, Event, WrongResultError, name_device
+from recipes_lib.proving.bench import OF_RECIPE, Bench, Event, Figures, WrongResultError, name_device
+from recipes_lib.proving.throughput import (
+    FINETUNING,
+    SHAPES,
+    measure_checkpoint_pause,
+    measure_engine,
+    measure_finetuning,
+    measure_pretraining,
+)
 from recipes_lib.training.optim.compilation import compile_layers
-
-Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ def look_at_environment(bench: Bench) -> Figures:
     """Versions, the device, and its throughput in matrix products (FLOP/s) and copies (bytes/s)."""
     size, dtype = (512, torch.float32) if bench.is_small else (8192, torch.bfloat16)
     matrix = torch.randn(size, size, device=bench.device, dtype=dtype)
-    seconds = measure_seconds(lambda: matrix @ matrix, bench)
+    seconds = bench.measure_seconds(lambda: matrix @ matrix)
     copied = torch.empty((2**22 if bench.is_small else 2**30) // 4, device=bench.device)
-    copy_seconds = measure_seconds(lambda: copied.clone(), bench)
+    copy_seconds = bench.measure_seconds(lambda: copied.clone())
     driver = {"driver": _read_driver(), "cuda": torch.version.cuda} if bench.is_cuda else {}
     peak = {"matmul_tflops": 2e-12 * size**3 / seconds, "copy_gb_per_second": 2e-9 * 4 * copied.numel() / copy_seconds}
     return {"device": name_device(), **driver, **read_versions(), **peak}
@@ -83,67 +84,48 @@ def _read_driver() -> str:
         return "unknown"
 
 
-def measure_seconds(compute: Callable[[], Any], bench: Bench, repeats: int = 10) -> float:
-    """Return the median time of a call in seconds, with device synchronisation."""
-    times = []
-    for _ in range(3 + repeats):
-        began = time.perf_counter()
-        compute()
-        if bench.is_cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[3:])
-
-
-_OF_RECIPE: Final[Mapping[str, Mapping[str, Any]]] = {
-    "pretrain": {"max_length": 128, "test_split_size": 0.05},
-    "sft": {"max_length": 128, "test_split_size": 16},
-    "lora": {"max_length": 128, "test_split_size": 16, "lora_r": 8},
-    "dpo": {"max_length": 256, "test_split_size": 16, "precompute_ref_log_probs": "false"},
-    "reward": {"max_length": 256, "test_split_size": 16},
-    "distill": {"max_length": 128, "test_split_size": 16},
-}
-_SMALL_MODEL: Final = json.dumps({"model_type": "llama", **SHAPE})
-_QUIET: Final = {"eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-3, "seed": 3}
-
-
-def _set_up(bench: Bench, recipe: str, **keys: Any) -> dict[str, Any]:
-    num_steps = 3 if bench.is_small else 20
-    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
-    of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
-    quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}
-    return {**quiet, **batch, **_OF_RECIPE[recipe], **of_model, **keys}
-
-
 def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
-    """Losses of a recipe on the device in ``float32`` and bfloat16, compared with the CPU in ``float32``."""
+    """Losses of a recipe on the device in ``float32`` and bfloat16, compared with the CPU in ``float32``.
+
+    Of reinforcement learning the gradient norms of two iterations in ``float32``, for its losses are near 0, and in
+    bfloat16 other answers are sampled.
+    """
+    is_rl = "reward_funcs" in OF_RECIPE[recipe]
+    figure, more = ("grad_norm", {"max_steps": 8}) if is_rl else ("loss", {})
+    # Updates by Adam amplify the rounding of small gradients.
+    allowed = {"fp32": 1e-2} if is_rl else {"fp32": 1e-4, "bf16": 5e-2}
     runs = {
-        name: bench.train(recipe, f"{recipe}-{name}", on_device=name != "cpu", **_set_up(bench, recipe, bf16=precision))
-        for name, precision in (("cpu", "false"), ("fp32", "false"), ("bf16", "true"))
+        name: bench.train(
+            recipe,
+            f"{recipe}-{name}",
+            on_device=name != "cpu",
+            **bench.set_up(recipe, bf16=str(name == "bf16").lower(), **more),
+        )
+        for name in ("cpu", *allowed)
     }
-    gaps = {name: measure_gap(runs["cpu"], runs[name]) for name in ("fp32", "bf16")}
-    for name, allowed in (("fp32", 1e-4), ("bf16", 5e-2)):
-        if not gaps[name] <= allowed:
-            raise WrongResultError(f"losses in {name} are {gaps[name]:.1e} off the CPU's; {allowed:.0e} is allowed")
+    gaps = {name: measure_gap(runs["cpu"], runs[name], figure) for name in allowed}
+    for name, gap in gaps.items():
+        if not gap <= allowed[name]:
+            raise WrongResultError(f"{figure} in {name} is {gap:.1e} off the CPU's; {allowed[name]:.0e} is allowed")
     named = {f"gap_{name}": gap for name, gap in gaps.items()}
-    return {"steps": len(runs["cpu"]), "last_loss": runs["fp32"][-1]["loss"], **named}
+    return {"steps": len(runs["cpu"]), f"last_{figure}": runs["fp32"][-1][figure], **named}
 
 
-def measure_gap(expected: Sequence[Event], found: Sequence[Event]) -> float:
-    """Return the largest relative difference of the losses of two runs with the same steps.
+def measure_gap(expected: Sequence[Event], found: Sequence[Event], figure: str = "loss") -> float:
+    """Return the largest relative difference of a figure of two runs with the same steps.
 
     Raises:
         WrongResultError: They do not.
     """
     if [event["step"] for event in expected] != [event["step"] for event in found] or not expected:
         raise WrongResultError(f"{len(found)} steps were logged, and {len(expected)} on the CPU")
-    pairs = [(one["loss"], other["loss"]) for one, other in zip(expected, found, strict=True)]
+    pairs = [(one[figure], other[figure]) for one, other in zip(expected, found, strict=True)]
     return float(max(abs(one - other) / max(abs(one), 1e-6) for one, other in pairs))
 
 
 def resume_exactly(bench: Bench) -> Figures:
     """Compare a run resumed from half of its steps, as after a kill, with an uninterrupted one: equal losses."""
-    keys = {**_set_up(bench, "sft"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    keys = {**bench.set_up("sft"), "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = bench.train("sft", "resume-whole", **keys)
     source, target = (bench.folder / "runs" / name for name in ("resume-whole", "resume-cut"))
     shutil.rmtree(target, ignore_errors=True)
@@ -274,7 +256,7 @@ def compare_loss_head(bench: Bench) -> Figures:
         for name, compute in ways.items():
             try:
                 found[name] = [compute().detach(), *torch.autograd.grad(compute(), (hidden, weight))]
-                seconds = measure_seconds(lambda c=compute, i=(hidden, weight): torch.autograd.grad(c(), i), bench, 3)  # type: ignore[misc]
+                seconds = bench.measure_seconds(lambda c=compute, i=(hidden, weight): torch.autograd.grad(c(), i), 3)  # type: ignore[misc]
             except torch.OutOfMemoryError:
                 figures[f"{name}_{vocabulary}"] = "out of memory"
                 continue
@@ -300,28 +282,17 @@ def _list_other_heads(
     return ways
 
 
-def measure_decoding(bench: Bench) -> Figures:
-    """Measure tokens per second of greedy ``generate`` with a KV cache by batch size, in the shape of 124M."""
-    width, mlp, layers, _, vocabulary = (*SHAPE.values(), 320) if bench.is_small else _SHAPES["124M"][0]
-    shape = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "vocab_size": vocabulary}
-    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
-    model = build_model(bench, "sdpa", **shape).to(dtype).eval()
-    length, figures = (8, {}) if bench.is_small else (128, dict[str, Any]())
-    for num_rows in (1, 2) if bench.is_small else (1, 32, 256):
-        prompt = torch.full((num_rows, 16), 5, device=bench.device)
-        options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
-        seconds = measure_seconds(lambda p=prompt, o=options: model.generate(p, **o), bench, 2)  # type: ignore[misc]
-        figures[f"rows_{num_rows}_tokens_per_second"] = num_rows * length / seconds
-    return figures
-
-
 def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
     """Compare losses of SFT on all GPUs in ``float32`` with those of one GPU with the same global batch size."""
     count = bench.num_gpus
-    keys = {**_set_up(bench, "sft", bf16="false"), "per_device_train_batch_size": 1}
-    alone = bench.train("sft", f"{launch_file}-alone", **{**keys, "gradient_accumulation_steps": count})
+    shares_rows = launch_file == "fsdp2_cp"
+    keys = {**bench.set_up("sft", bf16="false"), "per_device_train_batch_size": 1}
+    num_readers = 1 if shares_rows else count
+    alone = bench.train("sft", f"{launch_file}-alone", **{**keys, "gradient_accumulation_steps": num_readers})
     launcher = ("-m", "accelerate.commands.launch", f"--config_file=accelerate_configs/{launch_file}.yaml")
-    by = (*launcher, f"--num_processes={count}", "--mixed_precision=no")
+    by = [*launcher, f"--num_processes={count}", "--mixed_precision=no"]
+    if shares_rows:
+        by += [f"--parallelism_config_cp_size={count}", "--parallelism_config_dp_shard_size=1"]
     together = bench.train("sft", f"{launch_file}-together", by=by, **{**keys, "gradient_accumulation_steps": 1})
     if not (gap := measure_gap(alone, together)) <= 1e-4:
         raise WrongResultError(f"losses of {count} GPUs are {gap:.1e} off those of one; 1e-04 is allowed")
@@ -341,7 +312,7 @@ def count_synchronisations(recipe: str, bench: Bench) -> Figures:
 
 
 def _count_in_a_step(bench: Bench, recipe: str, num_micro_batches: int) -> float:
-    keys = {**_set_up(bench, recipe), "gradient_accumulation_steps": num_micro_batches, "logging_steps": 1000}
+    keys = {**bench.set_up(recipe), "gradient_accumulation_steps": num_micro_batches, "logging_steps": 1000}
     watched = ("-W", "always", "-m", "recipes_lib.proving.scripts")
     counts = []
     # One-time synchronisations of a run are in both counts.
@@ -356,78 +327,10 @@ def _count_in_a_step(bench: Bench, recipe: str, num_micro_batches: int) -> float
     return (counts[1] - counts[0]) / 4
 
 
-_SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
-    # Name -> hidden size, MLP size, layers, heads, vocabulary; rows per micro-batch; tokens per row.
-    "124M": ((768, 2048, 12, 12, 50_304), 16, 1024),
-    "1B": ((2048, 8192, 16, 32, 32_000), 4, 2048),
-}
-_SIZES: Final = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "eager": {"torch_compile": "false", "use_liger_kernel": "false"},
-    "compiled": {"torch_compile": "true", "use_liger_kernel": "false"},
-    "default": {},
-}
-
-
-def measure_throughput(shape: str, bench: Bench) -> Figures:
-    """Measure throughput, MFU and peak memory of pretraining, each of our variants against transformers' trainer."""
-    sizes, num_rows, length = _SHAPES[shape]
-    if bench.is_small:
-        sizes, num_rows, length = (*SHAPE.values(), 320), 2, 32
-    named = dict(zip(_SIZES, sizes, strict=True))
-    model = json.dumps({"model_type": "llama", **named, "tie_word_embeddings": True})
-    num_steps = 3 if bench.is_small else 20
-    batch = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 2, "max_steps": num_steps}
-    common = {**_set_up(bench, "pretrain"), **batch, "max_length": length, "model_config": model}
-    common |= {"bf16": "true", "cross_document_attention": "true"}
-    figures: dict[str, Any] = {}
-    for name, variant in _VARIANTS.items():
-        if bench.is_small and name != "default":
-            continue
-        events = bench.train("pretrain", f"throughput-{shape}-{name}", **common, **variant)[num_steps // 2 :]
-        figures[f"{name}_tokens_per_second"] = statistics.median(event["tokens_per_second"] for event in events)
-        figures[f"{name}_mfu"] = statistics.median(event.get("mfu", 0.0) for event in events)
-        figures[f"{name}_memory_gb"] = max(event["memory_bytes"] for event in events) / 1e9
-        figures[f"{name}_planned_gb"] = plan_allocated(bench, "pretrain", **common, **variant) / 1e9
-        if bench.is_cuda:  # On a CPU the memory is that of the whole process.
-            figures[f"{name}_memory_over_plan"] = figures[f"{name}_memory_gb"] / figures[f"{name}_planned_gb"]
-    for name, compiles in (("transformers", False), ("transformers_compiled", True)):
-        if compiles and bench.is_small:
-            continue
-        output = bench.folder / "runs" / f"throughput-{shape}-{name}"
-        output.mkdir(parents=True, exist_ok=True)
-        given = {"model": json.loads(model), "rows": num_rows, "length": length, "steps": num_steps}
-        given |= {"compile": compiles, "cpu": not bench.is_cuda, "output": str(output)}
-        if bench.launch(["-m", "recipes_lib.proving.scripts", json.dumps(given)], {}, output.with_suffix(".log")):
-            raise WrongResultError(f"transformers' trainer failed: {output.with_suffix('.log')}")
-        figures |= {f"{name}_{key}": value for key, value in read_record(output / "peer.json").items()}
-    figures["ratio_to_transformers"] = figures["default_tokens_per_second"] / max(
-        value for key, value in figures.items() if key.startswith("transformers") and key.endswith("per_second")
-    )
-    return figures
-
-
-def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
-    """Return the planned PyTorch allocation of a run, without CUDA context and reserve.
-
-    Args:
-        bench: Where it runs; of a CPU those of a GPU with 80 GB.
-        recipe: The run's.
-        **keys: As for ``Bench.train``.
-    """
-    flags = {**bench.name_inputs(recipe), "output_dir": bench.folder, **keys}
-    config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
-    # Liger's kernels are on by default if they are supported.
-    if "use_liger_kernel" not in keys and bench.is_cuda and find_spec("liger_kernel"):
-        config = replace(config, training={**config.training, "use_liger_kernel": True})
-    size = torch.cuda.get_device_properties(bench.device).total_memory if bench.is_cuda else 80e9
-    return plan_memory(config, find_planned_model(config), Layout("single_gpu"), device_bytes=size).allocated
-
-
 def list_checks() -> Iterable[Check]:
     """Yield every check, the most important first."""
     yield Check("environment", "versions, device, matrix products, copies", look_at_environment)
-    for recipe in _OF_RECIPE:
+    for recipe in OF_RECIPE:
         yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))
     for kernel, package in {
         "varlen": "",
@@ -444,13 +347,24 @@ def list_checks() -> Iterable[Check]:
     ):
         yield Check(f"layers-{name}", f"{name} changes nothing", partial(compare_layers, change), package)
     yield Check("resume", "a resumed run = an uninterrupted one", resume_exactly)
-    for shape in _SHAPES:
-        yield Check(f"throughput-{shape}", f"{shape}: tokens a second", partial(measure_throughput, shape))
-    yield Check("decoding", "tokens a second of generate", measure_decoding)
-    for launch_file in ("ddp", "fsdp2"):
+    for shape in SHAPES:
+        yield Check(f"throughput-{shape}", f"{shape}: tokens a second", partial(measure_pretraining, shape))
+    for method in FINETUNING:
+        needs = "bitsandbytes" if method == "qlora" else ""
+        finetune = partial(measure_finetuning, method)
+        yield Check(f"finetune-8B-{method}", f"{method} fine-tuning of 8B: tokens a second", finetune, needs)
+    batching = {"use_transformers_continuous_batching": "true"}
+    for engine, keys, needs in (
+        ("generate", {}, ""),
+        ("batching", batching, ""),
+        ("vllm", {"use_vllm": "true"}, "vllm"),
+    ):
+        yield Check(f"engine-{engine}", f"GRPO by {engine}: tokens a second", partial(measure_engine, keys), needs)
+    yield Check("checkpoint", "pause of an asynchronous checkpoint", measure_checkpoint_pause)
+    for launch_file in ("ddp", "fsdp2", "fsdp2_cp"):
         compare_gpus = partial(compare_with_one_gpu, launch_file)
         told = f"losses of all GPUs by {launch_file} = those of one"
         yield Check(f"gpus-{launch_file}", told, compare_gpus, min_gpus=2)
-    for recipe in ("sft", "pretrain", "dpo", "reward"):
+    for recipe in ("sft", "pretrain", "dpo", "reward", "distill"):
         count = partial(count_synchronisations, recipe)
         yield Check(f"synchronisations-{recipe}", f"host synchronisations of {recipe}", count, min_gpus=1)

@@ -1,7 +1,7 @@
 """Scripts that checks start in a separate process: ``python -m recipes_lib.proving.scripts``.
 
 ``RECIPE FLAG ...`` runs a recipe with warnings for every host synchronisation; ``JSON`` trains on random tokens with
-transformers' own trainer, for comparison.
+transformers' trainer or TRL's, for comparison.
 """
 
 from __future__ import annotations
@@ -11,11 +11,20 @@ import runpy
 import statistics
 import sys
 import time
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 
 class Clock(TrainerCallback):
@@ -33,35 +42,66 @@ class Clock(TrainerCallback):
 
 
 def train_by_peer(given: dict[str, Any]) -> None:
-    """Train with transformers' trainer and write ``peer.json``: tokens per second and peak memory in GB."""
-    shape = dict(given["model"])
-    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    """Train with another trainer on rows of random tokens; write ``peer.json``: tokens per second, peak memory in GB.
+
+    Args:
+        given: ``model``, the configuration that transformers' trainer pretrains, or ``path``, the model that TRL's
+            fine-tunes, with ``adapter``, ``four_bit`` and ``optim``; of both ``rows``, ``length``, ``steps``,
+            ``compile``, ``cpu`` and ``output``.
+    """
+    keys: dict[str, Any] = {
+        "output_dir": given["output"],
+        "max_steps": given["steps"],
+        "per_device_train_batch_size": given["rows"],
+        "gradient_accumulation_steps": 2,
+        "bf16": True,
+        "use_cpu": given["cpu"],
+        "torch_compile": given["compile"],
+        "dataloader_num_workers": 2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1000,
+        "disable_tqdm": True,
+    }
     generator = torch.Generator().manual_seed(0)
-    num_rows = 2 * given["rows"] * given["steps"]
-    ids = torch.randint(shape["vocab_size"], (num_rows, given["length"]), generator=generator)
-    args = TrainingArguments(
-        output_dir=given["output"],
-        max_steps=given["steps"],
-        per_device_train_batch_size=given["rows"],
-        gradient_accumulation_steps=2,
-        bf16=True,
-        use_cpu=given["cpu"],
-        torch_compile=given["compile"],
-        dataloader_num_workers=2,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1000,
-        disable_tqdm=True,
-    )
+    # The time does not depend on which tokens there are.
+    vocabulary = given["model"]["vocab_size"] if "model" in given else 256
+    ids = torch.randint(vocabulary, (2 * given["rows"] * given["steps"], given["length"]), generator=generator)
+    trainer = _build_trl(given, keys, ids) if "path" in given else _build_trainer(given["model"], keys, ids)
     clock = Clock()
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    Trainer(model=model, args=args, train_dataset=rows, callbacks=[clock]).train()
-    laps = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    trainer.add_callback(clock)
+    trainer.train()
+    laps = [after - before for before, after in pairwise(clock.times)]
     seconds = statistics.median(laps[len(laps) // 2 :])
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found = {"tokens_per_second": 2 * given["rows"] * given["length"] / seconds, "memory_gb": memory / 1e9}
     (Path(given["output"]) / "peer.json").write_text(json.dumps(found))
+
+
+def _build_trainer(shape: dict[str, Any], keys: dict[str, Any], ids: torch.Tensor) -> Trainer:
+    config = AutoConfig.for_model(**shape)
+    model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    rows: Any = [{"input_ids": row, "labels": row} for row in ids]
+    return Trainer(model=model, args=TrainingArguments(**keys), train_dataset=rows)
+
+
+def _build_trl(given: dict[str, Any], keys: dict[str, Any], ids: torch.Tensor) -> Trainer:
+    """TRL's trainer at its defaults, on rows without padding."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import SFTConfig, SFTTrainer
+
+    attention = "flash_attention_2" if find_spec("flash_attn") and not given["cpu"] else "sdpa"
+    options: dict[str, Any] = {"dtype": "bfloat16", "attn_implementation": attention}
+    if given["four_bit"]:
+        options["quantization_config"] = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+    args = SFTConfig(**keys, max_length=given["length"], optim=given["optim"], model_init_kwargs=options)
+    adapter = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM") if given["adapter"] else None
+    rows = Dataset.from_dict({"input_ids": ids.tolist()})
+    trainer: Any = SFTTrainer(model=given["path"], args=args, train_dataset=rows, peft_config=adapter)
+    return trainer  # type: ignore[no-any-return]
 
 
 def main(arguments: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import itertools
+import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ COLOURS: Mapping[str, str] = {
 PNG_BACKGROUND = "#ffffff"
 MAX_POINTS = 800
 MAX_SMOOTHED = 400
+MAX_HOVERED = 200
 SMOOTH_FROM = 30
 """Curves of fewer points are shown as they are."""
 _TICK_STEPS = [1, 2, 5, 10]
@@ -103,6 +105,7 @@ class Chart:
         alt: What a person sees in it, in a sentence, for one who does not.
         svg: An ``<svg>`` element whose colours are the page's variables.
         is_wide: It deserves the whole width.
+        hover: Values of the curves and their places in the drawing, as JSON for ``hover.js``; empty without any.
     """
 
     name: str
@@ -110,6 +113,7 @@ class Chart:
     alt: str
     svg: str
     is_wide: bool
+    hover: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +250,28 @@ def draw_chart(plan: Plan, folder: Path) -> Chart:
             _draw_line(axes, line)
         _finish(axes, plan)
         svg = save_figure(figure, folder / f"{plan.name}.png")
+        hover = json.dumps([_locate(figure, axes, line) for line in plan.lines if line.curve])
     alt = f"{plan.title}: " + "; ".join(_describe(line) for line in plan.lines if line.curve)
-    return Chart(plan.name, plan.title, alt, svg, plan.is_wide)
+    return Chart(plan.name, plan.title, alt, svg, plan.is_wide, hover)
+
+
+def _locate(figure: Figure, axes: Axes, line: Line) -> dict[str, Any]:
+    """Return the points of a line: step, value, and place in the SVG, in its units from the upper left corner.
+
+    The figure has been saved, so its layout is final.
+    """
+    points = thin_out(line.curve, MAX_HOVERED)
+    # SVG has 72 units an inch; y grows downwards.
+    places = axes.transData.transform(points) * 72 / figure.dpi
+    height = figure.get_figheight() * 72
+    return {
+        "label": line.label,
+        "colour": line.colour,
+        "points": [
+            [step, f"{value:.5g}", round(float(x), 1), round(float(height - y), 1)]
+            for (step, value), (x, y) in zip(points, places, strict=True)
+        ],
+    }
 
 
 def save_figure(figure: Figure, path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Offline HTML pages from templates, and those of corpora, evaluations and scored rows."""
+"""Offline HTML pages from templates, and those of corpora, evaluations, scored rows and synthetic data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_page(
         path: The page.
         template: Name of the file here, without ``.html.jinja``.
         filters: Of the template, besides Jinja's.
-        **values: Of the template; ``style`` is there already.
+        **values: Of the template; ``style`` and the script ``hover`` are there already.
 
     Raises:
         OSError: It cannot be written.
@@ -42,8 +42,11 @@ def write_page(
     here = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters or {}
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    page = environment.get_template(f"{template}.html.jinja").render(style=style, **values)
+    given = {
+        name: Path(__file__).with_name(file).read_text(encoding="utf-8")
+        for name, file in (("style", "page.css"), ("hover", "hover.js"))
+    }
+    page = environment.get_template(f"{template}.html.jinja").render(**given, **values)
     replace_text(path, page.encode(errors="replace").decode())
     return path
 
@@ -140,6 +143,25 @@ def write_score_report(scored: Path, column: str) -> Path:
         }
     path = scored.with_name(f"{scored.name}.html")
     return write_page(path, "scores", name=scored.name, column=column, losses=losses, num_empty=num_empty, **given)
+
+
+def write_synthesis_report(folder: Path, record: Record, samples: Mapping[str, Sequence[Record]]) -> Path:
+    """Write ``report.html`` of synthetic data and return its path: counts, removals, and samples of both.
+
+    Args:
+        folder: Of the rows.
+        record: What ``synthesis.json`` holds.
+        samples: ``kept``, and replies by the reason of their removal.
+    """
+    shown = {kind: [_show_row(row) for row in rows] for kind, rows in samples.items()}
+    return write_page(
+        folder / "report.html",
+        "synthesis",
+        name=folder.resolve().name,
+        record=record,
+        kept=shown.pop("kept"),
+        removed=shown,
+    )
 
 
 def _show_row(row: Mapping[str, Any]) -> str:

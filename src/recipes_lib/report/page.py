@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import re
@@ -79,8 +80,8 @@ class KeyFigure:
 def build_report(run_dir: Path) -> Path:
     """Write ``report.html`` and ``report/*.png`` to a run directory and return the path of the page.
 
-    The page works offline without scripts, and is smaller than a megabyte. Missing parts of a run are omitted; all text
-    from data or configuration is escaped.
+    The page works offline, also without its inline script, and is smaller than a megabyte. Missing parts of a run are
+    omitted; all text from data or configuration is escaped.
 
     Raises:
         DataError: ``run_dir`` holds no run.
@@ -102,8 +103,7 @@ def build_report(run_dir: Path) -> Path:
         figures=figures,
         charts=charts,
         samples=_pair_samples(run.samples, steps),
-        samples_how="at the same random numbers, the best first," if _find_rewards(run.samples) else "greedily",
-        samples_when=" and ".join(_name_step(step, steps).lower() for step in {*steps[:1], *steps[-1:]}),
+        samples_lead=_describe_samples(run.samples, steps),
         facts=[fact for fact in facts if not _is_record(*fact)],
         records=[fact for fact in facts if _is_record(*fact)],
         config=_list_config(run.facts),
@@ -181,18 +181,23 @@ def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigur
 
 
 def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Return each prompt with its first and its last answer."""
+    """Return each prompt with its first and its last answer, the largest change first.
+
+    With rewards, the change is that of the reward, and of many prompts the largest gains and losses are left; without,
+    it is the share of other words.
+    """
     by_prompt: dict[str, dict[int, Record]] = {}
     for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), {})[sample["step"]] = sample
     prompts = list(by_prompt.items())
     if _find_rewards(samples):
-        # The best and the worst ones, by the reward of the last answer.
-        last = [(prompt, answers, _read_reward(answers[max(answers)])) for prompt, answers in prompts]
-        known = sorted((row for row in last if row[2] is not None), key=lambda row: row[2] or 0.0, reverse=True)
+        gains = [(prompt, answers, _measure_gain(answers)) for prompt, answers in prompts]
+        known = sorted((row for row in gains if row[2] is not None), key=lambda row: row[2] or 0.0, reverse=True)
         prompts = [(prompt, answers) for prompt, answers, _ in known]
         if len(prompts) > MAX_PROMPTS:
             prompts = [*prompts[: MAX_PROMPTS - MAX_PROMPTS // 2], *prompts[-(MAX_PROMPTS // 2) :]]
+    else:
+        prompts.sort(key=lambda row: _measure_likeness(row[1]))
     paired = []
     for prompt, answers in prompts[:MAX_PROMPTS]:
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
@@ -201,20 +206,42 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
             {
                 "prompt": _shorten(prompt),
                 "reference": None if reference is None else _shorten(str(reference)),
-                "answers": [_show_answer(answer, steps) for answer in ends],
+                "answers": [_show_answer(answer, steps, ends[0]) for answer in ends],
             }
         )
     return paired
 
 
-def _show_answer(sample: Record, steps: Sequence[int]) -> dict[str, Any]:
+def _describe_samples(samples: Sequence[Record], steps: Sequence[int]) -> str:
+    has_rewards = bool(_find_rewards(samples))
+    how = "at the same random numbers" if has_rewards else "greedily"
+    when = " and ".join(_name_step(step, steps).lower() for step in dict.fromkeys([*steps[:1], *steps[-1:]]))
+    order = "the largest gain of reward first" if has_rewards else "the most changed first"
+    return f"The same prompts, answered {how} {when}; {order}."
+
+
+def _measure_gain(answers: Mapping[int, Record]) -> float | None:
+    """Return by how much the reward of the last answer exceeds that of the first; ``None`` without a last reward."""
+    first, last = _read_reward(answers[min(answers)]), _read_reward(answers[max(answers)])
+    return None if last is None else last - (first if first is not None and len(answers) > 1 else 0.0)
+
+
+def _measure_likeness(answers: Mapping[int, Record]) -> float:
+    """Return the share of words that the first and the last answer have in common, in their order."""
+    texts = [_shorten(str(answers[end(answers)].get("completion", ""))).split() for end in (min, max)]
+    return difflib.SequenceMatcher(None, *texts, autojunk=False).ratio()
+
+
+def _show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[str, Any]:
     stopped = bool(sample.get("stopped"))
-    number, reward = sample.get("num_tokens", "?"), _read_reward(sample)
-    worth = "" if reward is None else f", reward {reward:.4g}"
+    number, reward, before = sample.get("num_tokens", "?"), _read_reward(sample), _read_reward(first)
+    gain = reward - before if reward is not None and before is not None and sample is not first else 0.0
     return {
         "when": _name_step(sample["step"], steps),
         "stopped": stopped,
-        "verdict": (f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens") + worth,
+        "verdict": f"stopped after {number} tokens" if stopped else f"cut off at {number} tokens",
+        "reward": "" if reward is None else f"reward {reward:.4g}" + (f" ({gain:+.3g})" if gain else ""),
+        "direction": "up" if gain > 0 else "down" if gain < 0 else "",
         "text": _shorten(str(sample["completion"])),
     }
 

@@ -87,7 +87,7 @@ def test_an_interrupted_comparison_asks_for_the_rest_alone(folder: Path) -> None
     whole = read_rates(folder)
     assert whole["rates"]["all"]["num_questions"] == NUM_QUESTIONS
     # Another judge is never mixed in.
-    assert compare(folder, "--judge", f"{again_url}#j") == 2
+    assert compare(folder, "--judge", f"{again_url}#another") == 2
     assert not again.asked
 
 

@@ -139,3 +139,57 @@ def test_the_command_says_how_much_it_was(tiny_tokenizer_dir, tmp_path, capsys):
     checkpoint = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
     main([str(checkpoint), str(tmp_path / "out")])
     assert capsys.readouterr().out.endswith(f"parameters written to {tmp_path / 'out'}\n")
+
+
+CONVERTER_STUB = """
+import argparse, json, pathlib, sys
+parser = argparse.ArgumentParser()
+parser.add_argument("model", type=pathlib.Path)
+parser.add_argument("--outfile", type=pathlib.Path)
+parser.add_argument("--outtype")
+options = parser.parse_args()
+size = json.loads((options.model / "config.json").read_text())["hidden_size"]
+assert (options.model / "model.safetensors").is_file()
+if options.outtype == "fails":
+    options.outfile.write_bytes(b"GGUF")
+    sys.exit(3)
+options.outfile.write_bytes(b"none" if options.outtype == "empty" else f"GGUF {size} {options.outtype}".encode())
+"""
+
+
+@pytest.mark.parametrize("kind", ["model", "checkpoint"])
+def test_a_gguf_file_is_what_the_converter_writes_of_the_model(kind, tiny_tokenizer_dir, tmp_path, capsys):
+    (tmp_path / "a llama" / "convert_hf_to_gguf.py").parent.mkdir()
+    (tmp_path / "a llama" / "convert_hf_to_gguf.py").write_text(CONVERTER_STUB)
+    source = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
+    if kind == "model":
+        export_checkpoint(source, source := tmp_path / "model")
+    out = tmp_path / "files" / "mine.gguf"
+    flags = [str(source), str(out), "--llama_cpp", str(tmp_path / "a llama"), "--gguf"]
+    main([*flags, "q8_0"])
+    assert out.read_bytes() == b"GGUF 32 q8_0"
+    assert capsys.readouterr().out.endswith(f"12 bytes written to {out}\n")
+    assert [file.name for file in out.parent.iterdir()] == ["mine.gguf"]
+    with pytest.raises(ConfigError, match="exists already"):
+        main([*flags, "q8_0"])
+    out.unlink()
+    for wrong, words in (("fails", "exit code 3"), ("empty", "no GGUF file")):
+        with pytest.raises(ConfigError, match=words):
+            main([*flags, wrong])
+        assert list(out.parent.iterdir()) == []
+
+
+def test_without_a_converter_or_a_model_the_way_out_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="name its folder by --llama_cpp"):
+        main([str(tmp_path), str(tmp_path / "a.gguf"), "--gguf", "f16"])
+    converter = tmp_path / "convert_hf_to_gguf.py"
+    converter.write_text("#!/bin/sh\n")
+    converter.chmod(0o755)
+    with pytest.raises(ConfigError, match="holds no model"):
+        main([str(tmp_path), str(tmp_path / "a.gguf"), "--gguf", "f16"])
+    with pytest.raises(ConfigError, match=r"ends with \.gguf"):
+        main([str(tmp_path), str(tmp_path / "a"), "--gguf", "f16"])
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="recipes merge"):
+        main([str(tmp_path), str(tmp_path / "a.gguf"), "--gguf", "f16"])

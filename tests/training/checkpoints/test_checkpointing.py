@@ -246,6 +246,36 @@ def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
     assert_equal_weights(weights_of(trainer), best)
 
 
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [
+        ([5.0, 4.0, 3.0, 1.0, 2.0, 2.5], 6),
+        ([5.0, 1.0, 3.0, 4.0, 4.0, 4.0], 3),
+        ([5.0, 4.0, 1.0, 2.0, 3.0, 2.5], 3),
+        ([1.0, 2.0, 3.0, 4.0, 4.0, 2.0], 6),
+    ],
+)
+def test_the_best_is_that_of_the_steps_that_are_saved(tiny_model_dir, tmp_path, losses, best):
+    """Evaluations between saves, one of them the best: its weights are nowhere, and no other step passes for it."""
+    given = iter(losses)
+    keys = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 3, "max_steps": 6, "save_total_limit": 1}
+    trainer, _ = make_trainer(
+        tiny_model_dir,
+        tmp_path,
+        make_packs(),
+        hooks=[lambda model, step: {"loss": next(given)}],
+        **SAVES | keys | {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False},
+    )
+    weights = {}
+    for step in (3, 6):
+        trainer.add_callback(Telling(step, lambda step=step: weights.update({step: weights_of(trainer)})))
+    trainer.train()
+    assert_equal_weights(weights_of(trainer), weights[best])
+    state = trainer.state
+    assert (state.best_global_step, state.best_metric) == (best, losses[best - 1])
+    assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+
+
 def test_experts_are_resumed_and_not_skipped(tiny_model_dir, tmp_path):
     # Upstream would load weights by the names of publication, under which a model has no experts, and only warn.
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_local_experts": 2}

@@ -27,8 +27,10 @@ from recipes_lib.evaluation.judges import (
     WinRate,
     compute_win_rate,
     load_reward_judge,
+    split_place,
 )
 from recipes_lib.files import read_lines, replace_record
+from recipes_lib.processes import verify_one_process
 
 if TYPE_CHECKING:
     from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -69,6 +71,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
     from recipes_lib.training.monitoring.progress import build_progress
 
+    verify_one_process("recipes eval compare")
     questions = load_questions(options.prompts, options.limit)
     progress = build_progress(is_main=True)
     try:
@@ -113,6 +116,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--judge_prompt", type=Path, default=PROMPTS / "pairwise.yaml", metavar="FILE", help=told)
     parser.add_argument("--judge_tokens", type=int, default=2048, help="longest text of the judge (default: 2048)")
     told = "JSON: further fields of requests to the judge; null removes one"
+    parser.add_argument("--request", type=json.loads, default={}, metavar="JSON", help="the same for models")
     parser.add_argument("--judge_request", type=json.loads, default={}, metavar="JSON", help=told)
     parser.add_argument("--limit", type=int, help="the first questions only")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer of a model (default: 1024)")
@@ -133,8 +137,8 @@ def load_judge(options: argparse.Namespace) -> Judge:
     Raises:
         ConfigError: It cannot be loaded, its prompt is wrong, or the endpoint has no model's name.
     """
-    if options.judge.startswith(("http://", "https://")):
-        engine = _build_endpoint(options, options.judge, options.judge_tokens, 0.0, options.judge_request)
+    if (place := split_place(options.judge)) is not None:
+        engine = _build_endpoint(options, place, options.judge_tokens, 0.0, options.judge_request)
         judge = PromptedJudge(engine, pairwise=options.judge_prompt)
         judge.describe()
         return judge
@@ -148,14 +152,10 @@ def _choose_device(options: argparse.Namespace) -> str:
 
 
 def _build_endpoint(
-    options: argparse.Namespace, place: str, length: int, temperature: float, request: Mapping[str, Any]
+    options: argparse.Namespace, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any]
 ) -> Endpoint:
-    url, _, name = place.partition("#")
-    if not name:
-        raise ConfigError(Problem(url, "does not name a model", f"write {url}#NAME"))
     endpoint = Endpoint(
-        url,
-        name,
+        *place,
         max_new_tokens=length,
         temperature=temperature,
         seed=options.seed,
@@ -199,8 +199,8 @@ def _find_answers(
 
 
 def _load_engine(name: str, options: argparse.Namespace) -> Answerer:
-    if name.startswith(("http://", "https://")):
-        return _build_endpoint(options, name, options.max_new_tokens, options.temperature, {})
+    if (place := split_place(name)) is not None:
+        return _build_endpoint(options, place, options.max_new_tokens, options.temperature, options.request)
     from recipes_lib.evaluation.answering import load_local_model
 
     return load_local_model(

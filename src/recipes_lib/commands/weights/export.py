@@ -1,9 +1,11 @@
-"""``recipes export``: convert a checkpoint, sharded or not, to a Hugging Face model folder, without a GPU."""
+"""``recipes export``: convert a checkpoint, sharded or not, to a Hugging Face model folder, or a model to GGUF."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,9 @@ from recipes_lib.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+CONVERTER: Final = "convert_hf_to_gguf.py"
+"""Script of llama.cpp."""
+_MAGIC: Final = b"GGUF"
 _OF_TRAINING: Final = ("COMPLETE.json", "trainer_state.json", "model.safetensors.index.json")
 
 
@@ -22,15 +27,23 @@ def main(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ConfigError: As ``export_checkpoint``.
+        ConfigError: As ``export_checkpoint`` or ``export_gguf``.
     """
     parser = argparse.ArgumentParser(prog="recipes export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run")
-    parser.add_argument("output", type=Path, help="folder to create; it may not exist or must be empty")
+    parser.add_argument("checkpoint", type=Path, help="folder `checkpoint-N` of a run; with --gguf also of a model")
+    parser.add_argument("output", type=Path, help="folder to create, may not exist or must be empty; or file.gguf")
+    parser.add_argument("--gguf", metavar="TYPE", help="write a GGUF file of this type: f16, bf16, q8_0, ...")
+    told = f"checkout of llama.cpp, for --gguf (default: {CONVERTER} on the PATH)"
+    parser.add_argument("--llama_cpp", type=Path, metavar="DIR", help=told)
     options = parser.parse_args(argv)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
+    if options.gguf:
+        export_gguf(options.checkpoint, options.output, options.gguf, options.llama_cpp)
+        size = options.output.stat().st_size
+        sys.stdout.write(f"{size:,} bytes written to {options.output}\n")
+        return
     num_parameters = export_checkpoint(options.checkpoint, options.output)
     sys.stdout.write(f"{num_parameters:,} parameters written to {options.output}\n")
 
@@ -70,6 +83,58 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
         num_parameters = write(checkpoint, staging)
         staging.replace(output)
     return num_parameters
+
+
+def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -> None:
+    """Write a model as a GGUF file by llama.cpp's converter.
+
+    Args:
+        source: Folder of a model, or a complete checkpoint.
+        output: File to write.
+        kind: Type of the weights, as the converter names it.
+        llama_cpp: Checkout of llama.cpp; ``None`` to find the converter on the ``PATH``.
+
+    Raises:
+        ConfigError: There is no converter or no model, the file exists, or the converter fails.
+    """
+    command = _find_converter(llama_cpp)
+    if output.suffix != ".gguf" or output.exists():
+        found = "exists already" if output.exists() else "is not the name of a GGUF file"
+        raise ConfigError(Problem(str(output), found, "write a new name that ends with .gguf"))
+    is_checkpoint = (source / "COMPLETE.json").exists()
+    if (source / "adapter_config.json").exists():
+        remedy = "merge it first: `recipes merge --adapter ... --output ...`"
+        raise ConfigError(Problem(str(source), "is an adapter", remedy))
+    if not is_checkpoint and not (source / "config.json").exists():
+        raise ConfigError(Problem(str(source), "holds no model", "name the output directory of a finished run"))
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
+        model, file = source, Path(folder) / output.name
+        if is_checkpoint:
+            model = Path(folder) / "model"
+            export_checkpoint(source, model)
+        command += [str(model), "--outfile", str(file), "--outtype", kind]
+        code = subprocess.run(command, check=False).returncode
+        is_written = file.is_file() and file.open("rb").read(len(_MAGIC)) == _MAGIC
+        if code or not is_written:
+            found = f"ended with exit code {code}" if code else "has written no GGUF file"
+            raise ConfigError(Problem(shlex.join(command), found, "see its output above"))
+        file.replace(output)
+
+
+def _find_converter(llama_cpp: Path | None) -> list[str]:
+    """Return the command of llama.cpp's converter.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    if llama_cpp is None:
+        if found := shutil.which(CONVERTER):
+            return [found]
+    elif (script := llama_cpp / CONVERTER).is_file():
+        return [sys.executable, str(script)]
+    remedy = "clone github.com/ggml-org/llama.cpp, install its requirements.txt, and name its folder by --llama_cpp"
+    raise ConfigError(Problem(str(llama_cpp or CONVERTER), f"there is no {CONVERTER} of llama.cpp here", remedy))
 
 
 def _write_model(checkpoint: Path, folder: Path) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -53,6 +54,7 @@ class CheckpointingTrainer(Trainer):
         self.layout = choose_layout(self)
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
+        self._best_before: tuple[float | None, int | None] = None, None
         self._staging: Path | None = None  # Only while a checkpoint is put together.
         self._tasks: list[Task] = []
 
@@ -94,7 +96,26 @@ class CheckpointingTrainer(Trainer):
         if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._has_dry_run:
             self._has_dry_run = True
             self._dry_run(model)
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
+        with self.best_is_saved():
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kwargs)
+
+    @contextmanager
+    def best_is_saved(self) -> Iterator[None]:
+        """Let an evaluation inside be the best only at a step that ``save_steps`` saves.
+
+        transformers 5.23 takes any evaluation for the best, also one between saves; its weights are lost, and at the
+        end those of an earlier best are loaded, or none.
+        """
+        self._best_before = self.state.best_metric, self.state.best_global_step
+        yield
+        self._disregard_unsaved()
+
+    def _disregard_unsaved(self) -> None:
+        state = self.state
+        is_saved = state.global_step >= state.max_steps or state.global_step % max(state.save_steps, 1) == 0
+        is_new = state.best_global_step == state.global_step
+        if self.args.save_strategy == SaveStrategy.STEPS and is_new and not is_saved:
+            state.best_metric, state.best_global_step = self._best_before
 
     # transformers 5.23 writes while training waits, and deletes old checkpoints before the new one is verified.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -131,6 +152,7 @@ class CheckpointingTrainer(Trainer):
 
     def _stage(self, model: nn.Module, folder: str) -> Staged:
         """Stage a checkpoint by upstream's code under another name; large files are left to ``_tasks``."""
+        self._disregard_unsaved()  # Besides ``save_steps``, a stop request or a decay saves.
         output_dir, step = Path(str(self.args.output_dir)), self.state.global_step
         staged = self._saver.open(step, folder)
         # Upstream would delete while this one is not known to be whole.

@@ -441,8 +441,9 @@ class RecipeTrainer(CheckpointingTrainer):
 
     def run_pending_evaluation(self) -> None:
         """Run the evaluation that a stop request interrupted, at upstream's place: after a step."""
-        metrics = self._evaluate(None, None)
-        is_best = self._determine_best_metric(metrics, None)
+        with self.best_is_saved():
+            metrics = self._evaluate(None, None)
+            is_best = self._determine_best_metric(metrics, None)
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
             self._save_checkpoint(self.model_wrapped, None)
 

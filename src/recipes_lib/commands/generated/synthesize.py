@@ -1,0 +1,456 @@
+"""``recipes synthesize``: training rows written by a model, filtered, graded and selected, with their provenance.
+
+Replies and grades are appended to files as they come; filters and selection are computed from these files, so that
+changing them costs nothing, and a killed command resumes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from recipes_lib.commands.generated.candidates import (
+    ROWS,
+    Candidate,
+    complete_values,
+    filter_replies,
+    find_failure,
+    keep_graded,
+    read_row_file,
+    write_rows,
+)
+from recipes_lib.commands.generated.generation_methods import (
+    Method,
+    SourceRow,
+    load_method,
+    read_source,
+    take_reply,
+)
+from recipes_lib.commands.generated.row_filters import (
+    build_checks,
+    choose_rows,
+)
+from recipes_lib.commands.sampling import RowFile
+from recipes_lib.config.synthesis_keys import SynthesisConfig, parse_synthesis_command
+from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
+from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, Reply
+from recipes_lib.evaluation.judge_questions import Question
+from recipes_lib.evaluation.judges import PROMPTS, Judge, PromptedJudge, load_reward_judge, split_place
+from recipes_lib.files import replace_record
+from recipes_lib.processes import verify_one_process
+
+if TYPE_CHECKING:
+    from recipes_lib.models.generation import Generator, Sampling
+    from recipes_lib.training.monitoring.progress import TrainingProgress
+
+RECORD: Final = "synthesis.json"
+_REPLIES: Final = "replies.jsonl"
+_GRADES: Final = "grades.jsonl"
+
+
+@dataclass(slots=True)
+class ReplyCounts:
+    """Progress of the replies.
+
+    Attributes:
+        num_candidates: Rows that were written, before filters.
+        num_prompt_tokens: Read by the writer.
+        num_tokens: Written by it.
+        num_bytes: Of the file.
+    """
+
+    num_candidates: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(slots=True)
+class GradeCounts:
+    """Progress of the grades.
+
+    Attributes:
+        num_grades: Answers that were graded, or tried to be.
+        num_prompt_tokens: Read by the judge.
+        num_tokens: Written by it.
+        num_bytes: Of the file.
+    """
+
+    num_grades: int = 0
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command, or resume it.
+
+    Raises:
+        ConfigError: The configuration or a method is wrong, a model cannot be had, an endpoint fails, or the folder
+            holds other rows.
+        DataError: The source cannot be read, or no row is left.
+    """
+    config = _parse(argv)
+    if config is None:
+        return
+    verify_one_process("recipes synthesize")
+    from recipes_lib.report.html_pages import write_synthesis_report
+    from recipes_lib.training.monitoring.progress import build_progress
+
+    progress = build_progress(is_main=True)
+    try:
+        record, samples = synthesize(config, progress)
+    finally:
+        progress.stop()
+    folder = Path(config.output_dir)
+    report = write_synthesis_report(folder, record, samples)
+    sys.stdout.write("".join(f"{line}\n" for line in describe(record)))
+    sys.stdout.write(f"{folder / ROWS}\nsamples: {report}\n")
+
+
+def check(argv: Sequence[str]) -> int:
+    """``recipes check`` of a synthesis: load the method, read the source, build a row's first prompt.
+
+    Raises:
+        ConfigError: As ``main``.
+        DataError: As ``main``.
+    """
+    config = _parse(argv)
+    if config is None:
+        return EXIT_DONE
+    method = load_method(config.method)
+    rows, _ = read_source(config, method.fields["reads"])
+    build_checks(config)
+    chat = method.build_chat(method.steps[0], method.draw(config, rows, 0))
+    sys.stdout.write(f"{len(rows):,} {method.fields['reads']}; first prompt:\n\n{chat[-1]['content']}\n\n")
+    sys.stdout.write("ready to synthesize\n")
+    return EXIT_DONE
+
+
+def _parse(argv: Sequence[str]) -> SynthesisConfig | None:
+    config = parse_synthesis_command(argv)
+    if isinstance(config, str):
+        sys.stdout.write(f"{config}\n")
+        return None
+    return config
+
+
+def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write the rows, or those that are missing; return what ``synthesis.json`` holds, and samples by kind.
+
+    Raises:
+        ConfigError: As ``main``.
+        DataError: As ``main``.
+    """
+    from recipes_lib.data.store import compute_key
+
+    method, folder = load_method(config.method), Path(config.output_dir)
+    rows, fingerprint = read_source(config, method.fields["reads"])
+    checks = build_checks(config)
+    total = config.num_candidates or len(rows)
+    writer = load_writer(config)
+    facts = {"writer": writer.describe(), "source": {"name": config.dataset_name, "fingerprint": fingerprint}}
+    settings = {name: getattr(config, name) for name in ("seed", "num_seeds", "num_answers", "dataset_columns")}
+    key = compute_key({**facts, **settings, "method": dict(method.fields)})
+    what = "replies of another model, to another method or source, or otherwise sampled"
+    replies = RowFile(folder / _REPLIES, key, ReplyCounts(), what=what, facts=facts)
+    limits = Limits(config, replies.counts)
+    replies.write(_write_replies(config, method, writer, rows, range(total), limits, progress))
+    del writer  # Its memory is free for a judge.
+    removed: Counter[str] = Counter()
+    samples: dict[str, list[Any]] = {}
+    candidates = list(filter_replies(config, method, rows, checks, folder / _REPLIES, removed, samples))
+    judge_record: dict[str, Any] | None = None
+    if config.judge is not None:
+        judge = load_judge(config)
+        counts = _grade(judge, method, candidates, folder / _GRADES, progress)
+        judge_record = {"judge": judge.describe(), **dataclasses.asdict(counts)}
+    candidates = [one for one in candidates if keep_graded(config, one, removed)]
+    if config.max_rows is not None and len(candidates) > config.max_rows:
+        texts = [method.read_compared(complete_values(method, one, 0)) for one in candidates]
+        scores = [max((grade for grade in one.grades if grade is not None), default=None) for one in candidates]
+        chosen = choose_rows(texts, scores, config.max_rows, config.diversity)
+        removed["not among the best"] = len(candidates) - len(chosen)
+        candidates = [candidates[at] for at in chosen]
+    num_rows, num_pairs = write_rows(config, method, candidates, folder, samples)
+    record = {
+        "config": config.list_values(),
+        **facts,
+        "num_asked": total,
+        "num_candidates": replies.counts.num_candidates,
+        "removed": dict(removed.most_common()),
+        "num_rows": num_rows,
+        "num_pairs": num_pairs,
+        "num_prompt_tokens": replies.counts.num_prompt_tokens,
+        "num_tokens": replies.counts.num_tokens,
+        "cost": limits.compute_cost(replies.counts.num_prompt_tokens, replies.counts.num_tokens),
+        "judge": judge_record,
+    }
+    replace_record(folder / RECORD, record)
+    if not num_rows:
+        told = ", ".join(f"{reason} {count:,}" for reason, count in removed.most_common())
+        raise DataError(Problem(str(folder), f"no row is left; removed: {told}", f"read {_REPLIES}, and relax filters"))
+    return record, samples
+
+
+def load_writer(config: SynthesisConfig) -> Answerer:
+    """Build the model that writes.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    if config.base_url is not None:
+        endpoint = _build_endpoint(
+            config, config.base_url, config.model_name_or_path, config.max_new_tokens, config.temperature
+        )
+        return dataclasses.replace(endpoint, request=config.request_fields or {})
+    from recipes_lib.config.schema import ModelConfig
+    from recipes_lib.evaluation.answering import load_local_model
+
+    named = ModelConfig(
+        model_name_or_path=config.model_name_or_path,
+        model_revision=config.model_revision,
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+    )
+    return load_local_model(
+        named,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        batch_size=config.batch_size,
+        use_cpu=config.use_cpu,
+        start=(lambda sampling, length: _start_vllm(config, sampling, length)) if config.engine == "vllm" else None,
+    )
+
+
+def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Generator:
+    """Start vLLM with the weights of the checkpoint, as colocated with RL, where it gets the policy's."""
+    from recipes_lib.config.loader import load_for_command
+    from recipes_lib.rl.engines.vllm_colocated import start
+    from recipes_lib.training.layouts.launch_environment import read_launch
+    from recipes_lib.training.trainers.arguments import build_training_arguments
+
+    given = {
+        "model_name_or_path": config.model_name_or_path,
+        "model_revision": config.model_revision or "null",
+        "trust_remote_code": config.trust_remote_code,
+        "dataset_name": config.dataset_name,
+        "output_dir": config.output_dir,
+        "use_cpu": config.use_cpu,
+        "seed": config.seed,
+    }
+    recipe = load_for_command("sft", [f"--{name}={value}" for name, value in given.items()])
+    share = config.vllm_gpu_memory_utilization
+    recipe = dataclasses.replace(recipe, engine=dataclasses.replace(recipe.engine, vllm_gpu_memory_utilization=share))
+    return start(recipe, build_training_arguments(recipe, read_launch(), has_eval=False), sampling, length)
+
+
+def _build_endpoint(config: SynthesisConfig, url: str, name: str, length: int, temperature: float) -> Endpoint:
+    endpoint = Endpoint(
+        url,
+        name,
+        max_new_tokens=length,
+        temperature=temperature,
+        seed=config.seed,
+        num_concurrent=config.num_concurrent,
+        requests_per_minute=config.requests_per_minute,
+        timeout=config.request_timeout,
+    )
+    assert endpoint.url
+    return endpoint
+
+
+def load_judge(config: SynthesisConfig) -> Judge:
+    """Build the judge: a reward model, or an endpoint.
+
+    Raises:
+        ConfigError: It cannot be had, or its prompt is wrong.
+    """
+    if (place := split_place(str(config.judge))) is not None:
+        endpoint = _build_endpoint(config, *place, config.judge_max_new_tokens, 0.0)
+        prompt = Path(config.judge_prompt) if config.judge_prompt else PROMPTS / "grade.yaml"
+        return PromptedJudge(dataclasses.replace(endpoint, request=config.judge_fields or {}), grading=prompt)
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu"
+    return load_reward_judge(str(config.judge), device=device)
+
+
+class SpentError(Exception):
+    """The next requests could exceed a limit."""
+
+
+@dataclass
+class Limits:
+    """Limits of the writer's tokens and cost, of all launches together.
+
+    Attributes:
+        config: The limits and prices.
+        counts: What was spent.
+    """
+
+    config: SynthesisConfig
+    counts: ReplyCounts
+
+    def compute_cost(self, num_prompt_tokens: int, num_tokens: int) -> float:
+        """Return the cost of tokens, in the currency of the prices."""
+        return (num_prompt_tokens * self.config.input_price + num_tokens * self.config.output_price) / 1e6
+
+    def verify_room(self, chats: Sequence[Chat]) -> None:
+        """Raise if answers to these chats could exceed a limit: each may be as long as allowed.
+
+        Raises:
+            SpentError: They could.
+        """
+        # A token has a byte or more; templates add a few to each message.
+        bound = sum(len(str(message["content"]).encode()) + 16 for chat in chats for message in chat)
+        read = self.counts.num_prompt_tokens + bound
+        written = self.counts.num_tokens + len(chats) * self.config.max_new_tokens
+        most, cap = self.config.max_total_tokens, self.config.max_cost
+        if (most is not None and read + written > most) or (cap is not None and self.compute_cost(read, written) > cap):
+            raise SpentError
+
+    def add(self, replies: Sequence[Reply]) -> None:
+        """Count replies.
+
+        Raises:
+            ConfigError: There is a limit, and the endpoint does not tell its tokens.
+        """
+        is_limited = self.config.max_total_tokens is not None or self.config.max_cost is not None
+        if is_limited and any(reply.text and not reply.num_tokens for reply in replies):
+            found = "the endpoint does not tell how many tokens it used, which a limit needs"
+            raise ConfigError(Problem("base_url", found, "remove max_cost and max_total_tokens"))
+        self.counts.num_prompt_tokens += sum(reply.num_prompt_tokens for reply in replies)
+        self.counts.num_tokens += sum(reply.num_tokens for reply in replies)
+
+
+def _write_replies(
+    config: SynthesisConfig,
+    method: Method,
+    writer: Answerer,
+    rows: Sequence[SourceRow],
+    numbers: range,
+    limits: Limits,
+    progress: TrainingProgress,
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield what the writer replies for each row, batch by batch; stop where a limit is reached."""
+    counts = limits.counts
+    starts = range(counts.num_candidates, numbers.stop, config.batch_size)
+    for start in progress.track(starts, f"write {config.method}", len(starts)):
+        batch = numbers[start : start + config.batch_size]
+        try:
+            written = _write_batch(config, method, writer, rows, batch, limits)
+        except SpentError:
+            yield []  # What earlier steps of the batch cost is recorded.
+            return
+        counts.num_candidates += len(written)
+        yield written
+
+
+def _write_batch(
+    config: SynthesisConfig,
+    method: Method,
+    writer: Answerer,
+    rows: Sequence[SourceRow],
+    numbers: range,
+    limits: Limits,
+) -> list[dict[str, Any]]:
+    drafts: list[dict[str, Any]] = [
+        {"number": number, "steps": {}, "failed": None, "answers": []} for number in numbers
+    ]
+    values = {number: method.draw(config, rows, number) for number in numbers}
+    for at, step in enumerate(method.steps):
+        is_last = at == len(method.steps) - 1
+        num_answers = config.num_answers if is_last else 1
+        alive = [draft for draft in drafts if draft["failed"] is None]
+        if not alive:
+            break
+        chats = [method.build_chat(step, values[draft["number"]]) for draft in alive for _ in range(num_answers)]
+        limits.verify_room(chats)
+        seeds = [
+            (draft["number"] * len(method.steps) + at) * config.num_answers + answer
+            for draft in alive
+            for answer in range(num_answers)
+        ]
+        replies = writer.answer(chats, seeds)
+        limits.add(replies)
+        for place, draft in enumerate(alive):
+            own = replies[place * num_answers : (place + 1) * num_answers]
+            if is_last:
+                draft["answers"] = [dataclasses.asdict(reply) for reply in own]
+            else:
+                draft["failed"] = find_failure(step, own[0].text, error=own[0].error, is_finished=own[0].is_finished)
+                draft["steps"][step["name"]] = own[0].text
+                values[draft["number"]][step["name"]] = take_reply(step, own[0].text)
+    return drafts
+
+
+def _grade(
+    judge: Judge, method: Method, candidates: Sequence[Candidate], path: Path, progress: TrainingProgress
+) -> GradeCounts:
+    """Set the grades of all answers; those that are in the file are not asked for again."""
+    from recipes_lib.data.store import compute_key
+
+    facts = {"judge": judge.describe()}
+    file = RowFile(path, compute_key(facts), GradeCounts(), what="grades of another judge", facts=facts)
+    known = {}
+    if file.counts.num_bytes:
+        known = {row["key"]: row["grade"] for row in read_row_file(path, file.counts.num_bytes)}
+    asked: dict[str, tuple[Question, str]] = {}
+    keys: list[list[str]] = []
+    for candidate in candidates:
+        own = []
+        for at in range(len(candidate.answers)):
+            values = complete_values(method, candidate, at)
+            question, answer = method.build_question(method.build_row(values), values)
+            own.append(compute_key({"question": question._asdict() | {"id": ""}, "answer": answer}))
+            if own[-1] not in known:
+                asked[own[-1]] = (question, answer)
+        keys.append(own)
+
+    def grade() -> Iterator[list[dict[str, Any]]]:
+        waiting = list(asked.items())
+        size = 16
+        starts = range(0, len(waiting), size)
+        for start in progress.track(starts, "grade", len(starts)):
+            batch = waiting[start : start + size]
+            # The number of a grade is that of its answer, so that its seed does not depend on the others.
+            numbers = [int(name[:7], 16) for name, _ in batch]
+            questions, answers = zip(*(one for _, one in batch), strict=True)
+            grades = judge.grade(questions, [[answer] for answer in answers], numbers)
+            file.counts.num_grades += len(grades)
+            file.counts.num_prompt_tokens += sum(one.num_prompt_tokens for one in grades)
+            file.counts.num_tokens += sum(one.num_tokens for one in grades)
+            known.update({name: one.value for (name, _), one in zip(batch, grades, strict=True)})
+            yield [
+                {"key": name, "grade": one.value, "text": one.text}
+                for (name, _), one in zip(batch, grades, strict=True)
+            ]
+
+    file.write(grade())
+    for candidate, own in zip(candidates, keys, strict=True):
+        candidate.grades = [known[name] for name in own]
+    return file.counts
+
+
+def describe(record: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what was written, removed and spent, in lines."""
+    yield f"{record['num_rows']:,} rows and {record['num_pairs']:,} pairs of {record['num_candidates']:,} candidates"
+    if record["num_candidates"] < record["num_asked"]:
+        yield (
+            f"stopped at a limit: {record['num_asked'] - record['num_candidates']:,} candidates are missing; the same "
+            "command with a higher max_cost or max_total_tokens writes them"
+        )
+    if record["removed"]:
+        yield "removed: " + ", ".join(f"{reason} {count:,}" for reason, count in record["removed"].items())
+    cost = f", cost {record['cost']:.4g}" if record["cost"] else ""
+    yield f"writer: {record['num_prompt_tokens']:,} tokens read, {record['num_tokens']:,} written{cost}"
+    if record["judge"] is not None and record["judge"]["num_prompt_tokens"]:
+        judge = record["judge"]
+        yield f"judge: {judge['num_prompt_tokens']:,} tokens read, {judge['num_tokens']:,} written"

@@ -1,0 +1,221 @@
+"""Throughput checks of ``recipes prove``: pretraining, fine-tuning of 8B, decoding, and the pause of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from recipes_lib.config.loader import load_config
+from recipes_lib.files import read_record
+from recipes_lib.planning.compute import find_planned_model
+from recipes_lib.planning.memory import plan_memory
+from recipes_lib.planning.memory_plan import Layout
+from recipes_lib.proving.bench import SHAPE, Bench, Figures, WrongResultError
+from recipes_lib.training.checkpoints.saver import HostCopy
+
+SHAPES: Final[Mapping[str, tuple[tuple[int, ...], int, int]]] = {
+    # Name -> hidden size, MLP size, layers, heads, vocabulary; rows per micro-batch; tokens per row.
+    "124M": ((768, 2048, 12, 12, 50_304), 16, 1024),
+    "1B": ((2048, 8192, 16, 32, 32_000), 4, 2048),
+}
+_SIZES: Final = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SHAPE_OF_8B: Final = dict(zip(_SIZES, (4096, 14_336, 32, 32, 128_256), strict=True)) | {"num_key_value_heads": 8}
+_VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "eager": {"torch_compile": "false", "use_liger_kernel": "false"},
+    "compiled": {"torch_compile": "true", "use_liger_kernel": "false"},
+    "default": {},
+    "fp8": {"torch_compile": "true"},
+}
+_BY_FP8: Final = ("-m", "accelerate.commands.launch", "--config_file=accelerate_configs/fp8.yaml")
+FINETUNING: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    # Name -> recipe and its keys, besides those of the model and the batch.
+    "lora": ("lora", {"lora_r": 16}),
+    "qlora": ("lora", {"lora_r": 16, "load_in_4bit": "true"}),
+    # With Adafactor it fits 80 GB; AdamW's states of 8B parameters take 64 GB besides.
+    "full": ("sft", {"optim": "adafactor"}),
+}
+
+
+def measure_pretraining(shape: str, bench: Bench) -> Figures:
+    """Measure throughput, MFU and peak memory of pretraining, each of our variants against transformers' trainer."""
+    sizes, num_rows, length = SHAPES[shape]
+    if bench.is_small:
+        sizes, num_rows, length = (*SHAPE.values(), 320), 2, 32
+    model = json.dumps({"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": True})
+    common = {**bench.set_up("pretrain"), **_size_batch(bench, num_rows), "max_length": length, "model_config": model}
+    common |= {"cross_document_attention": "true"}
+    figures: dict[str, Any] = {}
+    for name, variant in _VARIANTS.items():
+        is_fp8 = name == "fp8"
+        if (bench.is_small and name != "default") or (is_fp8 and not find_spec("torchao")):
+            continue
+        # The launch file decides the precision of fp8.
+        given = {**common, **variant, **({} if is_fp8 else {"bf16": "true"})}
+        by = _BY_FP8 if is_fp8 else ()
+        figures |= _measure_ours(bench, "pretrain", name, f"throughput-{shape}", by=by, **given)
+    for name, compiles in (("transformers", False), ("transformers_compiled", True)):
+        if not (compiles and bench.is_small):
+            peer = {"model": json.loads(model), "compile": compiles}
+            figures |= _measure_peer(bench, name, f"throughput-{shape}", num_rows, length, peer)
+    return figures | _compare_with_peer(figures, "transformers")
+
+
+def measure_finetuning(method: str, bench: Bench) -> Figures:
+    """Measure throughput, MFU and peak memory of fine-tuning in the shape of 8B against TRL, each at its defaults."""
+    num_rows, length = (2, 64) if bench.is_small else (2, 2048)
+    model, rows = _write_large_inputs(bench, length)
+    recipe, keys = FINETUNING[method]
+    given = {**bench.set_up(recipe), **_size_batch(bench, num_rows), "max_length": length, "bf16": "true"}
+    given |= {"model_name_or_path": model, "dataset_name": rows, "dtype": "bfloat16", **keys}
+    figures = {**_measure_ours(bench, recipe, "ours", f"finetune-8B-{method}", **given)}
+    peer = {"path": str(model), "adapter": recipe == "lora", "four_bit": "load_in_4bit" in keys}
+    peer |= {"optim": keys.get("optim", "adamw_torch_fused"), "compile": False}
+    figures |= _measure_peer(bench, "trl", f"finetune-8B-{method}", num_rows, length, peer)
+    return figures | _compare_with_peer(figures, "trl")
+
+
+def _size_batch(bench: Bench, num_rows: int) -> dict[str, Any]:
+    num_steps = 3 if bench.is_small else 20
+    return {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 2, "max_steps": num_steps}
+
+
+def _measure_ours(bench: Bench, recipe: str, name: str, run: str, *, by: Sequence[str] = (), **keys: Any) -> Figures:
+    """Figures of a run of this library's: the second half of its steps."""
+    events = bench.train(recipe, f"{run}-{name}", by=by, **keys)[int(keys["max_steps"]) // 2 :]
+    figures: dict[str, Any] = {
+        "tokens_per_second": statistics.median(event["tokens_per_second"] for event in events),
+        "mfu": statistics.median(event.get("mfu") or 0.0 for event in events),
+        "memory_gb": max(event["memory_bytes"] for event in events) / 1e9,
+        "planned_gb": plan_allocated(bench, recipe, **keys) / 1e9,
+    }
+    if bench.is_cuda:  # On a CPU the memory is that of the whole process.
+        figures["memory_over_plan"] = figures["memory_gb"] / figures["planned_gb"]
+    return {f"{name}_{key}": value for key, value in figures.items()}
+
+
+def _measure_peer(
+    bench: Bench, name: str, run: str, num_rows: int, length: int, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Figures of another trainer, on full rows of random tokens; those that it has no memory for are absent."""
+    output = bench.folder / "runs" / f"{run}-{name}"
+    output.mkdir(parents=True, exist_ok=True)
+    steps = _size_batch(bench, num_rows)["max_steps"]
+    given = {**given, "rows": num_rows, "length": length, "steps": steps, "cpu": not bench.is_cuda}
+    command = ["-m", "recipes_lib.proving.scripts", json.dumps({**given, "output": str(output)})]
+    log = output.with_suffix(".log")
+    if bench.launch(command, {"HF_HUB_OFFLINE": "1"}, log):
+        if "OutOfMemoryError" in log.read_text(encoding="utf-8", errors="replace"):
+            return {f"{name}_tokens_per_second": "out of memory"}
+        raise WrongResultError(f"{name}'s trainer failed: {log}")
+    return {f"{name}_{key}": value for key, value in read_record(output / "peer.json").items()}
+
+
+def _compare_with_peer(figures: Figures, peer: str) -> dict[str, float]:
+    """Our tokens per second over the best of the peer's: by default, or else the only ones measured."""
+    speeds = {key: value for key, value in figures.items() if key.endswith("per_second")}
+    theirs = [value for key, value in speeds.items() if key.startswith(peer) and not isinstance(value, str)]
+    ours = speeds.get("default_tokens_per_second", speeds.get("ours_tokens_per_second"))
+    return {f"ratio_to_{peer}": ours / max(theirs)} if ours is not None and theirs else {}
+
+
+def _write_large_inputs(bench: Bench, length: int) -> tuple[Path, Path]:
+    """Write a model in the shape of 8B with random weights, and chats that fill a row each; return their paths.
+
+    Raises:
+        WrongResultError: The disk has no room for it.
+    """
+    inputs = bench.write_inputs()
+    model, rows = inputs / "8B", inputs / "long_chats.jsonl"
+    if not rows.exists():
+        # A byte is a token, and the template adds some thirty.
+        text = ("river stone light paper window garden " * (length // 38 + 1))[: length - 40]
+        chats = [[{"role": "user", "content": f"{n:04}"}, {"role": "assistant", "content": text}] for n in range(128)]
+        lines = [json.dumps({"messages": chat}) for chat in chats]
+        rows.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if not (model / "config.json").exists():
+        shape = {**SHAPE, "vocab_size": 320} if bench.is_small else _SHAPE_OF_8B
+        free = shutil.disk_usage(inputs).free
+        if not bench.is_small and free < 20e9:
+            raise WrongResultError(f"the weights take 16 GB, and {free / 1e9:.0f} GB of the disk are free")
+        tokenizer = AutoTokenizer.from_pretrained(inputs / "model")
+        ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+        with torch.device(bench.device):
+            config = LlamaConfig(**shape, **ids)
+            built: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        tokenizer.save_pretrained(model)
+        built.save_pretrained(model)
+    return model, rows
+
+
+def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
+    """Return the planned PyTorch allocation of a run, without CUDA context and reserve.
+
+    Args:
+        bench: Where it runs; of a CPU those of a GPU with 80 GB.
+        recipe: The run's.
+        **keys: As for ``Bench.train``.
+    """
+    flags = {**bench.name_inputs(recipe), "output_dir": bench.folder, **keys}
+    config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
+    # Liger's kernels are on by default if they are supported.
+    if "use_liger_kernel" not in keys and bench.is_cuda and find_spec("liger_kernel"):
+        config = replace(config, training={**config.training, "use_liger_kernel": True})
+    size = torch.cuda.get_device_properties(bench.device).total_memory if bench.is_cuda else 80e9
+    return plan_memory(config, find_planned_model(config), Layout("single_gpu"), device_bytes=size).allocated
+
+
+def _build_model(bench: Bench) -> Any:
+    """Build a Llama in the shape of 124M with random weights, in bfloat16 on a GPU."""
+    sizes = (*SHAPE.values(), 320) if bench.is_small else SHAPES["124M"][0]
+    shape: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    config = LlamaConfig(**shape)
+    dtype = torch.bfloat16 if bench.is_cuda else torch.float32
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(bench.device)  # type: ignore[no-untyped-call]
+
+
+def measure_engine(keys: Mapping[str, Any], bench: Bench) -> Figures:
+    """Measure an engine in iterations of GRPO on a policy in the shape of 124M: sampling, sending weights, the rest."""
+    count, length = (2, 12) if bench.is_small else (64, 256)
+    model = bench.write_inputs() / "124M"
+    if not (model / "config.json").exists():
+        AutoTokenizer.from_pretrained(model.parent / "model").save_pretrained(model)
+        _build_model(bench).save_pretrained(model)
+    given = {**bench.set_up("grpo"), "model_name_or_path": model, "response_length": length, "max_steps": 12, **keys}
+    given |= {"per_device_train_batch_size": count, "per_device_eval_batch_size": 4 * count}
+    given |= {"bf16": str(bench.is_cuda).lower()}
+    if bench.is_small and "use_transformers_continuous_batching" in keys:  # Its cache takes half of the memory else.
+        given["transformers_continuous_batching_config"] = "{num_blocks: 64, page_size: 16, max_batch_tokens: 256}"
+    events = bench.train("grpo", f"engine-{'-'.join(keys) or 'generate'}", **given)[1:]
+    named = {"rollout/tokens_per_s": "tokens_per_second", "time/generate": "sampling_s", "time/sync": "sync_s"}
+    figures = {name: statistics.median(event[key] for event in events) for key, name in named.items()}
+    laps = [later["seconds"] - one["seconds"] for one, later in pairwise(events)]
+    return {"answers": 4 * count, "tokens_an_answer": length, **figures, "iteration_s": statistics.median(laps)}
+
+
+def measure_checkpoint_pause(bench: Bench) -> Figures:
+    """Measure how long a checkpoint of the shape of 124M holds up training: the copy of its states to the host."""
+    model = _build_model(bench)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    state, copy = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, HostCopy()
+    num_bytes = sum(tensor.nbytes for tensor in [*state["model"].values(), *_list_moments(optimizer)])
+    # The first copy, in a dry run before training, allocates the memory.
+    seconds = bench.measure_seconds(lambda: copy.take(state), 5)
+    saved = bench.measure_seconds(lambda: torch.save(state, bench.folder / "state.pt"), 2)
+    (bench.folder / "state.pt").unlink()
+    return {"gigabytes": num_bytes / 1e9, "pause_ms": 1e3 * seconds, "torch_save_ms": 1e3 * saved}
+
+
+def _list_moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for moments in optimizer.state.values() for value in moments.values()]

@@ -1,0 +1,168 @@
+"""Replies become rows and pairs: the best against the worst, by agreement first and then by grade."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes_lib.commands.generated.candidates import (
+    Candidate,
+    filter_replies,
+    find_failure,
+    keep_graded,
+    read_row_file,
+    write_rows,
+)
+from recipes_lib.commands.generated.generation_methods import SourceRow, load_method
+from recipes_lib.commands.generated.row_filters import build_checks
+from recipes_lib.config.synthesis_keys import SynthesisConfig
+from recipes_lib.errors import DataError
+from recipes_lib.evaluation.judge_questions import Question
+
+SOURCE = [SourceRow(f"f:{n}", text, Question(str(n), None, [], [text])) for n, text in enumerate(("2 + 2?", "3 + 3?"))]
+
+
+def reply(number: int, *texts: str | None, **changes: Any) -> dict[str, Any]:
+    answers = [
+        {"text": text or "", "is_finished": text != "cut", "error": "too long" if text is None else None}
+        for text in texts
+    ]
+    return {"number": number, "steps": {}, "failed": None, "answers": answers, **changes}
+
+
+def run(
+    tmp_path: Path, *replies: Any, method: str = "answers", **keys: Any
+) -> tuple[list[Candidate], Counter[str], Any]:
+    path = tmp_path / "replies.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in replies))
+    config, removed, samples = SynthesisConfig(**{"num_candidates": len(replies), **keys}), Counter[str](), {}
+    found = list(filter_replies(config, load_method(method), SOURCE, build_checks(config), path, removed, samples))
+    return found, removed, samples
+
+
+def test_each_candidate_is_kept_or_counted_once(tmp_path: Path) -> None:
+    found, removed, samples = run(
+        tmp_path,
+        reply(0, "4"),
+        reply(1, "cut"),
+        reply(0, ""),
+        reply(1, None),
+        reply(0, "I'm sorry, but I can't help with that."),
+        reply(1, failed="no instruction in the reply"),
+        reply(0, "again 4"),
+        reply(1, "cut", "6"),
+        num_answers=2,
+    )
+    assert [(one.values["prompt"], one.answers, one.places) for one in found] == [
+        ("2 + 2?", ["4"], [0]), ("3 + 3?", ["6"], [1]),
+    ]  # fmt: skip
+    assert removed == Counter(
+        ["unfinished", "empty", "refused by the engine", "refusal", "no instruction in the reply", "near duplicate"]
+    )
+    assert samples["unfinished"][0]["answers"] == ["cut"]
+
+
+def test_of_an_earlier_and_longer_launch_only_the_first_count(tmp_path: Path) -> None:
+    found, _, _ = run(tmp_path, reply(0, "4"), reply(1, "6"), reply(2, "7"), num_candidates=1)
+    assert [one.answers for one in found] == [["4"]]
+
+
+def test_an_instruction_that_repeats_a_seed_or_an_earlier_one_is_removed(tmp_path: Path) -> None:
+    def write(number: int, text: str) -> dict[str, Any]:
+        return reply(number, "So.", steps={"instruction": f"<instruction>{text}</instruction>"})
+
+    found, removed, _ = run(
+        tmp_path, write(0, "2 + 2?"), write(1, "Name a river."), write(2, "Name a river!"), write(3, "Name a sea."),
+        method="instructions",
+    )  # fmt: skip
+    assert [one.values["instruction"] for one in found] == ["Name a river.", "Name a sea."]
+    assert removed == {"near duplicate": 2}
+    kept, _, _ = run(
+        tmp_path, write(0, "2 + 2?"), write(1, "2 + 2?"), method="instructions", near_duplicates_threshold=None
+    )
+    assert len(kept) == 2
+
+
+def test_answers_of_the_majority_are_chosen_against_the_others(tmp_path: Path) -> None:
+    found, removed, _ = run(
+        tmp_path, reply(0, "it is 5", "it is 4", "so 4", "4"), reply(1, "1", "2", "3", "6"),
+        num_answers=4, min_agreement=0.5,
+    )  # fmt: skip
+    (candidate,) = found
+    assert (candidate.agreement, candidate.agrees) == (0.75, [False, True, True, True])
+    assert candidate.find_extremes() == (1, 0)
+    assert removed == {"no agreement": 1}
+
+
+@pytest.mark.parametrize(
+    ("agrees", "grades", "extremes"),
+    [
+        ([True, True, True], [1.0, 3.0, 2.0], (1, 0)),
+        ([True, True, True], [None, 3.0, 2.0], (1, 2)),
+        ([True, False, True], [1.0, 9.0, 2.0], (2, 1)),
+        ([True, True], [2.0, 2.0], (0, 0)),
+        ([True, True], [None, None], (0, 0)),
+    ],
+)
+def test_best_and_worst(agrees: list[bool], grades: list[float | None], extremes: tuple[int, int]) -> None:
+    places = list(range(len(agrees)))
+    assert (
+        Candidate({}, ["x"] * len(agrees), [None] * len(agrees), places, agrees, None, grades).find_extremes()
+        == extremes
+    )
+
+
+def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path) -> None:
+    config = SynthesisConfig(judge="j", num_answers=3, model_name_or_path="m", min_score=2.0)
+    candidates, _, samples = run(tmp_path, reply(0, "four", "4", "five"), reply(1, "a"), num_answers=3)
+    candidates[0].grades, candidates[1].grades = [5.0, 9.0, 1.0], [1.0]
+    removed: Counter[str] = Counter()
+    kept = [one for one in candidates if keep_graded(config, one, removed)]
+    assert removed == {"low grade": 1}
+    assert write_rows(config, load_method("answers"), kept, tmp_path, samples) == (1, 1)
+    (row,), (pair,) = (list(read_row_file(tmp_path / name)) for name in ("rows.jsonl", "pairs.jsonl"))
+    assert row["messages"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    assert row["synthesis"] == {
+        "method": "answers", "model": "m", "number": 0, "answer": 1, "source": ["f:0"], "grade": 9.0, "agreement": None,
+    }  # fmt: skip
+    assert [pair[side][0]["content"] for side in ("prompt", "chosen", "rejected")] == ["2 + 2?", "4", "five"]
+    assert write_rows(SynthesisConfig(), load_method("answers"), candidates, tmp_path, samples) == (4, 0)
+    assert not (tmp_path / "pairs.jsonl").exists(), "pairs of an earlier launch are gone"
+
+
+@pytest.mark.parametrize(("reasoning", "content"), [("keep", "<think>\nHm.\n</think>\n\n4"), ("drop", "4")])
+def test_reasoning_is_kept_or_dropped_and_never_filtered_by(tmp_path: Path, reasoning: str, content: str) -> None:
+    texts = ("<think>Hm.</think>4", "<think>I'm sorry, but I can't help you.</think>", "so 4")
+    (candidate,), _, samples = run(tmp_path, reply(0, *texts), num_answers=3, min_agreement=0.5)
+    assert (candidate.answers, candidate.places) == (["4", "so 4"], [0, 2])
+    config = SynthesisConfig(min_agreement=0.5, reasoning=reasoning)
+    write_rows(config, load_method("answers"), [candidate], tmp_path, samples)
+    (row,) = read_row_file(tmp_path / "rows.jsonl")
+    assert row["messages"][-1]["content"] == content
+
+
+def test_answers_without_a_grade_are_no_rows() -> None:
+    removed: Counter[str] = Counter()
+    assert not keep_graded(SynthesisConfig(judge="j"), Candidate({}, ["x"], [None], [0], [True], None, [None]), removed)
+    assert removed == {"no grade": 1}
+
+
+def test_failures_have_one_reason_each() -> None:
+    step = {"name": "answer", "prompt": "p", "pattern": "<a>(.*)</a>"}
+    given = {"error": None, "is_finished": True}
+    assert find_failure(step, "<a>x</a>", **given) is None
+    assert find_failure(step, "x", **given) == "no answer in the reply"
+    assert find_failure(step, " ", **given) == "empty"
+    assert find_failure(step, "<a>x</a>", error=None, is_finished=False) == "unfinished"
+    assert find_failure(step, "", error="400", is_finished=False) == "refused by the engine"
+
+
+def test_a_broken_file_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_text('{"a": 1}\n{"a"')
+    assert list(read_row_file(tmp_path / "r.jsonl", num_bytes=9)) == [{"a": 1}]
+    with pytest.raises(DataError, match=r"r\.jsonl:2"):
+        list(read_row_file(tmp_path / "r.jsonl"))

@@ -1,0 +1,122 @@
+"""Methods are files: the shipped ones render, a user's own is checked whole, and draws depend on seed and number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.rows import write_rows
+
+from recipes_lib.commands.generated.generation_methods import METHODS, SourceRow, load_method, read_source, take_reply
+from recipes_lib.config.synthesis_keys import SynthesisConfig
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.evaluation.judge_questions import Question
+
+SHIPPED = sorted(path.stem for path in METHODS.glob("*.yaml"))
+SYSTEM = {"role": "system", "content": "Be kind."}
+PROMPTS = [
+    SourceRow(f"f:{n}", f"Question {n}?", Question(str(n), None, [SYSTEM], [f"Question {n}?"])) for n in range(5)
+]
+DOCUMENTS = [SourceRow(f"f:{n}", f"Document {n} {{{{ 7 * 7 }}}}") for n in range(5)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_method_renders_every_prompt_and_a_row(name: str) -> None:
+    method = load_method(name)
+    rows = DOCUMENTS if method.fields["reads"] == "documents" else PROMPTS
+    for number in range(12):
+        values = method.draw(SynthesisConfig(), rows, number)
+        for step in method.steps:
+            chat = method.build_chat(step, values)
+            assert chat[-1]["role"] == "user"
+            assert "{{" not in chat[-1]["content"].replace("{{ 7 * 7 }}", "")
+            values[step["name"]] = f"reply to {step['name']}"
+        row = method.build_row(values)
+        question, answer = method.build_question(row, values)
+        assert answer == f"reply to {method.steps[-1]['name']}"
+        assert question.turns[0]
+        assert method.read_compared(values)
+        if "messages" in row:
+            roles = [message["role"] for message in row["messages"]]
+            assert roles in (["user", "assistant"], ["system", "user", "assistant"])
+
+
+def test_a_system_prompt_of_the_method_takes_the_place_of_that_of_the_row() -> None:
+    method = load_method("explanation")
+    values = method.draw(SynthesisConfig(), PROMPTS, 0)
+    (system, _) = method.build_chat(method.steps[0], values)
+    assert system["content"] == values["instruction"] != SYSTEM["content"]
+    messages = method.build_row({**values, "answer": "So."})["messages"]
+    assert [message["content"] for message in messages] == [values["instruction"], "Question 0?", "So."]
+    kept = load_method("answers")
+    values = kept.draw(SynthesisConfig(), PROMPTS, 0)
+    assert kept.build_row({**values, "answer": "So."})["messages"][0] == SYSTEM
+    assert kept.build_chat(kept.steps[0], values)[0] == SYSTEM
+
+
+def test_what_is_drawn_depends_on_seed_and_number_alone() -> None:
+    method, config = load_method("instructions"), SynthesisConfig()
+    drawn = [method.draw(config, PROMPTS, number) for number in range(30)]
+    assert drawn == [method.draw(config, PROMPTS, number) for number in range(30)]
+    assert drawn != [method.draw(SynthesisConfig(seed=1), PROMPTS, number) for number in range(30)]
+    assert {len({seed["where"] for seed in one["seeds"]}) for one in drawn} == {3}, "without replacement"
+    assert {one["kind"] for one in drawn} == set(method.fields["choices"]["kind"])
+    assert len(method.draw(SynthesisConfig(num_seeds=9), PROMPTS, 0)["seeds"]) == 5
+    of_prompts = load_method("answers")
+    assert [of_prompts.draw(config, PROMPTS, number)["source"] for number in (1, 6)] == [["f:1"], ["f:1"]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "taken"),
+    [
+        (None, " a \n", "a"),
+        (None, " ", None),
+        ("(?s)<p>(.*?)</p>", "x <p>\na\nb</p> <p>c</p>", "a\nb"),
+        ("(?s)<p>(.*?)</p>", "<p>a", None),
+        ("(?s)<p>(.*?)</p>", "<p> </p>", None),
+    ],
+)
+def test_a_step_takes_what_its_pattern_matches(pattern: str | None, text: str, taken: str | None) -> None:
+    assert take_reply({"name": "s", "prompt": "p", "pattern": pattern}, text) == taken
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"reads": "books"}, "reads: books"),
+        ({"reads": None}, "`reads` is missing"),
+        ({"steps": []}, "`steps` is missing"),
+        ({"steps": [{"name": "a"}]}, "a step is"),
+        ({"steps": [{"name": "a", "prompt": "b", "patern": "c"}]}, "unknown field `patern`"),
+        ({"steps": [{"name": "a", "prompt": "b", "pattern": "("}]}, "the pattern of `a`"),
+        ({"steps": [{"name": "a", "prompt": "b", "pattern": "x"}]}, "has not one group"),
+        ({"choices": {"kind": []}}, "choice `kind` has no values"),
+        ({"rows": {}}, "unknown field `rows`"),
+    ],
+)
+def test_a_wrong_method_is_told(tmp_path: Path, change: dict[str, Any], found: str) -> None:
+    fields = yaml.safe_load((METHODS / "instructions.yaml").read_text())
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**fields, **change}))
+    with pytest.raises(ConfigError, match=found):
+        load_method(str(path))
+
+
+def test_an_unknown_method_names_those_that_are_there() -> None:
+    with pytest.raises(ConfigError, match="answers, evolution, explanation, instructions, textbook"):
+        load_method("evolutions")
+
+
+def test_sources_are_read_as_the_method_needs_them(tmp_path: Path) -> None:
+    path = tmp_path / "s.jsonl"
+    write_rows(path, [{"prompt": f"p{n}", "text": f"t{n}"} for n in range(4)])
+    config = SynthesisConfig(dataset_name=str(path), num_candidates=2)
+    for reads, texts in (("prompts", ["p0", "p1"]), ("seeds", ["p0", "p1", "p2", "p3"]), ("documents", ["t0", "t1"])):
+        assert [row.text for row in read_source(config, reads)[0]] == texts
+    write_rows(path, [{"prompt": "p"}, {"text": "t"}, {"turns": ["a", "b"]}])
+    for reads, found in (("prompts", ["has no question", "has several turns"]), ("documents", ["has no `text`"] * 2)):
+        with pytest.raises(DataError) as caught:
+            read_source(SynthesisConfig(dataset_name=str(path)), reads)
+        assert [problem.found for problem in caught.value.problems] == found

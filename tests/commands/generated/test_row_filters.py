@@ -1,0 +1,117 @@
+"""Filters equal brute force and say why; the selection trades grade for diversity."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from recipes_lib.commands.generated.row_filters import NearDuplicates, build_checks, choose_rows, find_agreeing
+from recipes_lib.config.synthesis_keys import SynthesisConfig
+from recipes_lib.errors import ConfigError, DataError
+
+
+def jaccard(one: str, other: str) -> float:
+    first, second = ({tuple(text.split()[at : at + 3]) for at in range(len(text.split()) - 2)} for text in (one, other))
+    return len(first & second) / len(first | second)
+
+
+def test_near_duplicates_are_those_of_all_pairs() -> None:
+    """Texts of 30 words with 0 to 6 changed: similarities on both sides of the threshold, none at it."""
+    drawn = random.Random(0)
+    words = [f"w{n}" for n in range(400)]
+    texts = []
+    for _ in range(40):
+        base = drawn.sample(words, 30)
+        for num_changes in (0, 1, 3, 6):
+            changed = list(base)
+            for at in drawn.sample(range(30), num_changes):
+                changed[at] = drawn.choice(words)
+            texts.append(" ".join(changed))
+    drawn.shuffle(texts)
+    seen, kept = NearDuplicates(0.6), list[str]()
+    for text in texts:
+        repeats = any(jaccard(text, one) >= 0.6 for one in kept)
+        assert seen.add(text) == repeats
+        if not repeats:
+            kept.append(text)
+    assert 40 < len(kept) < 160
+
+
+def test_short_texts_repeat_only_equal_words() -> None:
+    seen = NearDuplicates(0.7)
+    assert [seen.add(text) for text in ("Add 1", "add  1!", "Add 2", "", "")] == [False, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("I'm sorry, but I can't help with that.", "refusal"),
+        ("  **I’m sorry, but as an AI language model I cannot.**", "refusal"),
+        ("Unfortunately, I am unable to assist you.", "refusal"),
+        ("As an AI language model, I have no opinion.", "refusal"),
+        ("I cannot help laughing when I read it.", None),
+        ("Dear Anna, I'm sorry that I missed your call.", None),
+        ("She said: I can't help you.", None),
+        ("I can help with that: take two.", None),
+        ("one", "too short"),
+        (" ".join(["word"] * 21), "too long"),
+    ],
+)
+def test_single_answers_are_checked(text: str, reason: str | None) -> None:
+    checks = build_checks(SynthesisConfig(min_words=2, max_words=20))
+    assert next(filter(None, (check(text) for check in checks)), None) == reason
+
+
+def test_languages_are_those_that_are_asked_for() -> None:
+    *_, check = build_checks(SynthesisConfig(languages=["en"]))
+    assert check("The quick brown fox jumps over the lazy dog and sleeps in the sun.") is None
+    assert check("Der schnelle braune Fuchs springt über den faulen Hund und schläft in der Sonne.") == "language"
+
+
+def test_refusals_of_ones_own_replace_the_shipped_ones(tmp_path) -> None:
+    (tmp_path / "r.txt").write_text("nope\n\nno[,.]\n")
+    _, check = build_checks(SynthesisConfig(refusals_path=str(tmp_path / "r.txt")))
+    assert [check(text) for text in ("Nope!", "No, thanks", "I'm sorry, but I can't.")] == ["refusal", "refusal", None]
+    (tmp_path / "r.txt").write_text("fine\n(\n")
+    with pytest.raises(ConfigError, match=r"r\.txt:2: is no regular expression"):
+        build_checks(SynthesisConfig(refusals_path=str(tmp_path / "r.txt")))
+    with pytest.raises(DataError, match="cannot be read"):
+        build_checks(SynthesisConfig(refusals_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("texts", "places"),
+    [
+        (["so 4", "4.0", "It is 5.", "#### 4"], [0, 1, 3]),
+        (["Reason.\nYes!", "Other.\n yes", "no"], [0, 1]),
+        (["a"], [0]),
+        (["b", "a"], [0]),
+    ],
+)
+def test_answers_agree_by_their_result(texts: list[str], places: list[int]) -> None:
+    assert find_agreeing(texts) == places
+
+
+def test_without_diversity_the_best_are_chosen_and_with_it_no_copies() -> None:
+    texts = [" ".join(f"topic{n // 3}word{k}" for k in range(12)) for n in range(9)]
+    scores = [9.0, 9.0, 9.0, 5.0, 5.0, 5.0, 1.0, 1.0, None]
+    assert choose_rows(texts, scores, 3, 0.0) == [0, 1, 2]
+    chosen = choose_rows(texts, scores, 3, 0.5)
+    assert [at // 3 for at in chosen] == [0, 1, 2], "one of each topic"
+    assert choose_rows(texts, scores, 99, 0.5) == list(range(9))
+    assert choose_rows([], [], 3, 0.5) == []
+    assert choose_rows(["a", "b"], [None, None], 1, 0.5) == [0]
+
+
+def test_full_diversity_spreads_over_clusters() -> None:
+    """Each of ten clusters is chosen once before any is chosen twice."""
+    drawn = np.random.default_rng(0)
+    clusters = [" ".join(f"c{n}w{k}" for k in range(20)) for n in range(10)]
+    texts = [f"{cluster} extra{copy}" for cluster in clusters for copy in range(5)]
+    order = drawn.permutation(50)
+    chosen = choose_rows([texts[at] for at in order], [float(one) for one in drawn.random(50)], 10, 1.0)
+    found = sorted(int(order[at]) // 5 for at in chosen)
+    assert all(one < other for one, other in pairwise(found))

@@ -1,0 +1,280 @@
+"""`recipes synthesize` as a user has it: on an endpoint and on a local model, killed, limited, and read by training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.evaluation.chat_endpoint import ChatEndpoint
+from tests.rl.reward_models import write_reward_model
+from tests.rows import read_rows, write_rows
+
+from recipes_lib.cli import main as run_recipes
+from recipes_lib.commands.generated.synthesize import Limits, ReplyCounts, SpentError
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.synthesis_keys import SynthesisConfig
+from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.models.generation import GenerateBackend
+from recipes_lib.models.loading import load_tokenizer
+from recipes_lib.rl.engines import vllm_colocated
+
+
+def write(body: dict[str, Any]) -> str:
+    """A model that writes instructions, rewrites prompts, answers, and grades answers by their length."""
+    text, seed = body["messages"][-1]["content"], body["seed"]
+    if "[End of the answer]" in text:
+        answer = text.partition("[Answer]\n")[2].partition("\n[End")[0]
+        return f"Words.\n[[{min(10, 1 + len(answer.split()))}]]"
+    if "<instruction>" in text:
+        topic = re.findall(r"\d+", str(seed))[0]
+        return f"<instruction>Tell topic{topic} about river{seed % 97} and stone{seed % 89}.</instruction>"
+    if "Rewrite the given prompt" in text:
+        return f"<prompt>{text.rpartition('Given prompt:')[2].strip()} Give reason{seed} too.</prompt>"
+    return " ".join(["It", "is", "so"] * (1 + seed % 3)) + "."
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "a folder"
+    place.mkdir()
+    write_rows(place / "seeds.jsonl", [{"prompt": f"Explain thing{n} to child{n} é"} for n in range(8)])
+    write_rows(place / "texts.jsonl", [{"text": f"A document about subject{n}."} for n in range(3)])
+    return place
+
+
+def synthesize(folder: Path, server: ChatEndpoint | None = None, out: str = "out", **keys: Any) -> int:
+    given = {"dataset_name": folder / "seeds.jsonl", "output_dir": folder / out, "max_new_tokens": 32}
+    if server is not None:
+        given |= {"model_name_or_path": "m", "base_url": server.url}
+    return run_recipes(["synthesize", *(f"--{name}={value}" for name, value in (given | keys).items())])
+
+
+def read(folder: Path, name: str, out: str = "out") -> Any:
+    path = folder / out / name
+    return json.loads(path.read_text()) if name.endswith(".json") else read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("method", "source", "first"),
+    [
+        ("instructions", "seeds", "Tell topic"),
+        ("evolution", "seeds", "Explain thing"),
+        ("explanation", "seeds", "You are"),
+        ("answers", "seeds", "Explain thing"),
+        ("textbook", "texts", "It is so"),
+    ],
+)
+def test_every_method_writes_rows_with_their_provenance(folder: Path, capsys, method, source, first) -> None:
+    server = ChatEndpoint(write)
+    keys = {"method": method, "dataset_name": folder / f"{source}.jsonl", "near_duplicates_threshold": 0.95}
+    assert synthesize(folder, server, num_candidates=6, **keys) == 0
+    rows, record = read(folder, "rows.jsonl"), read(folder, "synthesis.json")
+    assert len(rows) == record["num_rows"] == 6 - sum(record["removed"].values())
+    assert rows
+    for row in rows:
+        assert (row["messages"][0]["content"] if "messages" in row else row["text"]).startswith(first)
+        assert row["synthesis"]["method"] == method
+        assert all(f"{source}.jsonl:" in place for place in row["synthesis"]["source"])
+    assert record["num_tokens"] == sum(len(write(body).split()) for body in server.asked)
+    assert "rows and 0 pairs of 6 candidates" in capsys.readouterr().out
+    page = (folder / "out" / "report.html").read_text()
+    assert first in page
+    num_asked = len(server.asked)
+    assert synthesize(folder, server, num_candidates=6, **keys) == 0
+    assert len(server.asked) == num_asked, "the same command asks for nothing"
+
+
+def test_a_killed_command_ends_with_the_same_bytes(folder: Path) -> None:
+    """SIGKILL while the second batch is written, and while answers are graded."""
+    keys = {"method": "instructions", "num_candidates": 12, "batch_size": 4, "num_answers": 2, "num_concurrent": 1}
+    whole = ChatEndpoint(write)
+    assert synthesize(folder, whole, "whole", judge=f"{whole.url}#j", **keys) == 0
+    victims: list[subprocess.Popen[bytes]] = []
+
+    def kill(body: dict[str, Any]) -> str:
+        if len(server.asked) in (17, 61) and victims:
+            os.kill(victims.pop().pid, signal.SIGKILL)
+        return write(body)
+
+    server = ChatEndpoint(kill)
+    given = {
+        "dataset_name": folder / "seeds.jsonl", "output_dir": folder / "out", "max_new_tokens": 32,
+        "base_url": server.url, "model_name_or_path": "m", "judge": f"{server.url}#j", **keys,
+    }  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "recipes_lib.cli",
+        "synthesize",
+        *(f"--{name}={one}" for name, one in given.items()),
+    ]
+    for kind in ("replies", "grades"):
+        victims.append(subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
+        assert victims[0].wait() == -signal.SIGKILL
+        assert (folder / "out" / f"{kind}.jsonl").exists()
+        assert not (folder / "out" / "rows.jsonl").exists()
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    for name in ("rows.jsonl", "pairs.jsonl"):
+        assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+    lines = [(folder / place / "grades.jsonl").read_text().splitlines() for place in ("out", "whole")]
+    assert lines[0] == lines[1]
+    # Of 36 requests to write and 24 to grade, those of a batch that was killed are made twice.
+    assert len(server.asked) > len(whole.asked)
+
+
+def test_filters_are_changed_without_asking_again_and_grades_only_for_what_is_new(folder: Path) -> None:
+    server = ChatEndpoint(write)
+    keys = {"method": "answers", "num_answers": 2, "judge": f"{server.url}#j"}
+    assert synthesize(folder, server, min_words=6, **keys) == 0
+    num_asked, num_rows = len(server.asked), len(read(folder, "rows.jsonl"))
+    assert synthesize(folder, server, min_words=6, min_score=10, **keys) == 0
+    assert len(server.asked) == num_asked
+    assert 0 < len(read(folder, "rows.jsonl")) < num_rows
+    grades = len(read(folder, "grades.jsonl"))
+    assert synthesize(folder, server, **keys) == 0
+    assert len(server.asked) - num_asked == len(read(folder, "grades.jsonl")) - grades > 0
+    assert synthesize(folder, server, temperature=0.1, **keys) == 2, "other replies are never mixed in"
+    assert synthesize(folder, server, num_answers=2, judge=f"{server.url}#another") == 2
+
+
+def test_training_reads_rows_and_pairs(folder: Path, tiny_model_dir: Path) -> None:
+    server = ChatEndpoint(write)
+    assert synthesize(folder, server, num_answers=4, judge=f"{server.url}#j") == 0
+    rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")
+    assert len(rows) == 8
+    assert pairs
+    assert all(len(pair["chosen"][0]["content"]) > len(pair["rejected"][0]["content"]) for pair in pairs)
+    flags = [
+        f"--model_name_or_path={tiny_model_dir}", f"--output_dir={folder / 'run'}", "--bf16=false", "--use_cpu=true",
+        f"--prepared_dir={folder / 'prepared'}", "--max_length=256",
+    ]  # fmt: skip
+    config = load_config("sft", [*flags, f"--dataset_name={folder / 'out' / 'rows.jsonl'}", "--packing=false"])
+    data = load_training_data(config, load_tokenizer(config.model, config.tokens))
+    assert len(data.train) == 8
+    assert run_recipes(["check", "--recipe", "dpo", *flags, f"--dataset_name={folder / 'out' / 'pairs.jsonl'}"]) == 0
+
+
+def test_a_limit_is_never_exceeded_and_a_higher_one_continues(folder: Path, capsys) -> None:
+    server = ChatEndpoint(write)
+    keys = {"method": "instructions", "num_candidates": 20, "batch_size": 2, "input_price": 10, "output_price": 20}
+    assert synthesize(folder, server, max_cost=0.012, **keys) == 0
+    first = read(folder, "synthesis.json")
+    assert 0 < first["num_candidates"] < 20
+    assert first["cost"] == (first["num_prompt_tokens"] * 10 + first["num_tokens"] * 20) / 1e6 <= 0.012
+    assert "stopped at a limit" in capsys.readouterr().out
+    assert synthesize(folder, server, max_cost=0.012, **keys) == 0
+    again = read(folder, "synthesis.json")
+    assert again["num_candidates"] == first["num_candidates"]
+    assert again["cost"] <= 0.012
+    assert synthesize(folder, server, **keys) == 0
+    assert synthesize(folder, ChatEndpoint(write), "whole", **keys) == 0
+    assert [row["messages"] for row in read(folder, "rows.jsonl")] == [
+        row["messages"] for row in read(folder, "rows.jsonl", "whole")
+    ]
+    server.has_usage = False
+    assert synthesize(folder, server, "other", max_total_tokens=10**6, **keys) == 2
+    assert "does not tell how many tokens" in capsys.readouterr().err
+
+
+def test_the_bound_of_requests_is_what_they_can_cost_at_most() -> None:
+    config = SynthesisConfig(max_total_tokens=100, max_new_tokens=20)
+    limits = Limits(config, ReplyCounts(num_prompt_tokens=10, num_tokens=10))
+    chat = [{"role": "user", "content": "x" * 44}]
+    limits.verify_room([chat])
+    with pytest.raises(SpentError):
+        limits.verify_room([[{"role": "user", "content": "x" * 45}]])
+    with pytest.raises(SpentError):
+        limits.verify_room([[{"role": "user", "content": "é" * 23}]])
+    dear = dataclasses.replace(config, max_total_tokens=None, max_cost=0.1, output_price=5000.0)
+    Limits(dear, ReplyCounts()).verify_room([chat])
+    with pytest.raises(SpentError):
+        Limits(dear, ReplyCounts(num_tokens=1)).verify_room([chat])
+
+
+def test_a_local_model_writes_and_a_reward_model_grades(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+    judge = write_reward_model(folder / "reward", tiny_model_dir)
+    keys = {
+        "model_name_or_path": tiny_model_dir, "use_cpu": True, "num_answers": 6, "judge": judge, "batch_size": 3,
+        "temperature": 1.5, "max_rows": 3, "max_new_tokens": 128,
+    }  # fmt: skip
+    assert synthesize(folder, **keys) == 0
+    rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")
+    assert 0 < len(rows) <= 3
+    assert 0 < len(pairs) <= 3
+    for pair in pairs:
+        assert pair["chosen"] != pair["rejected"]
+    generate, calls = GenerateBackend.generate, []
+
+    def die(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return generate(*given)
+
+    monkeypatch.setattr(GenerateBackend, "generate", die)
+    assert synthesize(folder, out="killed", **keys) != 0
+    assert 0 < len(read(folder, "replies.jsonl", "killed")) < 8
+    assert synthesize(folder, out="killed", **keys) == 0
+    for name in ("replies.jsonl", "rows.jsonl"):
+        assert (folder / "killed" / name).read_bytes() == (folder / "out" / name).read_bytes()
+
+
+def test_vllm_starts_with_the_weights_of_the_checkpoint(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
+    """The engine of RL, which is given no weights here; a stand-in that answers as ``generate`` does."""
+    started: list[Any] = []
+
+    class Engine(GenerateBackend):
+        name = "vLLM"
+
+        def generate(self, policy: Any, prompts: Any, uniforms: Any) -> Any:
+            assert policy is None
+            return super().generate(started[0].model, prompts, uniforms)
+
+    def start(config: Any, args: Any, sampling: Any, max_length: int) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(config.model.model_name_or_path)
+        started.append(SimpleNamespace(config=config, model=model, length=max_length))
+        return Engine(sampling, batch_size=4, precision=lambda: __import__("contextlib").nullcontext())
+
+    monkeypatch.setattr(vllm_colocated, "start", start)
+    keys = {"model_name_or_path": tiny_model_dir, "use_cpu": True, "num_answers": 4, "temperature": 1.5}
+    assert synthesize(folder, engine="vllm", **keys) == 0
+    assert started[0].config.engine.vllm_gpu_memory_utilization == 0.9
+    assert started[0].length == 512
+    assert synthesize(folder, out="plain", **keys) == 0
+    texts = [[row["messages"] for row in read(folder, "rows.jsonl", out)] for out in ("out", "plain")]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "found"),
+    [
+        ({"method": "nothing"}, "there is no method 'nothing'"),
+        ({"method": "textbook"}, "has no `text`"),
+        ({"min_words": 500}, "no row is left; removed: too short 8"),
+        ({"dataset_columns": "{prompt: question}"}, "there is no column `question`"),
+        ({"judge": "http://127.0.0.1:9/v1"}, "NAME"),
+    ],
+)
+def test_bad_input_is_one_clear_error(folder: Path, capsys, keys: dict[str, Any], found: str) -> None:
+    assert synthesize(folder, ChatEndpoint(write), **keys) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_check_shows_the_first_prompt_and_asks_nobody(folder: Path, capsys) -> None:
+    flags = ["--model_name_or_path=m/m", f"--dataset_name={folder / 'seeds.jsonl'}", f"--output_dir={folder / 'out'}"]
+    assert run_recipes(["check", "--recipe", "synthesize", "--method=evolution", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "8 prompts" in printed
+    assert "Explain thing0 to child0 é" in printed
+    assert not (folder / "out").exists()

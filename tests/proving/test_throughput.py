@@ -1,0 +1,63 @@
+"""Throughput checks on a CPU: every run that a GPU would make, in sizes that take seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from tests.proving.benches import ROOT, build_bench, launch_forked
+
+from recipes_lib.proving import throughput
+from recipes_lib.proving.bench import WrongResultError
+from recipes_lib.proving.throughput import measure_engine, measure_finetuning, measure_pretraining
+
+
+def test_memory_is_planned_for_the_shape_that_runs_and_the_peer_is_the_faster_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    figures = measure_pretraining("124M", build_bench(tmp_path))
+    # Weights, gradients and Adam's states of 82,000 parameters, and what a step keeps: far from what CUDA takes.
+    assert 16 * 82_000 < 1e9 * figures["default_planned_gb"] < 100e6
+    fast = {"default_tokens_per_second": 6.0, "transformers_tokens_per_second": 2.0}
+    fast |= {"transformers_compiled_tokens_per_second": 3.0, "eager_tokens_per_second": 9.0}
+    assert throughput._compare_with_peer(fast, "transformers") == {"ratio_to_transformers": 2.0}
+
+
+@pytest.mark.parametrize(
+    "method", ["lora", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qlora", "full"))]
+)
+def test_each_method_is_held_against_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    monkeypatch.chdir(ROOT)
+    figures = measure_finetuning(method, build_bench(tmp_path))
+    assert figures["ratio_to_trl"] == figures["ours_tokens_per_second"] / figures["trl_tokens_per_second"]
+    assert figures["ours_planned_gb"] > 0
+
+
+def test_an_engine_is_measured_in_iterations_of_grpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    figures = measure_engine({}, build_bench(tmp_path))
+    assert figures["tokens_per_second"] > 0
+    assert figures["iteration_s"] > figures["sampling_s"] > 0
+
+
+@pytest.mark.parametrize("told", ["torch.OutOfMemoryError: CUDA out of memory", "ValueError: no"])
+def test_a_peer_without_memory_is_told_so_and_another_failure_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    def fail(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
+        if arguments[0] != "-m":
+            return launch_forked(arguments, variables, output)
+        output.write_text(told)
+        return 1
+
+    monkeypatch.chdir(ROOT)
+    bench = build_bench(tmp_path, fail)
+    if "OutOfMemory" in told:
+        figures = measure_finetuning("lora", bench)
+        assert figures["trl_tokens_per_second"] == "out of memory"
+        assert "ratio_to_trl" not in figures
+        return
+    with pytest.raises(WrongResultError, match=r"trl's trainer failed: .*finetune-8B-lora-trl.log"):
+        measure_finetuning("lora", bench)
