@@ -573,5 +573,5 @@ def check_equal(ours, manifest, theirs, made):
 def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
     job = cleaning.Job("comparing", tmp_path, [], 1, num_bytes=10**12)
     config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
-    assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 184, "cpus_per_task": 2}
+    assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 115, "cpus_per_task": 2}
     assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}

@@ -11,13 +11,13 @@ from tests.corpus.texts import jaccard, keep_first, make_text, vary
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.corpus import duplicates
 from recipes_lib.corpus.duplicates import (
-    BYTES_COMPARED,
     EXACT,
     KEPT,
     NEAR,
     Hashes,
     HashFolder,
     HashTable,
+    count_compared_bytes,
     find_duplicates,
     find_repeated_lines,
     hash_lines,
@@ -59,8 +59,10 @@ def test_with_one_hash_a_band_it_is_brute_force(tmp_path, planted):
     assert np.flatnonzero(found.status == KEPT).tolist() == keep_first(planted, 0.8)
 
 
-def test_comparing_holds_the_bytes_a_document_that_are_stated(tmp_path):
-    random_, num = np.random.default_rng(0), 200_000
+@pytest.mark.parametrize("across", ["corpus", "source"])
+@pytest.mark.parametrize("num_slices", [1, 16])
+def test_comparing_holds_the_bytes_that_are_stated(tmp_path, monkeypatch, num_slices, across):
+    random_, num, num_tasks = np.random.default_rng(0), 200_000, 40
     bands = random_.integers(0, 1 << 63, (num, CONFIG.near_duplicates_bands), np.uint64)
     bands[1::100] = bands[::100]  # Two thousand candidates, which are compared.
     arrays = {
@@ -72,16 +74,19 @@ def test_comparing_holds_the_bytes_a_document_that_are_stated(tmp_path):
         "lines": np.zeros(0, np.uint64),
     }
     for name, array in arrays.items():
-        np.save(tmp_path / f"00000.{name}.npy", array)
+        for task, part in enumerate(np.array_split(array, num_tasks)):
+            np.save(tmp_path / f"{task:05d}.{name}.npy", part)
+    monkeypatch.setattr(duplicates, "_SLICE_ROWS", num // num_slices)
+    monkeypatch.setattr(duplicates, "_BLOCK_ROWS", num // 16)
     find_duplicates(build_table(tmp_path / "few", ["one two three four five six"] * 2), CONFIG)
     tracemalloc.start()
     try:
-        table = HashTable([HashFolder(tmp_path, 1, "a")])
-        find_duplicates(table, CONFIG)
-        peak = tracemalloc.get_traced_memory()[1] / num
+        config = replace(CONFIG, duplicates_across=across)
+        find_duplicates(HashTable([HashFolder(tmp_path, num_tasks, "a")]), config)
+        peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert BYTES_COMPARED / 2 < peak <= BYTES_COMPARED, peak
+    assert 0.6 < peak / count_compared_bytes(num) <= 1, peak / num
 
 
 def test_every_removed_document_repeats_a_kept_one(tmp_path, planted):

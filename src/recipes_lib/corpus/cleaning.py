@@ -40,7 +40,14 @@ from recipes_lib.config.corpus_keys import (
 from recipes_lib.corpus.corpus_manifest import MANIFEST, Finish, read_versions
 from recipes_lib.corpus.decontamination import Decontamination, open_benchmark
 from recipes_lib.corpus.documents import Apply, Ledger, Step, hash_name, write_shard
-from recipes_lib.corpus.duplicates import BYTES_COMPARED, Hashes, HashFolder, MinHash, describe_hashes, find_duplicates
+from recipes_lib.corpus.duplicates import (
+    Hashes,
+    HashFolder,
+    MinHash,
+    count_compared_bytes,
+    describe_hashes,
+    find_duplicates,
+)
 from recipes_lib.corpus.inputs import READ, CorpusInput, Read, count_input_bytes, open_inputs
 from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, load_tokenizer
 from recipes_lib.corpus.pii import PII, choose_hiding
@@ -77,8 +84,8 @@ _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
 }
 _OUTPUT_KEYS: Final = ("output_format", "repeated_lines_keep_first", "repeated_lines")
 _WAITING: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
-_COMPARING_GIGABYTES: Final = 4
-"""Packages, a slice of hashes and its order."""
+_COMPARING_GIGABYTES: Final = 1
+"""Python's packages."""
 _BYTES_PER_DOCUMENT: Final = 500
 """Of the shortest documents that a corpus is made of, on average."""
 _EXECUTION_KEYS: Final = frozenset({"output_dir", "executor", "executor_options", "workers"})
@@ -457,7 +464,7 @@ def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
     name = job.name.partition(" ")[0]
     options: dict[str, Any] = {}
     if name == "comparing":
-        memory = _COMPARING_GIGABYTES + job.num_bytes // _BYTES_PER_DOCUMENT * BYTES_COMPARED / 1e9
+        memory = _COMPARING_GIGABYTES + count_compared_bytes(job.num_bytes // _BYTES_PER_DOCUMENT) / 1e9
         options["mem_per_cpu_gb"] = math.ceil(memory)
     if config.executor == "slurm":
         # The programs of this environment, and no jobs that wait forever for a failed one.

@@ -1,8 +1,8 @@
 """Exact and near duplicates of a whole corpus, and lines repeated in many documents.
 
-Cleaning writes arrays of hashes for every task; here they are compared, in document order. Memory holds 90 bytes per
-document: bands are read one at a time and sorted in slices of ``_SLICE_ROWS``; arrays for exact comparison are
-memory-mapped.
+Cleaning writes arrays of hashes for every task; here they are compared, in document order. Memory is that of
+``count_compared_bytes``: bands are read one at a time, digests slice by slice, and both sorted in slices of
+``_SLICE_ROWS``; arrays for exact comparison are memory-mapped.
 
 Words, n-grams and MinHash signatures are arrays of hashes, without a Python object per word. A word is a run of
 letters, digits and underscores in lower case; in scripts without spaces, a character.
@@ -31,15 +31,26 @@ KEPT: Final = 0
 EXACT: Final = 1
 NEAR: Final = 2
 
-BYTES_COMPARED: Final = 90
-"""Memory of a document while all are compared; ``tests/corpus/test_duplicates.py`` measures it."""
+_BYTES_COMPARED: Final = 55
+"""Memory of a document while all are compared."""
+_BYTES_SORTED: Final = 50
+"""Memory of a document of the slice that is sorted, besides."""
 _SLICE_ROWS: Final = 1 << 26
-"""Hashes sorted at a time: a gibibyte with their order."""
+"""Hashes sorted at a time."""
+_BLOCK_ROWS: Final = 1 << 20
 _MAX_COMPARISONS: Final = 1000
 """Kept candidates that a document is compared with, the first ones: templates that differ in each page have more."""
 _ARRAYS: Final = ("exact", "bands", "num_shingles", "shingles", "num_lines", "lines")
 
 Ordinals = npt.NDArray[np.int64]
+
+
+def count_compared_bytes(num_documents: int) -> int:
+    """Return the memory for comparing so many documents in all.
+
+    Source: ``tests/corpus/test_duplicates.py`` measures it.
+    """
+    return _BYTES_COMPARED * num_documents + _BYTES_SORTED * min(num_documents, _SLICE_ROWS)
 
 
 class Hashes:
@@ -138,9 +149,28 @@ class HashTable:
         """Return the concatenated array of all documents."""
         return np.concatenate(self._arrays[name])
 
-    def read_band(self, band: int) -> HashArray:
-        """Return the key of one band for every document."""
-        return np.concatenate([array[:, band] for array in self._arrays["bands"]])
+    def read_band(self, band: int, chosen: npt.NDArray[np.bool_], salts: HashArray | None = None) -> HashArray:
+        """Return the key of one band for the chosen documents, xor its salt."""
+        keys = np.empty(int(np.count_nonzero(chosen)), np.uint64)
+        filled = 0
+        for start, array in zip(self.starts, self._arrays["bands"], strict=False):
+            here = chosen[start : start + len(array)]
+            found = array[here, band]
+            if salts is not None:
+                found ^= salts[start : start + len(array)][here]
+            keys[filled : filled + len(found)] = found
+            filled += len(found)
+        return keys
+
+    def read_digests(self, number: int, num_slices: int) -> tuple[Ordinals, HashArray]:
+        """Return documents and digests, ``(n, 2)``, of one slice of all digests."""
+        ordinals, digests = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.uint64)]
+        for start, array in zip(self.starts, self._arrays["exact"], strict=False):
+            # By the half that has no salt: documents of different sources differ in the other.
+            rows = np.flatnonzero(array[:, 1] % np.uint64(num_slices) == number)
+            ordinals.append(start + rows)
+            digests.append(array[rows])
+        return np.concatenate(ordinals), np.concatenate(digests)
 
     def read_keys(self, ordinal: int) -> HashArray:
         """Return the band keys of one document."""
@@ -193,33 +223,46 @@ def _salt_by_source(table: HashTable) -> HashArray:
 
 
 def _find_exact(table: HashTable, salts: HashArray | None, found: Duplicates) -> None:
-    digests = table.concatenate("exact")
-    high, low = digests[:, 0] if salts is None else digests[:, 0] ^ salts, digests[:, 1]
-    order = np.lexsort((low, high))  # Stable sort: equal documents stay in order.
-    repeats = np.zeros(len(order), bool)
-    repeats[1:] = (high[order[1:]] == high[order[:-1]]) & (low[order[1:]] == low[order[:-1]])
-    firsts = order[np.maximum.accumulate(np.where(repeats, 0, np.arange(len(order))))]
-    found.status[order[repeats]] = EXACT
-    found.kept_as[order] = firsts
+    """Sort the digests slice by slice: equal ones are in one slice."""
+    num_slices = max(1, -(-len(table) // _SLICE_ROWS))
+    for number in range(num_slices):
+        ordinals, digests = table.read_digests(number, num_slices)
+        high, low = digests[:, 0] if salts is None else digests[:, 0] ^ salts[ordinals], digests[:, 1]
+        order = np.lexsort((low, high))  # Stable sort: equal documents stay in order.
+        repeats = np.zeros(len(order), bool)
+        repeats[1:] = (high[order[1:]] == high[order[:-1]]) & (low[order[1:]] == low[order[:-1]])
+        firsts = order[np.maximum.accumulate(np.where(repeats, 0, np.arange(len(order))))]
+        found.status[ordinals[order[repeats]]] = EXACT
+        found.kept_as[ordinals[order]] = ordinals[firsts]
 
 
 def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, found: Duplicates) -> None:
-    num_shingles = table.concatenate("num_shingles")
     # A text shorter than an n-gram has no shingles, and is similar to no other.
-    active = np.flatnonzero((found.status == KEPT) & (num_shingles > 0))
+    is_active = (found.status == KEPT) & (table.concatenate("num_shingles") > 0)
+    active = np.flatnonzero(is_active)
     labels = np.arange(len(table), dtype=np.int64)
     for band in range(config.near_duplicates_bands):
-        keys = table.read_band(band)[active]
-        _unite(labels, *_find_equal(keys if salts is None else keys ^ salts[active], active))
-    components = labels[active]
+        _unite(labels, *_find_equal(table.read_band(band, is_active, salts), active))
+    members = _list_members(labels)
+    components = labels[members]
     order = np.argsort(components, kind="stable")
     borders = np.flatnonzero(np.diff(components[order], prepend=-1, append=-1))
     greedy = _KeepFirst(table, config, salts)
     for start, stop in itertools.pairwise(borders):
-        if stop - start > 1:
-            for ordinal, kept_as in greedy.remove(active[order[start:stop]]):
-                found.status[ordinal] = NEAR
-                found.kept_as[ordinal] = kept_as
+        for ordinal, kept_as in greedy.remove(members[order[start:stop]]):
+            found.status[ordinal] = NEAR
+            found.kept_as[ordinal] = kept_as
+
+
+def _list_members(labels: Ordinals) -> Ordinals:
+    """Return the documents of components with several, ascending."""
+    others = [
+        start + np.flatnonzero(part != np.arange(start, start + len(part)))
+        for start in range(0, len(labels), _BLOCK_ROWS)
+        if len(part := labels[start : start + _BLOCK_ROWS])
+    ]
+    later = np.concatenate([np.zeros(0, np.int64), *others])
+    return np.union1d(later, labels[later])
 
 
 def _find_equal(keys: HashArray, ordinals: Ordinals) -> tuple[Ordinals, Ordinals]:
@@ -227,7 +270,11 @@ def _find_equal(keys: HashArray, ordinals: Ordinals) -> tuple[Ordinals, Ordinals
     num_slices = max(1, -(-len(keys) // _SLICE_ROWS))
     pairs = []
     for number in range(num_slices):
-        chosen = np.flatnonzero(keys % np.uint64(num_slices) == number) if num_slices > 1 else np.arange(len(keys))
+        parts = [
+            start + np.flatnonzero(keys[start : start + _BLOCK_ROWS] % np.uint64(num_slices) == number)
+            for start in range(0, len(keys), _BLOCK_ROWS)
+        ]
+        chosen = np.concatenate([np.zeros(0, np.int64), *parts])
         order = chosen[np.argsort(keys[chosen], kind="stable")]
         same = np.flatnonzero(keys[order[1:]] == keys[order[:-1]])
         pairs.append((ordinals[order[same]], ordinals[order[same + 1]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -87,6 +88,21 @@ def test_groups_are_searched_and_what_is_not_possible_is_told(tell, tmp_path: Pa
     assert document["num_processes"] == 2
     # torch.compile is not proved there.
     assert "--torch_compile false" in (tmp_path / "plan" / "launch.sh").read_text()
+
+
+def test_meshes_fill_the_gpus_and_stay_in_their_machines(tiny_model_dir) -> None:
+    starts, refused = list_starts(AutoConfig.from_pretrained(tiny_model_dir), 16)
+    for layout, start in starts.items():
+        sizes = start.launch.layout.sizes
+        assert math.prod(sizes.values()) * layout.pipeline_stages in (16, layout.pipeline_stages)
+        assert layout.num_gpus == 16
+        assert layout.tensor <= 8
+        assert start.document["num_machines"] == 2
+    (hybrid,) = (layout for layout in starts if layout.launch_file == "hsdp")
+    assert (hybrid.shards.weights, hybrid.replicas) == (8, 2)
+    # Two layers and four heads.
+    assert refused["ddp stages 4"].found == "2 layers cannot be split into 4 equal chunks"
+    assert "no multiple of 8 tensor-parallel ranks" in refused["fsdp2_tp tp 8"].found
 
 
 @pytest.mark.parametrize(("recipe", "least"), [("sft", 6), ("pretrain", 8), ("dpo", 3)])

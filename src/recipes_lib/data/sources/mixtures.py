@@ -90,7 +90,7 @@ def compute_budgets(config: RecipeConfig, num_tokens: int | None) -> list[int]:
     assert num_tokens is not None
     shares = share_tokens(config, num_tokens, weights or ())
     # A source can be ahead of its weight by a window in each phase, and each later phase begins at a row boundary.
-    slack = (2 * len(config.pretraining.dataset_curriculum or [()]) - 1) * (config.tokens.max_length or 0)
+    slack = (2 * len(config.pretraining.dataset_curriculum or [{}]) - 1) * (config.tokens.max_length or 0)
     return [math.ceil(share) + slack for share in shares]
 
 
