@@ -35,7 +35,7 @@ from recipes_lib.config.values import (
     refuse_secret_value,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
-from recipes_lib.shipped import find_shipped
+from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
 
@@ -78,8 +78,9 @@ def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
 
 def format_help(table: KeyTable) -> str:
     """Return the help of a recipe: usage, then every key by group, with its value, default and meaning."""
+    name = f"/{table.recipe}.py" if find_recipe(table.recipe).exists() else f" {table.recipe}"
     lines = [
-        f"usage: recipes/{table.recipe}.py --config FILE [--key value ...]",
+        f"usage: recipes{name} --config FILE [--key value ...]",
         "",
         "  --config FILE    a flat YAML file of the keys below; flags override it",
         "  --print-config   print every effective value and where it comes from, and exit",
