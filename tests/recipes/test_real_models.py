@@ -45,7 +45,9 @@ def read(path: Path) -> dict[str, Any]:
 CONFIGS = {
     path.relative_to(FOLDER).with_suffix("").as_posix(): path
     for path in sorted(FOLDER.rglob("*.yaml"))
-    if path.parent.name != "demo" and path.stem != "eval" and "model_name_or_path" in read(path)
+    if path.parent.name != "demo"
+    and path.stem.split("_")[0] in RECIPE_NAMES  # not eval, corpus and synthesize, which do not train
+    and "model_name_or_path" in read(path)
 }
 TRAINED = {
     **CONFIGS,
@@ -95,7 +97,7 @@ INSTEAD = {
 
 
 def find_recipe(name: str) -> str:
-    return next(recipe for recipe in RECIPE_NAMES if name.split("/")[1].split("_")[0] == recipe)
+    return name.split("/")[1].split("_")[0]
 
 
 def build_jobs(folder: Path, names: list[str]) -> Iterator[tuple[str, sharding.Job]]:
@@ -154,10 +156,13 @@ def tell_plan(name: str) -> str:
     memory = re.search(r"([\d.]+) GB (?:with all|at most)", told[told.index(f"accelerate_configs/{layout}.yaml") :])
     assert memory
     time = re.search(r"^time +([\d.e-]+) s a step.*\n +([\d.]+) hours for 1,000,000,000", told, re.MULTILINE)
+    iteration = re.search(r"^time +([\d.]+) s an iteration", told, re.MULTILINE)
     whole = re.search(r"^time +([\d.,]+) hours", told, re.MULTILINE)
     line = f"{memory[1]} GB on each GPU"
     if time:
         line += f"; {time[1]} s a step, {time[2]} hours for a billion tokens"
+    if iteration:
+        line += f"; {iteration[1]} s an iteration"
     if whole:
         line += f"; {whole[1]} hours"
     if share := re.search(r"^share of peak +([\d.]+)", told, re.MULTILINE):
