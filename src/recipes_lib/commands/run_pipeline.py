@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.commands.cluster.submission import submit_stages
-from recipes_lib.commands.job import add_machine_flags
+from recipes_lib.commands.job import add_machine_flags, submit_stages
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
