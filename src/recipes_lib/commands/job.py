@@ -1,4 +1,4 @@
-"""``recipes job``: scripts and manifests that start a run on a cluster; stages of ``recipes run`` as batch jobs of SLURM.
+"""``recipes job``: scripts and manifests that start a run on a cluster; stages of pipelines as batch jobs.
 
 A job of a stage runs ``recipes run --only STAGE``, so that caching, gates and resuming are those of a local run.
 """
