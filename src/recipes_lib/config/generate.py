@@ -27,7 +27,6 @@ from recipes_lib.config import schema as our_schema
 from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
 from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.migration.legacy_files import COMPANIONS, LEGACY_KEYS
-from recipes_lib.config.migration.renames import read_renames
 from recipes_lib.config.recipes import (
     read_added_choices,
     read_bounds,
@@ -36,6 +35,7 @@ from recipes_lib.config.recipes import (
     read_defaults,
     read_notes,
     read_refused,
+    read_renames,
 )
 from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, Key, Retired, describe, load_table, table_path

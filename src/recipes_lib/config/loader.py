@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from recipes_lib.config.migration.renames import read_known
 from recipes_lib.config.paths import PATH_KEYS, expand_home
+from recipes_lib.config.recipes import read_known
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings

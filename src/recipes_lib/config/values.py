@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from recipes_lib.config.migration.renames import read_renames
+from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import Schema, describe
 from recipes_lib.errors import Problem
 
