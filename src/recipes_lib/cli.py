@@ -27,7 +27,7 @@ COMMANDS = {
     "check": Command("recipes_lib.commands.check:main", "find every problem of a run before it costs anything"),
     "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
     "classifier": Command(
-        "recipes_lib.commands.corpus.classifier:main", "train or evaluate a text classifier, for recipes clean"
+        "recipes_lib.commands.classifier:main", "train or evaluate a text classifier, for recipes clean"
     ),
     "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
     "score": Command(
