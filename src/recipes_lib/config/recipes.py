@@ -51,6 +51,12 @@ def read_notes() -> Mapping[str, str]:
 
 
 @functools.cache
+def read_harmless() -> tuple[str, ...]:
+    """Return patterns of keys that change how a run is watched or where it puts things, never what it computes."""
+    return tuple(_read()["harmless"].split())
+
+
+@functools.cache
 def read_bounds() -> Mapping[str, Mapping[str, float]]:
     """Return the range of each number, as JSON schema spells it."""
     return {

@@ -26,24 +26,7 @@ MAX_TOKENS: Final = 64
 """Tokens of each text in the comparison; their logits are held in memory."""
 
 RECORD_FILE: Final = "merge.json"
-PROMPTS: Final = (
-    "What is the capital of France?",
-    "How many days are in a leap year?",
-    "Write a short poem about the first snow of winter.",
-    "Explain to a child why the sky is blue.",
-    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take?",
-    "Summarise the plot of Romeo and Juliet in two sentences.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Translate into German: The library opens at ten o'clock.",
-    "Give three reasons to learn a musical instrument.",
-    "What should I pack for a weekend of hiking in the rain?",
-    "Correct the grammar: He don't has no time to went there.",
-    "Is 91 a prime number? Explain how you know.",
-    "List the planets of the solar system from the largest to the smallest.",
-    "My neighbour plays loud music at night. How do I ask him politely to stop?",
-    "What is the difference between a virus and a bacterium?",
-    "Continue the story: The door had been locked for thirty years, until one morning",
-)
+PROMPTS: Final = Path(__file__).with_name("merge_prompts.txt").read_text(encoding="utf-8").splitlines()
 """Texts of the comparison if neither ``--prompts`` nor samples of the run are available."""
 
 
