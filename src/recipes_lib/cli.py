@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 from recipes_lib import __version__
 from recipes_lib.boundary import find_output_failure, run_command
-from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem, suggest
 
 EXIT_PIPE_CLOSED = 141
 """Exit code when the reader of a pipe has closed it (128 + SIGPIPE), as in ``recipes preview ... | head``."""
@@ -134,10 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _describe_unknown(name: str) -> str:
     if not name:
         return format_help()
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
     if name in RETIRED:
         return f"recipes: there is no command {name!r} any more\n    {RETIRED[name]}\n"
-    remedy = f"did you mean `recipes {near[0]}`?" if near else f"the commands are: {', '.join(COMMANDS)}"
+    remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
 
 
