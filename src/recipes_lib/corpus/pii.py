@@ -37,7 +37,7 @@ class Pattern(NamedTuple):
     hints: Sequence[str] = ("",)
 
 
-_IBAN_LENGTHS: Final = {
+_IBAN_LENGTHS: Final[Mapping[str, int]] = {
     country: length
     for length, countries in read_lists(Path(__file__).with_name("iban_lengths.yaml")).items()
     for country in countries.split()

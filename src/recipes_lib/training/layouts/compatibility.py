@@ -115,13 +115,17 @@ def _copies_policy(keys: Keys, _: Launch) -> bool:
     return is_live and not has_base
 
 
+def _has_precision(name: str) -> Callable[[Launch], object]:
+    return lambda launch: launch.precision == name
+
+
 def _has_axis(*axes: str) -> Callable[[Launch], object]:
     """Whether the device mesh has one of these axes."""
     return lambda launch: set(axes) & set(launch.layout.sizes)
 
 
 _LAUNCHES: Final[Mapping[str, Callable[[Launch], object]]] = {
-    **{name: lambda launch, name=name: launch.precision == name for name in ("bf16", "fp16", "fp8")},
+    **{name: _has_precision(name) for name in ("bf16", "fp16", "fp8")},
     "scaled precision": lambda launch: launch.precision in ("fp16", "fp8"),
     "engine": lambda launch: launch.engine,
     "FSDP": lambda launch: launch.engine == "FSDP",
