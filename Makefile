@@ -108,8 +108,9 @@ bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as insta
 	@$(PYTHON) benchmarks/corpus.py --rounds 2 --output build/bench/corpus.json
 	@$(PYTHON) benchmarks/evaluation.py --rounds 2 --output build/bench/evaluation.json
 
-pictures: $(STAMP) ## draw the pictures of the documentation: benchmarks, and screenshots of demo/ where it is finished
+pictures: $(STAMP) ## draw the pictures of the documentation: benchmarks, and screenshots and curves of demo/ where it is finished
 	@$(PYTHON) benchmarks/pictures.py $(if $(wildcard demo/index.html),--demo demo)
+	@$(if $(wildcard demo/index.html),$(PYTHON) benchmarks/healthy.py demo)
 
 docs: $(STAMP) ## write the reference of keys, and check every link, path and command in the documentation
 	@$(PYTHON) -m recipes_lib.config.generate

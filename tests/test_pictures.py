@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
+from xml.sax.saxutils import escape
 
 import pytest
-from benchmarks import pictures
+from benchmarks import healthy, pictures
+
+from recipes_lib.report.run_files import read_run
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,24 @@ def test_a_table_that_has_changed_is_noticed(place):
 def test_screenshots_need_a_finished_demo(tmp_path):
     with pytest.raises(SystemExit, match=r"make demo|no Chromium"):
         pictures.take_screenshots(tmp_path, tmp_path)
+
+
+def test_each_note_of_a_healthy_run_stands_in_its_picture(tmp_path):
+    events = [{"kind": "train", "step": step, "loss": 2 / step} for step in range(1, 41)]
+    events += [{"kind": "eval", "step": step, "eval_loss": 2.0} for step in (1, 40)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    notes = [healthy.Note(0.1, "a < b", 10, 10), healthy.Note(1.0, "the end", 0, -10)]
+    svg = ET.fromstring(healthy.draw(read_run(tmp_path), [healthy.Panel("loss", "eval_loss", notes)], tmp_path))
+    told = ["".join(text.itertext()).strip() for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a < b", "the end", "loss", "eval_loss"} <= set(told)
+
+
+@pytest.mark.parametrize("recipe", healthy.HEALTHY)
+def test_a_page_shows_the_notes_of_its_recipe(recipe):
+    picture = pictures.IMAGES / f"healthy_{recipe}.svg"
+    told = picture.read_text(encoding="utf-8")
+    page = pictures.IMAGES.parent / f"{'pretraining' if recipe == 'pretrain' else recipe}.md"
+    assert f"images/{picture.name}" in page.read_text(encoding="utf-8")
+    for panel in healthy.HEALTHY[recipe]:
+        for note in panel.notes:
+            assert all(escape(line) in told for line in note.words.split("\n")), "make demo && make pictures"

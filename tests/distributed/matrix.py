@@ -121,7 +121,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "ZeRO-3 x SP, 2 x 2": share("zero3_sp", "sp", 2, num_machines=2),
 }
 ALL_CELLS: Final = CELLS | FURTHER_CELLS
-RESUMED: Final = "gone on from the layout before"
+RESUMED: Final = "resumed from the layout before"
 """The row of weights at the end of the first cell, from its checkpoint in the layout to the left."""
 CONTROLS: Final = ("mean of means", "forgotten sync", "shifted shard")
 """Faults of ``sharding.break_something``, each in the first cell under DDP."""
@@ -172,9 +172,9 @@ def measure(folder: Path, cells: Sequence[str], layouts: Sequence[str] = ()) -> 
             continue
         here = {name: cell for name, cell in list_cells(layout).items() if name in chosen}
         jobs = build_jobs(folder, here, how.data_size)
-        if before is None:
+        if layout == next(iter(LAYOUTS)):  # the faults are those of DDP
             jobs |= {fault: {**jobs[first], "fault": fault} for fault in CONTROLS}
-        elif not is_of_deepspeed(layout):
+        elif before is not None and not is_of_deepspeed(layout):
             jobs[RESUMED] = {**jobs[first], "copy_of": before / first, "step": 2}
         ended = how.launch_jobs(jobs, folder / layout)
         for name in jobs:
