@@ -38,7 +38,7 @@ class Pattern(NamedTuple):
 
 
 _IBAN_LENGTHS: Final[Mapping[str, int]] = {
-    country: length
+    country: int(length)
     for length, countries in read_lists(Path(__file__).with_name("iban_lengths.yaml")).items()
     for country in countries.split()
 }
