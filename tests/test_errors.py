@@ -14,6 +14,7 @@ from recipes_lib.errors import (
     explain_refusal,
     merge_alike,
     raise_problems,
+    suggest,
 )
 
 
@@ -116,3 +117,15 @@ def test_a_thread_that_cannot_start_is_told_as_python_raises_it():
     finally:
         threading.stack_size(before)
     assert "threads" in str(explain_refusal(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "remedy"),
+    [
+        ("traim", "`{}`", "did you mean `train`?"),
+        ("traim", "{}", "did you mean train?"),
+        ("nothing like it", "`{}`", "write one of train, test"),
+    ],
+)
+def test_a_near_name_is_suggested_and_else_what_to_do(name: str, shown: str, remedy: str) -> None:
+    assert suggest(name, ["train", "test"], "write one of train, test", shown) == remedy

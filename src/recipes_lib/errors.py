@@ -70,6 +70,22 @@ def list_first(names: Iterable[str]) -> str:
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
+def suggest(name: object, known: Iterable[str], otherwise: str, shown: str = "`{}`", *, cutoff: float = 0.6) -> str:
+    """Return the remedy of an unknown name: the nearest known one, as a question, or what to do without any.
+
+    Args:
+        name: As the user wrote it.
+        known: Names that there are.
+        otherwise: The remedy where none of them is near.
+        shown: How the nearest one is written.
+        cutoff: Least similarity, from 0 to 1.
+    """
+    import difflib  # Only an error needs it.
+
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f"did you mean {shown.replace('{}', near[0])}?" if near else otherwise
+
+
 def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:
     """Merge the same problem in many rows of a source into one: the first, with count, share, and the worst.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 import sys
 import tempfile
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.commands.cluster.submission import submit_stages
-from recipes_lib.commands.job import add_machine_flags
+from recipes_lib.commands.job import add_machine_flags, submit_stages
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
 from recipes_lib.report.overview import format_rows, write_overview
@@ -92,8 +90,7 @@ def main(argv: Sequence[str]) -> int:
 def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
     for stage in pipeline.stages:
         if stage.command and stage.command not in COMMANDS:
-            near = difflib.get_close_matches(stage.command, COMMANDS, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+            remedy = suggest(stage.command, COMMANDS, f"the commands are {', '.join(COMMANDS)}", "{}")
             yield Problem(f"{stage.name}: command", f"there is no `recipes {stage.command}`", remedy)
 
 
