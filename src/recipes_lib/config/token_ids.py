@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Protocol
 
 NUM_OF_END: Final = 3
 """Number of last tokens that may contain the end of an answer: a template may add a line break after it."""
 
 
-def count_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+class Vocabulary(Protocol):
+    """Protocol: the token ids of a tokenizer."""
+
+    def get_vocab(self) -> Mapping[str, int]:
+        """The id of each token, added ones too."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """The added tokens by id, each of which is ``special`` or not."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-text token."""
+
+
+def count_ids(tokenizer: Vocabulary) -> int:
     """Return the largest token id plus 1, which exceeds the number of tokens if ids are unused; 0 without tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
-def find_end_tokens(tokenizer: PreTrainedTokenizerBase) -> Collection[int]:
+def find_end_tokens(tokenizer: Vocabulary) -> Collection[int]:
     """Return the ids of which one must end every answer and be trained on."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
