@@ -55,6 +55,9 @@ def test_rows_outside_of_the_limits_are_left_out(run):
     losses = sorted(row["loss"] for row in run(output="all.jsonl"))
     kept = run(ROWS, f"--min_loss={losses[2]}", f"--max_loss={losses[5]}")
     assert sorted(row["loss"] for row in kept) == losses[2:6]
+    for limits in (("--min_loss=nan",), ("--max_loss=nan",), ("--min_loss=2", "--max_loss=1")):
+        with pytest.raises(ConfigError, match="no loss lies between"):
+            run(ROWS, *limits, output="none.jsonl")
 
 
 def test_pairs_have_a_loss_of_each_answer(run):

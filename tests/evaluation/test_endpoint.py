@@ -80,7 +80,11 @@ def test_the_server_says_how_long_to_wait(waits: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<html>", "{}", '{"choices": []}', '{"choices": [{"message": {"content": 7}}]}', "[1"]
+    "text",
+    [
+        *("<html>", "{}", '{"choices": []}', '{"choices": [{"message": {"content": 7}}]}', "[1", "[" * 200_000),
+        '{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": Infinity}}',
+    ],
 )
 def test_a_reply_without_an_answer_is_repeated_and_then_told(text: str, waits: list[float]) -> None:
     server = ChatEndpoint(lambda body: (200, {}, text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 from lm_eval.models import api_models
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tenacity import wait_none
 from tests.forked import ROOT, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -292,3 +293,29 @@ def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: P
         for metric, score in task["scores"].items():
             assert two["tasks"][name]["scores"][metric]["value"] == pytest.approx(score["value"], rel=1e-5)
     assert not (tmp_path / "two" / ".requests").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:999]), "cannot be loaded: SafetensorError"),
+        (lambda path: path.write_bytes(b""), "header too small"),
+        (lambda path: path.unlink(), "no whole safetensors weights"),
+        (lambda path: drop_weight(path), "lacks 1 weights, such as model.norm.weight"),
+    ],
+    ids=["torn", "empty", "absent", "a weight is absent"],
+)
+def test_a_model_without_all_its_weights_has_no_score(
+    model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], told: str
+) -> None:
+    damage(model / "model.safetensors")
+    keys: dict[str, Any] = {"include_path": [str(tasks)], "use_cpu": True, "output_dir": str(tmp_path / "out")}
+    with pytest.raises(ConfigError, match=told) as caught:
+        evaluate_model(EvalConfig(model_name_or_path=str(model), tasks=["local_choice"], **keys))
+    assert caught.value.problems[0].where == "model_name_or_path"
+
+
+def drop_weight(path: Path) -> None:
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})

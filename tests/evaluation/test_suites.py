@@ -54,6 +54,54 @@ def test_data_that_cannot_be_had_are_an_error_with_a_way_out(tmp_path: Path) -> 
     assert "reads local data" in caught.value.problems[0].remedy
 
 
+CHOICE: dict[str, Any] = {
+    "task": "own",
+    "dataset_path": "json",
+    "output_type": "multiple_choice",
+    "test_split": "test",
+    "doc_to_text": "{{q}}",
+    "doc_to_choice": "c",
+    "doc_to_target": "l",
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "group", "told"),
+    [
+        (None, None, "own: has no question"),
+        ({"q": "?", "c": ["a", "b"], "l": 9}, None, "own: its answer is none of its first row's choices"),
+        ({"q": "?", "c": [], "l": 0}, None, "own: its answer is none of its first row's choices"),
+        ({"q": "?", "c": "ab", "l": 0}, None, "own: the choices of its first row are 'ab'; write `doc_to_choice` as"),
+        ({"q": "?", "c": ["a"], "l": 0}, {"group": "all", "task": ["own", "absent_one"]}, "no task 'absent_one'"),
+    ],
+    ids=["no row", "answer out of range", "no choice", "choices as text", "absent member"],
+)
+def test_a_task_file_that_cannot_be_meant_is_told_as_such(
+    tmp_path: Path, row: dict[str, Any] | None, group: dict[str, Any] | None, told: str
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("" if row is None else json.dumps(row) + "\n")
+    (tmp_path / "own.yaml").write_text(json.dumps(CHOICE | {"dataset_kwargs": {"data_files": {"test": str(rows)}}}))
+    if group is not None:
+        (tmp_path / "group.yaml").write_text(json.dumps(group))
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(build(tmp_path, "own" if group is None else "all"))
+    assert told in "\n".join(f"{one.where}: {one.found}; {one.remedy}" for one in caught.value.problems)
+
+
+def test_a_task_file_that_cannot_be_read_is_named_where_a_task_is_unknown(tmp_path: Path) -> None:
+    (tmp_path / "torn.yaml").write_text("task: mine\n  x: [")
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(build(tmp_path, "mine"))
+    assert [problem.where for problem in caught.value.problems] == ["tasks", str(tmp_path / "torn.yaml")]
+
+
+@pytest.mark.slow  # Reads 14,000 files.
+def test_a_group_of_the_user_may_hold_tasks_of_lm_eval(tmp_path: Path) -> None:
+    (tmp_path / "group.yaml").write_text("group: mine\ntask: [hellaswag]\n")
+    assert [place["name"] for place in list_datasets(build(tmp_path, "mine"))] == ["Rowan/hellaswag"]
+
+
 PUBLISHED = Path(lm_eval.__file__).parent / "tasks"
 QUESTION = {"problem": "What is 1+1?", "solution": "It is $\\boxed{2}$.", "level": "1", "type": "Algebra"}
 INSTRUCTION = {"key": 1, "prompt": "p", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}

@@ -89,6 +89,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--max_loss", type=float, default=math.inf, help="leave out rows of a higher loss")
     parser.add_argument("--config", metavar="F", help="a recipe of fine-tuning; further --key value flags override it")
     options, overrides = parser.parse_known_args(argv)
+    if not options.min_loss <= options.max_loss:  # Nor is a number below NaN.
+        found = f"no loss lies between {options.min_loss} and {options.max_loss}"
+        raise ConfigError(Problem("--min_loss", found, "swap or correct them"))
     given = [f"--model_name_or_path={options.model}", f"--output_dir={options.output.parent}", *overrides]
     config = load_for_command("sft", given, options.config)
     if config.data.dataset_mixture or config.data.dataset_streaming:

@@ -32,8 +32,8 @@ _MAX_REPLY: Final = 1 << 26
 _THIS_REQUEST: Final = (400, 413, 422)
 """Status codes that concern one request: too long, or refused by a filter."""
 _AGAIN: Final = (408, 409, 425, 429)
-_FAILURES: Final = (OSError, http.client.HTTPException, ValueError)
-"""A connection that fails or takes too long; a reply that is cut short or not JSON."""
+_FAILURES: Final = (OSError, http.client.HTTPException, ValueError, OverflowError, RecursionError)
+"""A connection that fails or takes too long; a reply that is cut short, not JSON, or counts infinitely many tokens."""
 
 
 THINKS: Final = "<think>"

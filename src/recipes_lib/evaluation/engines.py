@@ -10,6 +10,7 @@ import sqlite3
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -26,7 +27,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
-from recipes_lib.models.loading import load_model_config
+from recipes_lib.models.loading import explained, load_model_config, without_report
 from recipes_lib.processes import read_world_size
 
 _CPU_BATCH: Final = 8
@@ -107,7 +108,8 @@ def _build_checked(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         options["peft"] = config.model_name_or_path
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
-    model = CheckedModel(**options, device="cuda" if has_gpu else "cpu")
+    with explained("model_name_or_path", str(config.model_name_or_path)):
+        model = CheckedModel(**options, device="cuda" if has_gpu else "cpu")
     if model.world_size != read_world_size():
         found = f"{read_world_size()} processes were started, and {model.world_size} share the questions"
         raise ConfigError(Problem("recipes eval", found, "start them by accelerate launch or torchrun"))
@@ -138,6 +140,14 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
+    def _create_model(self, *args: Any, **options: Any) -> None:
+        # Overridden (lm-eval 0.4.13): it evaluates a checkpoint that lacks weights with random ones.
+        chosen, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _WholeModel(self.AUTO_MODEL_CLASS)
+        try:
+            super()._create_model(*args, **options)
+        finally:
+            self.AUTO_MODEL_CLASS = chosen
+
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, as ``HFLM`` does."""
         # Overridden (lm-eval 0.4.13): it gathers counts to make them equal on all ranks, which hangs where one has
@@ -156,6 +166,23 @@ class CheckedModel(HFLM):  # type: ignore[misc]
         if watch.is_broken is not None and bool(watch.is_broken):
             raise _refuse_logits()
         return tokens
+
+
+@dataclass(frozen=True)
+class _WholeModel:
+    """A class of transformers that refuses checkpoints without all weights of the model."""
+
+    auto_class: Any
+
+    def from_pretrained(self, name: str, **options: Any) -> Any:
+        with without_report():
+            model, info = self.auto_class.from_pretrained(name, **options, output_loading_info=True)
+        if missing := sorted(info["missing_keys"]):
+            found = f"the checkpoint of {name} lacks {len(missing)} weights, such as {missing[0]}"
+            raise ConfigError(
+                Problem("model_name_or_path", found, f"name a complete {type(model).__name__} checkpoint")
+            )
+        return model
 
 
 class _Watch(LogitsProcessor):

@@ -54,8 +54,8 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = _expand(config)
     manager = _index(config, wanted)
-    if unknown := [_describe_unknown(name, manager.all_tasks) for name in wanted if name not in manager.task_index]:
-        raise ConfigError(*unknown)
+    if unknown := _list_unknown(manager, wanted):
+        raise ConfigError(*(_describe_unknown(name, manager.all_tasks) for name in unknown))
     problems, found = list[Problem](), dict[str, Any]()
     for name, num_fewshot in wanted.items():
         try:
@@ -80,8 +80,8 @@ def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
     """
     wanted = list(_expand(config))
     manager = _index(config, wanted)
-    if unknown := [_describe_unknown(name, manager.all_tasks) for name in wanted if name not in manager.task_index]:
-        raise ConfigError(*unknown)
+    if unknown := _list_unknown(manager, wanted):
+        raise ConfigError(*(_describe_unknown(name, manager.all_tasks) for name in unknown))
     found: dict[str, dict[str, Any]] = {}
     for name in wanted:
         for task, settings in _enumerate_settings(manager, name):
@@ -133,6 +133,11 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
         return Problem(where, f"needs a package that is not installed: {cause}".splitlines()[0][:300], _PACKAGES)
     if isinstance(error, TemplateError):
         return Problem(where, f"its templates do not fit its first row: {reason}", _COLUMNS)
+    if isinstance(error, StopIteration):
+        return Problem(where, "has no question", "name a split with rows in its task file")
+    if isinstance(error, IndexError):
+        remedy = "compare `doc_to_choice` and `doc_to_target` with the data"
+        return Problem(where, f"its answer is none of its first row's choices: {reason}", remedy)
     return Problem(where, f"cannot be loaded: {reason}", _NETWORK)
 
 
@@ -144,13 +149,37 @@ def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
     """
     folders = [OWN_TASKS, *map(Path, config.include_path or ())]
     own = TaskManager(include_path=folders, include_defaults=False)
-    missing = [name for name in wanted if name not in own.task_index]
+    missing = _list_unknown(own, wanted)
     if not missing:
         return own
     names, words = _scan_files()
     if absent := [_describe_unknown(name, [*own.all_tasks, *names]) for name in missing if name not in words]:
-        raise ConfigError(*absent)
+        raise ConfigError(*absent, *_list_broken(folders[1:]))
     return TaskManager(include_path=folders)
+
+
+def _list_unknown(manager: TaskManager, wanted: Collection[str]) -> list[str]:
+    """Return which tasks, and which members of groups among them, are not in the index."""
+    unknown: dict[str, None] = {}
+    for name in wanted:
+        if (entry := manager.task_index.get(name)) is None:
+            unknown[name] = None
+            continue
+        members = (entry.cfg or {}).get("task")
+        if isinstance(members, list):
+            inner = [member for member in members if isinstance(member, str) and member != name]
+            unknown |= dict.fromkeys(_list_unknown(manager, inner))
+    return list(unknown)
+
+
+def _list_broken(folders: Collection[Path]) -> Iterator[Problem]:
+    """Yield the user's task files that cannot be read, which lm-eval passes over in silence."""
+    for path in sorted(path for folder in folders for path in folder.rglob("*.yaml")):
+        try:
+            load_yaml(path, resolve_func=False)
+        except Exception as error:  # Of YAML, of an encoding, of a file that it includes.
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            yield Problem(str(path), f"is no task file: {reason}", "correct it, or move it out of the folder")
 
 
 def _scan_files() -> tuple[set[str], set[str]]:
@@ -199,9 +228,13 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
             return [Problem(where, "has no question", "name a split with rows in its task file")]
         task.doc_to_text(docs[0])
         task.doc_to_target(docs[0])
+        is_choice = task.get_config("output_type") == "multiple_choice"
+        choices = task.doc_to_choice(docs[0]) if is_choice else None
     except Exception as error:  # The templates of a task file are code.
         found = f"its templates do not fit its first row: {type(error).__name__}: {error}"
         return [Problem(where, found[:300], _COLUMNS)]
+    if is_choice and not (isinstance(choices, list) and choices):  # lm-eval takes the letters of a text for choices.
+        return [Problem(where, f"the choices of its first row are {choices!r:.80}", "write `doc_to_choice` as a list")]
     return []
 
 

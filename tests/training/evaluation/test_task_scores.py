@@ -17,6 +17,7 @@ from tests.distributed import sharding
 from tests.evaluation.conftest import write_tasks
 from tests.faults import recipe_runs
 from tests.rows import read_rows
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.cli import main as run_recipes
@@ -111,6 +112,7 @@ def test_progress_bars_are_hidden_and_messages_of_other_threads_are_not(
     model = AutoModelForCausalLM.from_pretrained(inputs / "model")
     hook = build(tasks, inputs / "model", names=["local_rolling"])
     model.register_forward_hook(warn)
+    tqdm._instances.clear()  # Bars that an earlier test has left open move the cursor.
     capsys.readouterr()
     hook(model, 0)
     assert set(capsys.readouterr().err.splitlines()) == {"no progress for 600 s"}

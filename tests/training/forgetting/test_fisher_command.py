@@ -75,6 +75,15 @@ def test_it_stands_beside_the_model_that_a_run_has_left(
     assert load_penalty(config) is not None
 
 
+def test_documents_that_do_not_fit_the_positions_are_refused(tmp_path: Path, tiny_model_dir: Path, chats: Path) -> None:
+    short = shutil.copytree(tiny_model_dir, tmp_path / "short")
+    settings = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 4}))
+    flags = make_flags(tmp_path, model_name_or_path=short, dataset_name=chats, output_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match="4 positions"):
+        fisher.main(flags)
+
+
 def test_documents_of_pretraining_are_looked_at_one_by_one(tmp_path: Path, tiny_model_dir: Path) -> None:
     documents = write_documents(tmp_path / "documents.jsonl")
     run = tmp_path / "run"

@@ -74,7 +74,7 @@ def compute(config: RecipeConfig, *, num_documents: int, labels: Any) -> None:
     tokenizer = load_tokenizer(config.model, config.tokens)
     documents = take_documents(read_rows(config, tokenizer, launch.local_rank), num_documents)
     args = build_training_arguments(config, launch, has_eval=False)
-    model_config = load_verified_config(config, tokenizer, None)
+    model_config = load_verified_config(config, tokenizer, max(len(each["input_ids"]) for each in documents))
     attention = choose_attention(config.model, model_config, args, packing=False)
     model: Any = load_causal_lm(config.model, attention.implementation)
     weights = hash_weights(model)
