@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, collecting, raise_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -269,7 +269,7 @@ def _open_data(options: argparse.Namespace) -> Mixture:
     parts: list[Part] = []
     problems: list[Problem] = []
     for name in options.data:
-        try:
+        with collecting(problems):
             source = load_source(
                 name,
                 config=options.dataset_config,
@@ -277,10 +277,7 @@ def _open_data(options: argparse.Namespace) -> Mixture:
                 split=options.dataset_train_split,
                 text_documents="file",  # Line ends are text, too.
             )
-        except DataError as error:
-            problems += error.problems
-            continue
-        parts.append(Part(source=source, format=options.dataset_format))
+            parts.append(Part(source=source, format=options.dataset_format))
     raise_problems(problems, ", ".join(options.data))
     return Mixture(parts=parts)
 

@@ -27,7 +27,7 @@ from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
-from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
 from recipes_lib.files import read_record, replace_record
 
 if TYPE_CHECKING:
@@ -136,21 +136,17 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
     corpora: list[Corpus] = []
     problems: list[Problem] = []
     for entry, name, budget in zip(entries, names, budgets, strict=True):
-        try:
-            source = _load_entry(config, entry)
-        except DataError as error:
-            problems += error.problems
-            continue
-        corpus = Corpus(
-            name=name,
-            source=source,
-            format=entry.get("format", config.data.dataset_format),
-            test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,
-            seed=read_seed(config),
-            num_tokens=budget,
-            tokens=config.tokens,
-        )
-        corpora.append(corpus)
+        with collecting(problems):
+            corpus = Corpus(
+                name=name,
+                source=_load_entry(config, entry),
+                format=entry.get("format", config.data.dataset_format),
+                test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,
+                seed=read_seed(config),
+                num_tokens=budget,
+                tokens=config.tokens,
+            )
+            corpora.append(corpus)
     raise_problems(problems, "dataset_mixture")
     return corpora
 
