@@ -145,7 +145,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
             # Last, so that a reader that finds the vocabulary also finds the other files.
             files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
             if (folder / _FILE).exists():
-                _refuse_another(files, folder)
+                if any(not _is_same(file, folder / file.name) for file in files):
+                    raise _build_refusal(folder)
                 return False
             for file in files:
                 file.replace(folder / file.name)
@@ -304,16 +305,8 @@ def _prove_template(settings: dict[str, Any], name: str | None) -> ChatTemplate 
     return ChatTemplate(settings["chat_template"], tokenizer.special_tokens_map)
 
 
-def _refuse_another(files: Sequence[Path], folder: Path) -> None:
-    """Raise unless ``folder`` has identical files.
-
-    Raises:
-        ConfigError: It has others.
-    """
-    for file in files:
-        there = folder / file.name
-        if not there.is_file() or there.read_bytes() != file.read_bytes():
-            raise _build_refusal(folder)
+def _is_same(file: Path, there: Path) -> bool:
+    return there.is_file() and there.read_bytes() == file.read_bytes()
 
 
 def _build_refusal(folder: Path) -> ConfigError:
