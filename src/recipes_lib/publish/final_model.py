@@ -123,7 +123,6 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         for path in staging.iterdir():
             path.replace(folder / path.name)
         staging.rmdir()
-    if trainer.args.should_save:
         evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
         figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}
         write_card(folder, read_record(folder / "run.json", {"stage": str, "config": dict}), figures)
