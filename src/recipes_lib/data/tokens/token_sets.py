@@ -137,14 +137,11 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
     problems: list[Problem] = []
     for entry, name, budget in zip(entries, names, budgets, strict=True):
         with collecting(problems):
-            corpus = Corpus(
-                name=name,
-                source=_load_entry(config, entry),
-                format=entry.get("format", config.data.dataset_format),
+            corpus = dataclasses.replace(
+                _open(config, name, entry),
                 test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,
                 seed=read_seed(config),
                 num_tokens=budget,
-                tokens=config.tokens,
             )
             corpora.append(corpus)
     raise_problems(problems, "dataset_mixture")
@@ -160,11 +157,7 @@ def load_held_out(config: RecipeConfig) -> Corpus | None:
     """
     where = config.provenance.get("dataset_test_split", "dataset_test_split")
     entry = find_held_out(config.data, where)
-    if entry is None:
-        return None
-    name = str(config.data.dataset_test_split)
-    source = _load_entry(config, entry)
-    return Corpus(name=name, source=source, format=config.data.dataset_format, tokens=config.tokens)
+    return None if entry is None else _open(config, str(config.data.dataset_test_split), entry)
 
 
 def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
@@ -173,15 +166,7 @@ def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
     Raises:
         DataError: One cannot be opened.
     """
-    return [
-        Corpus(
-            name=name,
-            source=_load_entry(config, entry),
-            format=entry.get("format", config.data.dataset_format),
-            tokens=config.tokens,
-        )
-        for name, entry in (config.data.eval_datasets or {}).items()
-    ]
+    return [_open(config, name, entry) for name, entry in (config.data.eval_datasets or {}).items()]
 
 
 def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -196,8 +181,8 @@ def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def _load_entry(config: RecipeConfig, entry: Mapping[str, Any]) -> Source:
-    return load_source(
+def _open(config: RecipeConfig, name: str, entry: Mapping[str, Any]) -> Corpus:
+    source = load_source(
         entry["name"],
         config=entry.get("config"),
         revision=entry.get("revision"),
@@ -206,6 +191,8 @@ def _load_entry(config: RecipeConfig, entry: Mapping[str, Any]) -> Source:
         streaming=config.data.dataset_streaming,
         text_documents=config.pretraining.text_documents,
     )
+    row_format = entry.get("format", config.data.dataset_format)
+    return Corpus(name=name, source=source, format=row_format, tokens=config.tokens)
 
 
 _ALL_DRAWS: Final = 1 << 64
