@@ -11,6 +11,7 @@ from recipes_lib.errors import (
     DivergedError,
     Problem,
     UserError,
+    collecting,
     explain_refusal,
     merge_alike,
     raise_problems,
@@ -61,6 +62,17 @@ def test_problems_that_differ_in_more_than_numbers_stay_apart():
     ]
     assert merge_alike(apart, 9) == apart
     assert merge_alike([apart[0]] * 3, 9) == apart[:1], "one row is one row, however often it is told"
+
+
+def test_problems_of_the_data_are_collected_and_others_are_raised() -> None:
+    problems: list[Problem] = []
+    for where in ("first", "second"):
+        with collecting(problems):
+            raise DataError(Problem(where, "broken"))
+    assert [problem.where for problem in problems] == ["first", "second"]
+    with pytest.raises(ConfigError), collecting(problems):
+        raise ConfigError(Problem("a key", "unknown"))
+    assert len(problems) == 2
 
 
 def test_problems_beyond_the_limit_are_counted():

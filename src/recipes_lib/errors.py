@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -147,6 +148,15 @@ def raise_problems(problems: Sequence[Problem], name: str) -> None:
         raise DataError(*problems[:MAX_PROBLEMS], rest)
     if problems:
         raise DataError(*problems)
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a ``DataError`` in the block to ``problems`` and continue behind it: all are told at once."""
+    try:
+        yield
+    except DataError as error:
+        problems += error.problems
 
 
 class DivergedError(Exception):

@@ -50,7 +50,7 @@ from recipes_lib.data.sources.replay_dataset import (
 )
 from recipes_lib.data.sources.splits import Overlap, find_overlap, refuse_overlap, split_rows
 from recipes_lib.data.store import PreparedSet, compute_key, find_root, join_rows, make_set, write_splits
-from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
+from recipes_lib.errors import ConfigError, Problem, collecting, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -257,10 +257,8 @@ def separate_sides(
         overlap = find_overlap(ours, theirs)
         train_places = train.find_places([position for position, _ in overlap.pairs])
         eval_places = held_out.find_places([position for _, position in overlap.pairs])
-        try:
+        with collecting(problems):
             refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=what)
-        except DataError as error:
-            problems += error.problems
     raise_problems(problems, "dataset_test_split")
     return sides
 
@@ -549,9 +547,7 @@ def _refuse_named_overlap(trained: Sequence[TrainedSet], named: Sequence[Trained
             pairs = [(int(numbers[train]), int(their_numbers[test])) for train, test in overlap.pairs]
             places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
             test_places = load_train_data(held_out.data).find_places({test for _, test in pairs})
-            try:
-                told = Overlap(overlap.num_rows, pairs)
+            told = Overlap(overlap.num_rows, pairs)
+            with collecting(problems):
                 refuse_overlap(told, places.__getitem__, test_places.__getitem__, relation=relation)
-            except DataError as error:
-                problems += error.problems
     raise_problems(problems, "eval_datasets")

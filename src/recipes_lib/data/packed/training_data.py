@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -41,10 +41,6 @@ from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
 from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import DataError, merge_alike, raise_problems
-
-if TYPE_CHECKING:
-    import datasets
-
 
 Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
