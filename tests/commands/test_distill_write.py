@@ -139,3 +139,23 @@ def test_chats_become_chats_that_fine_tuning_takes(tiny_model_dir, tmp_path, mon
         for row in data.train:
             assert tokenizer.decode(row["input_ids"][row["loss_mask"]]).startswith(content)
     assert all(prompt.endswith("<|im_start|>assistant\n") and "Be kind." in prompt for prompt in prompts)
+
+
+def test_an_answer_that_no_row_may_hold_is_counted(tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n}?"} for n in range(3)])
+    answers = ["ab<|endoftext|>", "a\0<|endoftext|>", " \n<|endoftext|>"]
+
+    def answer(backend: Any, policy: Any, asked: Any, uniforms: Any) -> Any:
+        ids = [tokenizer(text).input_ids for text in answers]
+        assert len(asked) == len({len(row) for row in ids}) * 3 == 3
+        return type("Generated", (), {"response_ids": torch.tensor(ids)})
+
+    monkeypatch.setattr(GenerateBackend, "generate", answer)
+    sampling.main_answers([
+        f"--model_name_or_path={tiny_model_dir}", f"--teacher_model_name_or_path={tiny_model_dir}", "--bf16=false",
+        f"--output_dir={tmp_path / 'out'}", "--use_cpu=true", f"--dataset_name={tmp_path / 'prompts.jsonl'}",
+        f"--output={tmp_path / 'rows.jsonl'}", "--per_device_eval_batch_size=3",
+    ])  # fmt: skip
+    assert [row["completion"] for row in read_rows(tmp_path / "rows.jsonl")] == ["ab"]
+    assert "2 that are no text" in capsys.readouterr().out

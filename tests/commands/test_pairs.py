@@ -86,8 +86,9 @@ def test_a_row_is_of_the_preference_layout(content):
     assert canonical.rejected
 
 
-def test_an_answer_that_says_nothing_is_in_no_pair():
-    collector = Collector(first=" ")
+@pytest.mark.parametrize("first", ["", " \n", "a\0b", "\ud83d"])
+def test_an_answer_that_no_row_may_hold_is_in_no_pair(first):
+    collector = Collector(first=first)
     rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, PairCounts()) for row in batch]
     assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1"), (" 5", " 3")]
 

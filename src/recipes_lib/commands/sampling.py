@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.data.sources.messages import is_answer
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import read_record, replace_record, try_lock
@@ -110,7 +111,7 @@ class RowFile(Generic[Counted]):
 class Answered(NamedTuple):
     """An answer: its text without special tokens, its reward, and whether a pair may use it.
 
-    A pair needs a known reward, a text that is not empty, and a stop token.
+    A pair needs a known reward, a text that a row may hold, and a stop token.
     """
 
     text: str
@@ -145,7 +146,7 @@ class PairCounts:
         mean = self.score_sum / max(self.num_answers, 1)
         return (
             f"{self.num_prompts:,} prompts, {self.num_pairs:,} pairs; {self.num_alike:,} have answers worth the same, "
-            f"{self.num_unfinished:,} fewer than two that end and are scored; mean score {mean:.4g}"
+            f"{self.num_unfinished:,} fewer than two that end, are scored and are text; mean score {mean:.4g}"
         )
 
 
@@ -181,8 +182,8 @@ def sample_pairs(
         first = start * num_answers
         answers, texts = collector.answer(asked, range(first, first + len(asked)))
         known = zip(texts, answers.scores.tolist(), (answers.finished & answers.scored).tolist(), strict=True)
-        # Empty answers and answers without any reward are excluded.
-        answered = [Answered(text, score, usable and bool(text.strip())) for text, score, usable in known]
+        # Answers that are empty, hold a NUL character, or have no reward are excluded.
+        answered = [Answered(text, score, usable and is_answer(text)) for text, score, usable in known]
         rows = []
         for at, prompt in enumerate(batch):
             of_prompt = answered[at * num_answers : (at + 1) * num_answers]
@@ -323,7 +324,7 @@ class AnswerCounts:
         num_prompts: Prompts with answers.
         num_rows: Prompts whose answer is kept.
         num_unfinished: Answers that ran into the limit.
-        num_empty: Empty answers.
+        num_empty: Answers that are empty or hold a NUL character.
         num_reasoned: Kept answers that began with reasoning.
         num_bytes: Of the file.
     """
@@ -339,7 +340,7 @@ class AnswerCounts:
         """Return the counts in a line."""
         return (
             f"{self.num_rows:,} answers to {self.num_prompts:,} prompts, {self.num_reasoned:,} with reasoning; "
-            f"left out: {self.num_unfinished:,} that ran into the limit, {self.num_empty:,} that are empty"
+            f"left out: {self.num_unfinished:,} that ran into the limit, {self.num_empty:,} that are no text"
         )
 
 
@@ -454,9 +455,11 @@ def answer(
         for prompt, answer in zip(batch, written, strict=True):
             thought, said = split_reasoning(answer.text)
             counts.num_unfinished += not answer.has_ended
-            counts.num_empty += answer.has_ended and not said.strip()
-            if answer.has_ended and said.strip():
-                rows.append(lay_out(prompt, join_reasoning(thought if reasoning == "keep" else None, said)))
+            text = join_reasoning(thought if reasoning == "keep" else None, said)
+            is_kept = answer.has_ended and bool(said.strip()) and is_answer(text)
+            counts.num_empty += answer.has_ended and not is_kept
+            if is_kept:
+                rows.append(lay_out(prompt, text))
                 counts.num_reasoned += thought is not None
         counts.num_prompts += len(batch)
         counts.num_rows += len(rows)

@@ -46,10 +46,7 @@ def add_scores(folder: Path, evaluation: Record) -> None:
     run = read_run(folder)
     record = {**run.facts, "scores": {**(run.facts.get("scores") or {}), **_list_scored(evaluation)}}
     replace_record(folder / "run.json", record)
-    last = run.evaluations[-1] if run.evaluations else {}
-    replace_text(
-        folder / "README.md", build_card(folder, record, {k: v for k, v in last.items() if k.startswith("eval_")})
-    )
+    replace_text(folder / "README.md", build_card(folder, record, run.find_figures()))
 
 
 def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
@@ -65,12 +62,12 @@ def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
 
 
 def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Return the model card, from the record of the run and its last evaluation.
+    """Return the model card, from the record of the run and the evaluation of its result.
 
     Args:
         folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
         record: What ``run.json`` holds.
-        figures: The last evaluation's figures by name.
+        figures: The evaluation's figures by name.
     """
     config, events = record["config"], read_events(folder)
     base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
@@ -237,8 +234,11 @@ def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
 
 
 def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
-    """Yield the training effort: device, time, cost, tokens, FLOPs, and an upper bound of energy."""
+    """Yield the step of the best weights, device, time, cost, tokens, FLOPs, and an upper bound of energy."""
     last = next((event for event in reversed(events) if event.get("kind") == "train"), {})
+    best = next((event for event in reversed(events) if event.get("kind") == "best"), None)
+    if best is not None:
+        yield "weights", f"of step {best.get('best_step')} of {best['step']}, the best by {best.get('metric')}"
     hardware, num_devices = record.get("hardware", {}), record.get("num_processes", 1)
     if hardware.get("device"):
         yield "device", f"{num_devices} x {hardware['device']}"

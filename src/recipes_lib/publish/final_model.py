@@ -75,9 +75,7 @@ def finish_run(run: Run) -> None:
     card, report = run.output_dir / "README.md", run.output_dir / "report.html"
     if not card.is_file() or not card.stat().st_size:
         files = read_run(run.output_dir)
-        last = files.evaluations[-1] if files.evaluations else {}
-        figures = {name: value for name, value in last.items() if name.startswith("eval_")}
-        write_card(run.output_dir, files.facts, figures)
+        write_card(run.output_dir, files.facts, files.find_figures())
     # A page that was cut off has no end.
     is_whole = report.is_file() and "</html>" in report.read_text(encoding="utf-8", errors="replace")[-16:]
     if not run.finished or not is_whole:
@@ -123,9 +121,8 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         for path in staging.iterdir():
             path.replace(folder / path.name)
         staging.rmdir()
-        evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        figures = {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval_")}
-        write_card(folder, read_record(folder / "run.json", {"stage": str, "config": dict}), figures)
+        record = read_record(folder / "run.json", {"stage": str, "config": dict})
+        write_card(folder, record, read_run(folder).find_figures())
 
 
 def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:

@@ -97,10 +97,8 @@ def collect_files(contents: Contents, folder: Path) -> Files:
         told = make_portable({name: value for name, value in manifest.items() if name != "error"})
         files[path] = json.dumps(told, indent=1).encode()
     if record:
-        last = float("inf") if contents.name == MODEL else int(contents.name.rpartition("-")[2])
-        evaluations = [event for event in read_run(folder).evaluations if event["step"] <= last]
-        figures = {key: value for key, value in (evaluations or [{}])[-1].items() if key.startswith("eval_")}
-        files["README.md"] = build_card(source, record, figures).encode()
+        step = None if contents.name == MODEL else int(contents.name.rpartition("-")[2])
+        files["README.md"] = build_card(source, record, read_run(folder).find_figures(step)).encode()
     # What a manifest lists was opened again before, and its hash is compared when it is sent.
     damage = None if contents.hashes else find_damage(source)
     if damage is not None:

@@ -140,7 +140,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "curve": next((curve for name in _CURVES if (curve := read_curve(run.train, name))), []),
     }
     for name in _FIGURES:
-        if curve := read_curve(run.evaluations if name.startswith("eval_") else run.train, name):
+        if curve := read_curve(run.held_out if name.startswith("eval_") else run.train, name):
             before = curve[0][1] if len(curve) > 1 else None
             return {**facts, "figure": name, "before": before, "after": curve[-1][1]}
     return facts

@@ -130,7 +130,7 @@ def _describe_extent(run: RunFiles) -> str:
 
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    yield from _choose_held_out_figures(run.evaluations)
+    yield from _choose_held_out_figures(run.held_out)
     # A clipped surrogate loss is no measure of the policy's change.
     is_rl = bool(read_curve(run.train, "objective/score"))
     if (loss := read_curve(run.train, "loss")) and not is_rl:
@@ -165,7 +165,7 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
 
 
 def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:
-    """Yield the latest value of every evaluation metric, including the user's own, with the first value beside it."""
+    """Yield the result's value of every evaluation metric, including the user's own, with the first value beside it."""
     own = {name for record in evaluations for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
     labels = {**_HELD_OUT, **{name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}}
     yield from _compare_ends(evaluations, labels)
@@ -327,6 +327,7 @@ def find_problems(run: RunFiles) -> list[str]:
         *_judge_rollbacks(run),
         *_judge_non_finite(run),
         *_judge_held_out_loss(run),
+        *_judge_best_model(run),
         *_judge_displacement(run),
         *_judge_stopping(run),
         *_judge_gradients(run),
@@ -361,7 +362,7 @@ def _judge_non_finite(run: RunFiles) -> list[str]:
 
 
 def _judge_held_out_loss(run: RunFiles) -> list[str]:
-    curve = read_curve(run.evaluations, "eval_loss")
+    curve = read_curve(run.held_out, "eval_loss")
     if len(curve) < 2:
         return []
     best_step, best = min(curve, key=lambda point: point[1])
@@ -374,6 +375,14 @@ def _judge_held_out_loss(run: RunFiles) -> list[str]:
         f"The held-out loss was lowest at step {best_step} ({best:.4g}) and rose to {last:.4g} by step {last_step}: "
         "train for fewer epochs, or keep the earlier checkpoint."
     ]
+
+
+def _judge_best_model(run: RunFiles) -> list[str]:
+    config = run.facts.get("config")
+    wanted = isinstance(config, dict) and config.get("load_best_model_at_end")
+    if not wanted or run.best or run.facts.get("status") != "done":
+        return []
+    return ["load_best_model_at_end had no checkpoint of an evaluated step to load: the model is of the last step."]
 
 
 def _judge_displacement(run: RunFiles) -> list[str]:

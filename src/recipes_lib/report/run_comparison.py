@@ -122,7 +122,7 @@ def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Ro
     for name in (*names, "objective/score", "loss"):
         if not is_one_recipe and name in _LOSSES:
             continue
-        curves = [_read(run, name) for run in runs]
+        curves = [read_curve(run.held_out if name.startswith("eval_") else run.train, name) for run in runs]
         # A training curve is noisy: its last running median, as on the page of a run.
         ends = [(smooth(curve) if name == "loss" else curve)[-1][1] if curve else None for curve in curves]
         rows.append(_build_row(name, ends))

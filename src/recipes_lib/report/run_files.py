@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ class RunFiles:
         evaluations: Evaluations in order, each step once.
         samples: Answers in order, each prompt once a step.
         num_torn_lines: Lines that hold no event.
+        best: Step and figure of the checkpoint that was loaded at the end as the best one; empty if none was.
     """
 
     name: str
@@ -36,6 +37,18 @@ class RunFiles:
     evaluations: Sequence[Record]
     samples: Sequence[Record]
     num_torn_lines: int
+    best: Record = field(default_factory=dict)
+
+    @property
+    def held_out(self) -> list[Record]:
+        """Evaluations up to the weights that are the result."""
+        last = parse_number(self.best.get("best_step"))
+        return [event for event in self.evaluations if last is None or event["step"] <= last]
+
+    def find_figures(self, step: float | None = None) -> dict[str, Any]:
+        """Return the figures of the last evaluation, ``eval_...``, up to the result or up to ``step``."""
+        known = self.held_out if step is None else [event for event in self.evaluations if event["step"] <= step]
+        return {name: value for name, value in (known or [{}])[-1].items() if name.startswith("eval_")}
 
     @property
     def metrics(self) -> list[Record]:
@@ -68,6 +81,7 @@ def read_run(run_dir: Path) -> RunFiles:
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
         samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),
         num_torn_lines=torn_events + torn_samples,
+        best=next((event for event in reversed(events) if event.get("kind") == "best"), {}),
     )
 
 

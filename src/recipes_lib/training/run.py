@@ -166,9 +166,10 @@ class Run:
         """What happened on the way, and what it began with, which may have been fetched on the way."""
         model = self.config.model
         events = [event for event in read_lines(self.output_dir / METRICS_FILE) if event]
-        stops = [event for event in events if event.get("kind") == "stop"]
+        ends = {event.get("kind"): event for event in events}
         return {
-            "stopped_early": stops[-1] if stops else None,
+            "stopped_early": ends.get("stop"),
+            "best_model": ends.get("best"),
             "measured": measure_run(events) if self.facts.get("planned") else None,
             "rollbacks": [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made],
             "model_commit": find_commit(str(model.model_name_or_path), model.model_revision),

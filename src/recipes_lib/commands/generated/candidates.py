@@ -13,6 +13,7 @@ from typing import Any, Final
 from recipes_lib.commands.generated.generation_methods import Method, SourceRow, take_reply
 from recipes_lib.commands.generated.row_filters import Check, NearDuplicates, find_agreeing
 from recipes_lib.config.synthesis_keys import SynthesisConfig
+from recipes_lib.data.sources.messages import is_answer
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import parse_record, replacing
@@ -67,6 +68,8 @@ def find_failure(step: Mapping[str, Any], text: str, *, error: str | None, is_fi
         return "unfinished"
     if not split_reasoning(text)[1].strip():
         return "empty"
+    if not is_answer(text):
+        return "a NUL character"
     return None if take_reply(step, text) is not None else f"no {step['name']} in the reply"
 
 

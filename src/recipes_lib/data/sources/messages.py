@@ -100,6 +100,15 @@ def check_answer(value: object, place: str) -> str:
     return text
 
 
+def is_answer(text: str) -> bool:
+    """Return whether a row may hold ``text`` as an answer: what commands that generate rows write."""
+    try:
+        check_answer(text, "the answer")
+    except RowError:
+        return False
+    return True
+
+
 def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES) -> list[Message]:
     """Check a list of turns, and convert each to ``role``, ``content`` and other keys of the template.
 

@@ -87,6 +87,10 @@ class CheckpointingTrainer(Trainer):
         best = self.state.best_model_checkpoint
         return set() if best is None else {int(best.rpartition("-")[2])}
 
+    @property
+    def _best_checkpoint(self) -> Path:
+        return Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
+
     # transformers 5.23 has no callback after the first update and before what follows a step.
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
@@ -153,7 +157,7 @@ class CheckpointingTrainer(Trainer):
     def _stage(self, model: nn.Module, folder: str) -> Staged:
         """Stage a checkpoint by upstream's code under another name; large files are left to ``_tasks``."""
         self._disregard_unsaved()  # Besides ``save_steps``, a stop request or a decay saves.
-        output_dir, step = Path(str(self.args.output_dir)), self.state.global_step
+        step = self.state.global_step
         staged = self._saver.open(step, folder)
         # Upstream would delete while this one is not known to be whole.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -163,10 +167,9 @@ class CheckpointingTrainer(Trainer):
         finally:
             self._staging = None
             self.args.save_total_limit = limit
-        # Upstream looks for the best one where it writes.
-        best = output_dir / f"checkpoint-{self.state.best_global_step}"
-        if self.state.best_global_step == step or best.is_dir():
-            self.state.best_model_checkpoint = str(best)
+        if self.state.best_global_step == step or self._best_checkpoint.is_dir():
+            # Upstream looks for the best one where it writes.
+            self.state.best_model_checkpoint = str(self._best_checkpoint)
         if self.args.should_save:
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
         # The random states of all processes are there.
@@ -260,6 +263,9 @@ class CheckpointingTrainer(Trainer):
         """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
         self.finish_saving()
         self.accelerator.wait_for_everyone()
+        # The folder of a run that was resumed may have had another path when the best one was saved.
+        if self._best_checkpoint.is_dir():
+            self.state.best_model_checkpoint = str(self._best_checkpoint)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             return super()._finalize_training(*args)  # type: ignore[no-untyped-call]

@@ -87,9 +87,9 @@ class LastStep(TrainerCallback):
     ) -> None:
         """Start from the step of the checkpoint, if there is one; it is already evaluated."""
         self._saved_step = state.global_step
+        self._trainer.last_evaluated_step = read_evaluation(state)["last"]
         if state.global_step > 0:
             args.eval_on_start = False
-            self._trainer.last_evaluated_step = read_evaluation(state)["last"]
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

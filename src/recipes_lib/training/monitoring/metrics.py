@@ -217,12 +217,12 @@ class MetricsWriter:
 
 
 def _read_step(line: str, is_evaluated: bool) -> float:
-    """Return the step of a line; that of a line cut short lies after every checkpoint.
+    """Return the step of a line; that of a line cut short, or of the end of a run, lies after every checkpoint.
 
     Where that of the checkpoint ``is_evaluated`` no more than begun, an evaluation comes half a step after its own.
     """
     event = parse_record(line) or {}
     step = parse_number(event.get("step"))
-    if step is None:
+    if step is None or event.get("kind") == "best":
         return math.inf
     return step + (0.5 if event.get("kind") == "eval" and not is_evaluated else 0)

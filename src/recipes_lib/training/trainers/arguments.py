@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -81,6 +82,11 @@ _ARGUMENT_CLASSES: Final = {
     "rloo": RLOOConfig,
     "grpo": GRPOConfig,
 }
+_FALLS: Final = re.compile(
+    r"(?:^|[/_])(?:\w*loss|nll|kl|\w*divergence|\w*perplexity|bits_per_byte|brier_score|ece|error|[wct]er|r?mse|mae|s?mape"
+    r"|unparsable|seconds)$"
+)
+"""Figures of which less is better; upstream knows of losses only."""
 _OF_RECIPE: dict[str, dict[str, Any]] = {
     "sft": _PREPARED,
     "lora": _PREPARED,
@@ -164,6 +170,8 @@ def build_training_arguments(
     arguments |= choose_liger(config, launch, is_cuda=is_cuda)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
+    if (metric := arguments.get("metric_for_best_model")) and arguments.get("greater_is_better") is None:
+        arguments["greater_is_better"] = _FALLS.search(metric) is None
     if num_steps is not None:
         arguments["max_steps"] = num_steps
     if arguments.get("optim") not in {None, *(optimizer.value for optimizer in OptimizerNames)}:

@@ -79,6 +79,7 @@ class RecipeTrainer(CheckpointingTrainer):
     """Whether the loss compares rows of a micro-batch, so that it depends on gradient accumulation."""
     model: PreTrainedModel
     last_evaluated_step = -1
+    _last_evaluation: tuple[int, dict[str, float]] = (-1, {})
     is_evaluating = False
     _is_last_repeated = False
     _num_parameters: int | None = None
@@ -167,7 +168,7 @@ class RecipeTrainer(CheckpointingTrainer):
         return optimizer
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, and evaluate once more at the end unless the last step was just evaluated.
+        """Train, and evaluate at the end unless the last step was evaluated or the best weights were loaded.
 
         Raises:
             PreemptedError: On a stop request; a checkpoint of the last finished step is complete.
@@ -189,7 +190,9 @@ class RecipeTrainer(CheckpointingTrainer):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
                 self._show_averaged_weights()
-                if self.observer.hooks and self.last_evaluated_step != self.state.global_step:
+                has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
+                # The best weights were loaded: they are evaluated, and not those of the last step.
+                if self.observer.hooks and self.last_evaluated_step != self.state.global_step and not has_best:
                     self.evaluate()
                 # Who was asked during the last save would otherwise leave alone.
                 stop_if_agreed()
@@ -418,7 +421,12 @@ class RecipeTrainer(CheckpointingTrainer):
         Raises:
             ConfigError: ``metric_for_best_model`` is not among them.
         """
-        metrics: dict[str, float] = {}
+        step, metrics = self._last_evaluation
+        if self.is_in_train and step == self.last_evaluated_step == self.state.global_step:
+            # Upstream evaluates after the last step of an epoch and at its end, where both are due.
+            self.control.should_evaluate = False
+            return metrics
+        metrics = {}
         self.is_evaluating = True
         WATCHDOG.enter("an evaluation")
         self._show_averaged_weights()
@@ -432,6 +440,7 @@ class RecipeTrainer(CheckpointingTrainer):
             remedy = "name one of them; benchmarks have scores at every evaluation where eval_tasks_steps is left out"
             raise ConfigError(Problem("metric_for_best_model", found, remedy))
         self.is_evaluating, self.last_evaluated_step = False, self.state.global_step
+        self._last_evaluation = (self.last_evaluated_step, metrics)
         stored: Any = self.state.stateful_callbacks
         stored[EVALUATION_KEY] = {"last": self.last_evaluated_step, "is_owed": False}
         WATCHDOG.enter("what follows an evaluation")

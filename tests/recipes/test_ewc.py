@@ -1,0 +1,70 @@
+"""Elastic weight consolidation from command to run: ``recipes fisher``, then a stage that is held to it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.distributed import sharding
+from tests.faults import recipe_runs
+from tests.rows import read_events
+
+from recipes_lib.cli import main as run_recipes
+
+STEPS = 4
+COEFFICIENT = 1e5
+"""So large that it shows in the weights after few steps."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data and model, with the Fisher information of documents beside the latter."""
+    folder = tmp_path_factory.mktemp("inputs")
+    recipe_runs.write_inputs(folder)
+    shutil.copytree(folder / "model", folder / "earlier")
+    keys = {"dataset_name": folder / "documents.jsonl", "model_name_or_path": folder / "earlier", "max_length": 32}
+    keys |= {"output_dir": folder / "earlier", "prepared_dir": folder / "prepared", "max_steps": 4}
+    keys |= {"bf16": "false", "use_cpu": "true", "num_documents": 20}
+    flags = [f"--{name}={value}" for name, value in keys.items()]
+    assert run_recipes(["fisher", "--recipe=pretrain", *flags]) == 0
+    return folder
+
+
+def train(inputs: Path, folder: Path, name: str, **keys: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    usual = {"max_steps": STEPS, "logging_steps": 1, "save_steps": 1, "save_total_limit": STEPS}
+    usual |= {"model_name_or_path": inputs / "earlier", "eval_strategy": "no"}
+    given = recipe_runs.make_keys(inputs, name, **usual | keys, output_dir=folder)
+    unused = {"eval_steps", "test_split_size", "num_sample_prompts", "sample_max_new_tokens"}
+    if name == "pretrain":
+        unused |= {"model_config", "tokenizer_name_or_path"}
+    recipe = name.split()[0]
+    assert sharding.run_recipe(recipe, {key: value for key, value in given.items() if key not in unused}) == 0
+    return read_events(folder, "train"), load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["pretrain", "dpo"])
+def test_the_logged_penalty_is_that_of_the_weights_before_the_step(inputs: Path, tmp_path: Path, name: str) -> None:
+    fisher, reference = (load_file(inputs / "earlier" / f"{file}.safetensors") for file in ("fisher", "model"))
+
+    def compute_penalty(weights: dict[str, torch.Tensor]) -> float:
+        differences = ((fisher[key] * (weights[key] - reference[key]).double() ** 2).sum() for key in fisher)
+        return COEFFICIENT / 2 * float(sum(differences))
+
+    plain, free = train(inputs, tmp_path / "plain", name)
+    zero, weights = train(inputs, tmp_path / "zero", name, ewc_lambda=0.0)
+    assert free.keys() == weights.keys()
+    assert all(torch.equal(free[key], weights[key]) for key in free)
+    learnt = ("step", "loss", "grad_norm", "learning_rate")
+    assert [[event[key] for key in learnt] for event in zero] == [[event[key] for key in learnt] for event in plain]
+    assert not any("ewc_penalty" in event for event in zero)
+
+    held, weights = train(inputs, tmp_path / "held", name, ewc_lambda=COEFFICIENT)
+    before = [reference, *(load_file(tmp_path / f"held/checkpoint-{at}/model.safetensors") for at in range(1, STEPS))]
+    assert len(held) == STEPS
+    assert held[0]["ewc_penalty"] == 0
+    assert [event["ewc_penalty"] for event in held] == pytest.approx([compute_penalty(one) for one in before], rel=1e-4)
+    assert compute_penalty(weights) < 0.9 * compute_penalty(free)
