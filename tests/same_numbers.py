@@ -49,7 +49,7 @@ def write_inputs(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     recipe_runs.write_inputs(folder)
     # Of no checkout's tests: between two commits these may move.
-    source = inspect.getsource(recipe_runs.prefer_short)
+    source = "\n\n".join(map(inspect.getsource, (recipe_runs.prefer_short, recipe_runs.measure_shortness)))
     (folder / "rewards.py").write_text(f"import random\nfrom typing import Any\n\n\n{source}", encoding="utf-8")
     tiny.save_model(folder / "teacher", tiny.build_tokenizer(), seed=1)
 

@@ -101,7 +101,7 @@ def test_a_command_runs_inside_the_boundary(echo: None, capsys: pytest.CaptureFi
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_exists(name: str) -> None:
     module, _, function = cli.COMMANDS[name].target.partition(":")
-    spec = importlib.util.find_spec(module)
+    spec = importlib.util.find_spec(module, "recipes_lib")
     assert spec is not None, f"there is no module {module}"
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))

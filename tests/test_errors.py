@@ -11,9 +11,11 @@ from recipes_lib.errors import (
     DivergedError,
     Problem,
     UserError,
+    collecting,
     explain_refusal,
     merge_alike,
     raise_problems,
+    suggest,
 )
 
 
@@ -60,6 +62,17 @@ def test_problems_that_differ_in_more_than_numbers_stay_apart():
     ]
     assert merge_alike(apart, 9) == apart
     assert merge_alike([apart[0]] * 3, 9) == apart[:1], "one row is one row, however often it is told"
+
+
+def test_problems_of_the_data_are_collected_and_others_are_raised() -> None:
+    problems: list[Problem] = []
+    for where in ("first", "second"):
+        with collecting(problems):
+            raise DataError(Problem(where, "broken"))
+    assert [problem.where for problem in problems] == ["first", "second"]
+    with pytest.raises(ConfigError), collecting(problems):
+        raise ConfigError(Problem("a key", "unknown"))
+    assert len(problems) == 2
 
 
 def test_problems_beyond_the_limit_are_counted():
@@ -116,3 +129,15 @@ def test_a_thread_that_cannot_start_is_told_as_python_raises_it():
     finally:
         threading.stack_size(before)
     assert "threads" in str(explain_refusal(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "remedy"),
+    [
+        ("traim", "`{}`", "did you mean `train`?"),
+        ("traim", "{}", "did you mean train?"),
+        ("nothing like it", "`{}`", "write one of train, test"),
+    ],
+)
+def test_a_near_name_is_suggested_and_else_what_to_do(name: str, shown: str, remedy: str) -> None:
+    assert suggest(name, ["train", "test"], "write one of train, test", shown) == remedy

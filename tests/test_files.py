@@ -9,12 +9,23 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from recipes_lib.errors import DataError
-from recipes_lib.files import hash_file, is_inside, read_lines, read_record, replace_record, replacing, try_lock
+from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.files import (
+    building,
+    hash_file,
+    is_inside,
+    read_lines,
+    read_record,
+    refuse_full,
+    replace_record,
+    replacing,
+    try_lock,
+)
 
 
 @pytest.mark.parametrize(
@@ -155,3 +166,18 @@ def test_a_file_is_replaced_when_its_block_ends_well_and_not_before(tmp_path):
     # Another file under the same name: whoever has the old one open reads it to its end.
     assert path.stat().st_ino != inode
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_folder_is_built_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "model"
+    with suppress(ValueError), building(folder) as staging:
+        (staging / "weights").write_text("half")
+        raise ValueError
+    assert list(folder.parent.iterdir()) == []
+    with building(folder) as staging:
+        (staging / "weights").write_text("whole")
+        assert not folder.exists()
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+    assert (folder / "weights").read_text() == "whole"
+    with pytest.raises(ConfigError, match="is not empty"):
+        refuse_full(folder)

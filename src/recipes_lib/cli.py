@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -10,82 +9,61 @@ from typing import NamedTuple
 
 from recipes_lib import __version__
 from recipes_lib.boundary import find_output_failure, run_command
-from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem
+from recipes_lib.errors import EXIT_DONE, EXIT_USER, ConfigError, Problem, suggest
 
 EXIT_PIPE_CLOSED = 141
 """Exit code when the reader of a pipe has closed it (128 + SIGPIPE), as in ``recipes preview ... | head``."""
 
 
 class Command(NamedTuple):
-    """A subcommand: its function as ``module:function``, called with the remaining arguments, and its help text."""
+    """A subcommand: its function as ``.module:function``, called with the remaining arguments, and its help text."""
 
     target: str
     summary: str
 
 
 COMMANDS = {
-    "check": Command("recipes_lib.commands.check:main", "find every problem of a run before it costs anything"),
-    "clean": Command("recipes_lib.commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
-    "classifier": Command(
-        "recipes_lib.commands.corpus.classifier:main", "train or evaluate a text classifier, for recipes clean"
-    ),
-    "eval": Command("recipes_lib.commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
-    "score": Command(
-        "recipes_lib.commands.score:main", "loss and bits per byte of every row of a dataset under a model"
-    ),
-    "launch": Command("recipes_lib.commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
-    "run": Command("recipes_lib.commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
-    "job": Command("recipes_lib.commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
-    "preview": Command(
-        "recipes_lib.commands.prepare:preview", "show what the model will be trained on, token by token"
-    ),
-    "prepare": Command(
-        "recipes_lib.commands.prepare:prepare", "tokenise, mask and pack once; training then tokenises nothing"
-    ),
+    "check": Command(".commands.check:main", "find every problem of a run before it costs anything"),
+    "clean": Command(".commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
+    "classifier": Command(".commands.classifier:main", "train or evaluate a text classifier, for recipes clean"),
+    "eval": Command(".commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
+    "score": Command(".commands.score:main", "loss and bits per byte of every row of a dataset under a model"),
+    "launch": Command(".commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
+    "run": Command(".commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
+    "job": Command(".commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
+    "preview": Command(".commands.prepare:preview", "show what the model will be trained on, token by token"),
+    "prepare": Command(".commands.prepare:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
     "distill-store": Command(
-        "recipes_lib.commands.distill.distill_store:main",
-        "store a teacher's top-k log-probabilities of all rows",
+        ".commands.generated.distill_store:main", "store a teacher's top-k log-probabilities of all rows"
     ),
     "student": Command(
-        "recipes_lib.commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
+        ".commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
     ),
     "synthesize": Command(
-        "recipes_lib.commands.generated.synthesize:main",
+        ".commands.generated.synthesize:main",
         "write training rows by a model: instructions, answers, texts; filter and grade them",
     ),
     "distill-write": Command(
-        "recipes_lib.commands.sampling:main_answers",
-        "sample a teacher's answers to prompts, as training rows",
+        ".commands.sampling:main_answers", "sample a teacher's answers to prompts, as training rows"
     ),
-    "tokenizer": Command(
-        "recipes_lib.commands.tokenizer:main", "train a tokenizer on any data, and measure its compression"
-    ),
-    "plan": Command("recipes_lib.commands.planning.flags:plan", "estimate parameters, memory, time and cost of a run"),
-    "scale": Command(
-        "recipes_lib.commands.planning.flags:scale", "fit scaling laws to runs, and plan or predict larger ones"
-    ),
+    "tokenizer": Command(".commands.tokenizer:main", "train a tokenizer on any data, and measure its compression"),
+    "plan": Command(".commands.planning.flags:plan", "estimate parameters, memory, time and cost of a run"),
+    "scale": Command(".commands.planning.flags:scale", "fit scaling laws to runs, and plan or predict larger ones"),
     "sample-pairs": Command(
-        "recipes_lib.commands.sampling:main_pairs", "make preference pairs of a policy's own answers, by its rewards"
+        ".commands.sampling:main_pairs", "make preference pairs of a policy's own answers, by its rewards"
     ),
     "fisher": Command(
-        "recipes_lib.training.forgetting.fisher_command:main",
-        "diagonal Fisher information of a run's model on its data",
+        ".training.forgetting.fisher_command:main", "diagonal Fisher information of a run's model on its data"
     ),
-    "merge": Command("recipes_lib.commands.weights.merge:main", "merge an adapter into its base model"),
-    "export": Command(
-        "recipes_lib.commands.weights.export:main", "convert a checkpoint to a model that any tool loads"
-    ),
-    "publish": Command(
-        "recipes_lib.publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"
-    ),
-    "reproduce": Command("recipes_lib.commands.reproduce:main", "restore a published run, and report the differences"),
-    "report": Command("recipes_lib.commands.prepare:report", "make report.html of a run, or compare several"),
-    "runs": Command("recipes_lib.report.overview:main", "list the runs below a folder: status, step, loss, age"),
-    "prove": Command(
-        "recipes_lib.commands.prove:main", "hold results, speed and memory of this machine against what is known"
-    ),
-    "doctor": Command("recipes_lib.commands.doctor:main", "say what this machine can do, and how to get the rest"),
-    "completion": Command("recipes_lib.commands.completion:main", "print the completion script of a shell"),
+    "merge": Command(".commands.weights.merge:main", "merge an adapter into its base model"),
+    "export": Command(".commands.weights.export:main", "convert a checkpoint to a model that any tool loads"),
+    "publish": Command(".publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"),
+    "reproduce": Command(".commands.reproduce:main", "restore a published run, and report the differences"),
+    "report": Command(".commands.prepare:report", "make report.html of a run, or compare several"),
+    "runs": Command(".report.overview:main", "list the runs below a folder: status, step, loss, age"),
+    "prove": Command(".commands.prove:main", "hold results, speed and memory of this machine against what is known"),
+    "doctor": Command(".commands.doctor:main", "say what this machine can do, and how to get the rest"),
+    "completion": Command(".commands.completion:main", "print the completion script of a shell"),
 }
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
@@ -134,16 +112,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _describe_unknown(name: str) -> str:
     if not name:
         return format_help()
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
     if name in RETIRED:
         return f"recipes: there is no command {name!r} any more\n    {RETIRED[name]}\n"
-    remedy = f"did you mean `recipes {near[0]}`?" if near else f"the commands are: {', '.join(COMMANDS)}"
+    remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
 
 
 def _run(command: Command, arguments: list[str]) -> int | None:
     module, _, function = command.target.partition(":")
-    code: int | None = getattr(importlib.import_module(module), function)(arguments)
+    code: int | None = getattr(importlib.import_module(module, __package__), function)(arguments)
     failure = find_output_failure()
     if isinstance(failure, BrokenPipeError):
         return EXIT_PIPE_CLOSED

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -70,6 +71,22 @@ def list_first(names: Iterable[str]) -> str:
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
+def suggest(name: object, known: Iterable[str], otherwise: str, shown: str = "`{}`", *, cutoff: float = 0.6) -> str:
+    """Return the remedy of an unknown name: the nearest known one, as a question, or what to do without any.
+
+    Args:
+        name: As the user wrote it.
+        known: Names that there are.
+        otherwise: The remedy where none of them is near.
+        shown: How the nearest one is written.
+        cutoff: Least similarity, from 0 to 1.
+    """
+    import difflib  # Only an error needs it.
+
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
+    return f"did you mean {shown.replace('{}', near[0])}?" if near else otherwise
+
+
 def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:
     """Merge the same problem in many rows of a source into one: the first, with count, share, and the worst.
 
@@ -131,6 +148,15 @@ def raise_problems(problems: Sequence[Problem], name: str) -> None:
         raise DataError(*problems[:MAX_PROBLEMS], rest)
     if problems:
         raise DataError(*problems)
+
+
+@contextmanager
+def collecting(problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a ``DataError`` in the block to ``problems`` and continue behind it: all are told at once."""
+    try:
+        yield
+    except DataError as error:
+        problems += error.problems
 
 
 class DivergedError(Exception):

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import UnionType
 from typing import IO, Any, Final
 
-from recipes_lib.errors import DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 
 MAX_BYTES: Final = 1 << 28
 """Largest JSON record that is read, 256 MiB: far above any valid one, and a bound on an endless file."""
@@ -123,6 +124,31 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def refuse_full(folder: Path) -> None:
+    """Raise unless a folder can be made, or is empty.
+
+    Raises:
+        ConfigError: It holds something, or is a file.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(Problem(str(folder), "is not empty", "name another folder"))
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``folder``, which becomes it when the block succeeds; else nothing is left behind.
+
+    Raises:
+        OSError: It cannot be made, or ``folder`` holds something.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as staging:
+        built = Path(staging) / folder.name
+        built.mkdir()
+        yield built
+        built.replace(folder)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from recipes_lib.config.key_pages import build_reference, find_shared_keys
+from recipes_lib.config.generate import build_reference, find_shared_keys
 from recipes_lib.config.recipes import read_common, read_defaults, read_refused
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table
 

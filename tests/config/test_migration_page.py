@@ -9,7 +9,7 @@ import pytest
 from recipes_lib.config.generate import describe_fate, format_migration
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.migration.renames import read_renames
+from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import load_table
 
 FILES = {

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.migration.renames import read_known
+from recipes_lib.config.recipes import read_known
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 

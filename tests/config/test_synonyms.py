@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from recipes_lib.config.loader import read_synonyms
-from recipes_lib.config.migration.renames import read_known
+from recipes_lib.config.recipes import read_known
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 SYNONYMS = read_synonyms()

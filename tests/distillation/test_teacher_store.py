@@ -13,7 +13,7 @@ from tests.training.students import build_config, make_distiller, save_student, 
 from tests.training.trajectories import assert_equal_weights, make_packs, weights_of
 from transformers import AutoTokenizer
 
-from recipes_lib.commands.distill.distill_store import build_compute
+from recipes_lib.commands.generated.distill_store import build_compute
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.distillation import teacher_store

@@ -13,7 +13,7 @@ from tests.training.trajectories import Recorder, make_packs
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from recipes_lib.commands.distill.distill_store import build_compute
+from recipes_lib.commands.generated.distill_store import build_compute
 from recipes_lib.config.schema import (
     DataConfig,
     DistillationConfig,

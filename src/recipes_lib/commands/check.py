@@ -42,12 +42,9 @@ def main(argv: Sequence[str]) -> int:
         "--migrate", type=Path, metavar="OLD", help="convert OLD, a file of TRL or alignment-handbook, and print it"
     )
     recipe, rest = split_recipe(argv, TABLES)
-    if recipe == "corpus":
-        return check_corpus(rest)
-    if recipe == "eval":
-        return check_evaluation(rest)
-    if recipe == "synthesize":
-        return check_synthesis(rest)
+    checks = {"corpus": check_corpus, "eval": check_evaluation, "synthesize": check_synthesis}
+    if recipe in checks:
+        return checks[recipe](rest)
     options, overrides = parser.parse_known_args(argv)
     if options.migrate:
         return _print_migration(options.migrate, recipe if options.recipe else None)

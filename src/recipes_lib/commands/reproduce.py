@@ -61,13 +61,10 @@ def main(argv: Sequence[str]) -> None:
     ]
     told = [f"differs: {escape_controls(line)}\n" for line in (*lost, *compare(record, keys))]
     sys.stdout.write("".join(told) or "everything recorded matches\n")
-    problems: Sequence[Problem] = ()
     try:
         check_text(recipe, text, config_file)
     except UserError as error:
-        problems = error.problems
-    if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*error.problems) from None
     launcher = "python" if record["num_processes"] == 1 else f"torchrun --nproc_per_node {record['num_processes']}"
     sys.stdout.write(f"same packages:  python -m pip install -c {shlex.quote(str(constraints))} -e .\n")
     sys.stdout.write(f"same run:       {launcher} recipes/{recipe}.py --config {shlex.quote(str(config_file))}\n")
@@ -152,15 +149,11 @@ def _read_record(source: str, revision: str | None) -> dict[str, Any]:
         (problem,) = error.problems
         found = f"holds no run.json that can be read: it {problem.found}"
         raise ConfigError(Problem(source, found, "name the output directory of a run")) from error
-    if wrong := list(_find_faults(record)):
+    # The record is untrusted input.
+    if wrong := [name for name, accepts in _FIELDS.items() if not accepts(record.get(name))]:
         found = f"run.json is not a run record: {', '.join(wrong)}"
         raise ConfigError(Problem(source, found, "name the output directory of a run"))
     return record
-
-
-def _find_faults(record: Any) -> Iterator[str]:
-    """Yield the fields that are missing or invalid; the record is untrusted input."""
-    yield from (name for name, accepts in _FIELDS.items() if not accepts(record.get(name)))
 
 
 def _is_mapping(value: Any) -> bool:

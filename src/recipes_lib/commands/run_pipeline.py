@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.commands.cluster.submission import submit_stages
-from recipes_lib.commands.job import add_machine_flags
+from recipes_lib.commands.job import add_machine_flags, submit_stages
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
 from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.config.table import RECIPE_NAMES
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
 from recipes_lib.report.overview import format_rows, write_overview
@@ -92,8 +90,7 @@ def main(argv: Sequence[str]) -> int:
 def _find_unknown_commands(pipeline: Pipeline) -> Iterator[Problem]:
     for stage in pipeline.stages:
         if stage.command and stage.command not in COMMANDS:
-            near = difflib.get_close_matches(stage.command, COMMANDS, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+            remedy = suggest(stage.command, COMMANDS, f"the commands are {', '.join(COMMANDS)}", "{}")
             yield Problem(f"{stage.name}: command", f"there is no `recipes {stage.command}`", remedy)
 
 
@@ -151,9 +148,11 @@ def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> No
             is_there = all(outputs[need].exists() for need in real.needs)
             if real.recipe and real.name in looked_at and is_there and not is_done:
                 sys.stdout.write(f"\n{real.name}: recipes check\n")
-                problems += _collect(real.name, lambda real=real: _look_at(real))  # type: ignore[misc]
+                with _naming_problems(real.name, problems):
+                    _look_at(real)
             elif stage.recipe:
-                problems += _collect(real.name, lambda stage=stage: _load(stage))  # type: ignore[misc]
+                with _naming_problems(real.name, problems):
+                    _load(stage)
             elif str(pretended.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
                 problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
             _put_output(stage)
@@ -177,12 +176,13 @@ def _put_output(stage: Stage) -> None:
         stage.output.mkdir(parents=True, exist_ok=True)
 
 
-def _collect(name: str, check: Callable[[], object]) -> list[Problem]:
+@contextmanager
+def _naming_problems(name: str, problems: list[Problem]) -> Iterator[None]:
+    """Add the problems of a user's error in the block to ``problems``, each behind the name of its stage."""
     try:
-        check()
+        yield
     except UserError as error:
-        return [Problem(f"{name}: {problem.where}", problem.found, problem.remedy) for problem in error.problems]
-    return []
+        problems += [Problem(f"{name}: {one.where}", one.found, one.remedy) for one in error.problems]
 
 
 def _look_at(stage: Stage) -> None:
@@ -241,10 +241,8 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
         for stage in pretended.stages:
             _put_output(stage)
             if stage.recipe in RECIPE_NAMES:
-                problems += _collect(
-                    stage.name,
-                    lambda stage=stage: plans.update({stage.name: _plan(stage, gpu, num_processes)}),  # type: ignore[misc]
-                )
+                with _naming_problems(stage.name, problems):
+                    plans[stage.name] = _plan(stage, gpu, num_processes)
     if problems:
         raise ConfigError(*problems)
     for stage in pretended.stages:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError, collecting, raise_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -145,7 +145,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
             # Last, so that a reader that finds the vocabulary also finds the other files.
             files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
             if (folder / _FILE).exists():
-                _refuse_another(files, folder)
+                if any(not _is_same(file, folder / file.name) for file in files):
+                    raise _build_refusal(folder)
                 return False
             for file in files:
                 file.replace(folder / file.name)
@@ -269,7 +270,7 @@ def _open_data(options: argparse.Namespace) -> Mixture:
     parts: list[Part] = []
     problems: list[Problem] = []
     for name in options.data:
-        try:
+        with collecting(problems):
             source = load_source(
                 name,
                 config=options.dataset_config,
@@ -277,10 +278,7 @@ def _open_data(options: argparse.Namespace) -> Mixture:
                 split=options.dataset_train_split,
                 text_documents="file",  # Line ends are text, too.
             )
-        except DataError as error:
-            problems += error.problems
-            continue
-        parts.append(Part(source=source, format=options.dataset_format))
+            parts.append(Part(source=source, format=options.dataset_format))
     raise_problems(problems, ", ".join(options.data))
     return Mixture(parts=parts)
 
@@ -307,16 +305,8 @@ def _prove_template(settings: dict[str, Any], name: str | None) -> ChatTemplate 
     return ChatTemplate(settings["chat_template"], tokenizer.special_tokens_map)
 
 
-def _refuse_another(files: Sequence[Path], folder: Path) -> None:
-    """Raise unless ``folder`` has identical files.
-
-    Raises:
-        ConfigError: It has others.
-    """
-    for file in files:
-        there = folder / file.name
-        if not there.is_file() or there.read_bytes() != file.read_bytes():
-            raise _build_refusal(folder)
+def _is_same(file: Path, there: Path) -> bool:
+    return there.is_file() and there.read_bytes() == file.read_bytes()
 
 
 def _build_refusal(folder: Path) -> ConfigError:

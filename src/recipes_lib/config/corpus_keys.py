@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict, get_args
 
-from recipes_lib.config.loader import expand_paths, format_given, read_given
-from recipes_lib.config.paths import expand_home, looks_local
+from recipes_lib.config.loader import Given, parse_keys
+from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import Problem
 
 Mode = Literal["off", "annotate", "apply"]
 """Mode of a step: disabled; count and annotate the documents' metadata; count and apply."""
@@ -258,24 +258,14 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
     """
-    given = read_given("corpus", argv, _adapt)
-    if isinstance(given, str):
-        return given
-    config = CorpusConfig(path=given.path, **given.values)
-    given.require(sources="write sources: [{name: ...}]", output_dir="name a folder for the corpus")
-    problems = [*given.problems, *_find_contradictions(config, given.where)]
-    problems += _find_source_problems(config, given.where)
-    if problems:
-        raise ConfigError(*problems)
-    return format_given("corpus", given) if given.wants_print else config
+    paths = (*_PATHS, "toxic_words", "duplicates_of", "benchmarks_of", "sources", "benchmarks")
+    required = {"sources": "write sources: [{name: ...}]", "output_dir": "name a folder for the corpus"}
+    return parse_keys("corpus", argv, CorpusConfig, paths, _find_problems, **required)
 
 
-def _adapt(key: str, value: Any) -> Any:
-    if key in (*_PATHS, "toxic_words", "duplicates_of", "benchmarks_of"):
-        return expand_paths(value)
-    if key in ("sources", "benchmarks") and isinstance(value, list):
-        return [item | {"name": expand_home(item["name"])} for item in value]
-    return value
+def _find_problems(config: CorpusConfig, given: Given) -> Iterator[Problem]:
+    yield from _find_contradictions(config, given.where)
+    yield from _find_source_problems(config, given.where)
 
 
 def _find_contradictions(config: CorpusConfig, where: Callable[[str], str]) -> Iterator[Problem]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import Given, expand_paths, format_given, read_given
+from recipes_lib.config.loader import Given, parse_keys
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +113,11 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
     """
-    given = read_given("eval", argv, lambda key, value: expand_paths(value) if key in _PATHS else value)
-    if isinstance(given, str):
-        return given
-    given.require(model_name_or_path="name a folder or a Hub id", tasks="write tasks: [core], or --tasks '[arc_easy]'")
-    config = EvalConfig(path=given.path, **given.values)
-    if problems := [*given.problems, *_find_contradictions(config, given)]:
-        raise ConfigError(*problems)
-    return format_given("eval", given) if given.wants_print else config
+    required = {
+        "model_name_or_path": "name a folder or a Hub id",
+        "tasks": "write tasks: [core], or --tasks '[arc_easy]'",
+    }
+    return parse_keys("eval", argv, EvalConfig, _PATHS, _find_contradictions, **required)
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:
@@ -129,12 +126,9 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
     Raises:
         ConfigError: The file cannot be read, has an unknown key, or names no task.
     """
-    given = read_given("eval", ["--config", path], lambda key, value: expand_paths(value) if key in _PATHS else value)
-    assert not isinstance(given, str)
-    given.require(tasks="write tasks: [core]")
-    if given.problems:
-        raise ConfigError(*given.problems)
-    return EvalConfig(path=given.path, **given.values)
+    config = parse_keys("eval", ["--config", path], EvalConfig, _PATHS, lambda *_: (), tasks="write tasks: [core]")
+    assert not isinstance(config, str)
+    return config
 
 
 def _find_contradictions(config: EvalConfig, given: Given) -> Iterator[Problem]:

@@ -9,15 +9,15 @@ import functools
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import yaml
 
-from recipes_lib.config.migration.renames import read_known
 from recipes_lib.config.paths import PATH_KEYS, expand_home
+from recipes_lib.config.recipes import read_known
 from recipes_lib.config.rules import RULES
 from recipes_lib.config.schema import SECTIONS, RecipeConfig, list_sections
 from recipes_lib.config.settings import ABSENT, DECISIONS, Settings
@@ -320,19 +320,10 @@ def _adapt(key: str, value: Any) -> Any:
     if key == "lora_target_modules" and value == ["all-linear"]:
         # What TRL and PEFT call it; here it is the key left out.
         return None
-    if key in PATH_KEYS and isinstance(value, str):
-        return expand_home(value)
-    if key == "eval_tasks_include_path":
-        return expand_paths(value)
     if key == "eval_datasets" and isinstance(value, dict):
         # Of a wrong one the rules tell.
-        return {
-            name: one | {"name": expand_home(one["name"])} if isinstance(one, dict) and "name" in one else one
-            for name, one in ((name, {"name": one} if isinstance(one, str) else one) for name, one in value.items())
-        }
-    if key == "dataset_mixture" and isinstance(value, list):
-        return [item | {"name": expand_home(item["name"])} for item in value]
-    return value
+        return {name: expand_paths({"name": one} if isinstance(one, str) else one) for name, one in value.items()}
+    return expand_paths(value) if key in (*PATH_KEYS, "eval_tasks_include_path", "dataset_mixture") else value
 
 
 def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
@@ -417,6 +408,7 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     return f"did you mean `{names[near[0]]}`?" if near else f"see `--help` or docs/configs/{table.recipe}.md"
 
 
+Parsed = TypeVar("Parsed")
 Adapt = Callable[[str, Any], Any]
 """Transforms a value after reading, such as ``~/`` to the home folder."""
 
@@ -469,14 +461,44 @@ def read_given(name: str, argv: Sequence[str], adapt: Adapt) -> Given | str:
 
 
 def expand_paths(value: Any) -> Any:
-    """Return a path, or a list of them, with ``~/`` replaced by the home folder."""
+    """Return a path, the ``name`` of a mapping, or a list of either, with ``~/`` replaced by the home folder."""
     if isinstance(value, list):
         return [expand_paths(item) for item in value]
+    if isinstance(value, dict) and "name" in value:
+        return value | {"name": expand_paths(value["name"])}
     return expand_home(value) if isinstance(value, str) else value
 
 
-def format_given(name: str, given: Given) -> str:
-    """Return all effective values as valid YAML, each with its provenance as a comment."""
+def parse_keys(
+    name: str,
+    argv: Sequence[str],
+    kind: Callable[..., Parsed],
+    paths: Collection[str],
+    find_problems: Callable[[Parsed, Given], Iterable[Problem]],
+    **required: str,
+) -> Parsed | str:
+    """Parse the arguments of a command into its configuration, or return the text of ``--help`` or ``--print-config``.
+
+    Args:
+        name: Of the key table.
+        argv: The arguments.
+        kind: Takes the given keys, and ``path``, the YAML file.
+        paths: Keys whose value may be a path, or hold one.
+        find_problems: Of the configuration as a whole.
+        required: Remedy of each key that has no default.
+
+    Raises:
+        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+    """
+    given = read_given(name, argv, lambda key, value: expand_paths(value) if key in paths else value)
+    if isinstance(given, str):
+        return given
+    given.require(**required)
+    config = kind(path=given.path, **given.values)
+    if problems := [*given.problems, *find_problems(config, given)]:
+        raise ConfigError(*problems)
+    if not given.wants_print:
+        return config
     table = load_table(name)
     origins = {key: given.where(key) if key in given.entries else "default" for key in table.keys}
     return _format_values(table, given.values, origins)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from recipes_lib.config.paths import check_paths
-from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, AdapterConfig, DatasetFormat, QuantizationConfig
+from recipes_lib.config.recipes import read_lists
+from recipes_lib.config.schema import AdapterConfig, DatasetFormat, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import Problem
@@ -21,65 +22,21 @@ _EVAL_KEYS: Final = {**dict.fromkeys(("name", "config", "revision", "split", "fo
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """Import path of a user's reward or metric: ``module:name``."""
 
-_REPLAYED: Final = ("replay_dataset", "replay_from")
-_IN_BITS: Final = ("load_in_8bit", "load_in_4bit")
-_EXCLUSIVE: Final = (
-    ("dataset_name", "dataset_mixture", "keep one; a mixture names its datasets itself"),
-    ("dataset_test_split", "test_split_size", "keep one: name the held-out split, or have one made"),
-    ("fp16", "bf16", "keep one"),
-    ("dataset_config", "dataset_mixture", "write `config` in the mixture's entries"),
-    ("dataset_revision", "dataset_mixture", "write `revision` in the mixture's entries"),
-    ("dataset_train_split", "dataset_mixture", "write `split` in the mixture's entries"),
-    ("model_name_or_path", "model_config", "keep one: random weights, or those of a model"),
-    ("dataset_streaming", "max_rollbacks", "keep one: rows of a stream have no numbers by which some could be skipped"),
-    ("load_in_8bit", "load_in_4bit", "keep one"),
-    ("use_transformers_continuous_batching", "use_vllm", "keep one: one engine samples"),
-    *((key, "use_vllm", "keep one: vLLM takes merged weights, and not weights of few bits") for key in _IN_BITS),
-    ("use_peft", "save_critic", "keep one: the critic is an adapter on the policy's own weights"),
-    ("dataset_streaming", "teacher_top_k", "keep one: the stored top-k are looked up by row, and a stream has none"),
-    ("lmbda", "teacher_top_k", "keep one: sampled answers are new, and nothing is stored of them"),
-    *(("teacher_top_k", key, "keep one: nothing is stored of the teacher's layers") for key in WEIGHTS),
-    ("replay_dataset", "replay_from", "keep one: replay rows of one source"),
-    *(("dataset_streaming", key, "keep one: a stream has no rows to count a share of") for key in _REPLAYED),
-    ("model_config", "ewc_lambda", "keep one: random weights know nothing that could be kept"),
-    ("verify_steps", "ewc_lambda", "keep one: a step is computed again without the penalty"),
-    ("use_peft", "ewc_lambda", "keep one: under an adapter the model's own weights do not change"),
-    ("lora_modules_to_save", "kl_to_base", "keep one: the output projection must be the base's"),
-    ("adapter_name_or_path", "kl_to_base", "keep one, or merge the adapter first: the base is not where it starts"),
-    *((key, "torch_compile", f"keep one: it drops the forward hooks of `{key}`") for key in WEIGHTS),
-)
+_TABLES: Final = read_lists(Path(__file__).with_name("rules.yaml"))
+_EXCLUSIVE: Final = [
+    (first, second, entry["remedy"].format(first=first))
+    for entry in _TABLES["exclusive"]
+    for first in entry["first"].split()
+    for second in entry["second"].split()
+]
 """Mutually exclusive keys, and the remedy; the problem is reported at the second one."""
 
 SHARE_OR_COUNT: Final = ("warmup_steps", "logging_steps", "eval_steps", "save_steps", "test_split_size", "decay_steps")
 """Keys that are a share below 1, and an integer count from 1."""
-_SAVED: Final = ("steps", "epoch", "best")
 _HAVE_REFERENCE: Final = tuple(
     loss for loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"] if loss not in ("simpo", "orpo", "sft")
 )
 _OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
-_PLATEAU: Final = ("mode", "factor", "patience", "threshold", "threshold_mode", "cooldown", "min_lr", "eps")
-_OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "cosine": ("num_cycles",),
-    "cosine_with_restarts": ("num_cycles",),
-    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
-    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
-    "polynomial": ("lr_end", "power"),
-    "inverse_sqrt": ("timescale",),
-    "warmup_stable_decay": (
-        "num_decay_steps",
-        "num_stable_steps",
-        "warmup_type",
-        "decay_type",
-        "min_lr_ratio",
-        "num_cycles",
-    ),
-    "reduce_lr_on_plateau": _PLATEAU,
-    "greedy": (*_PLATEAU, "max_lr", "warmup", "verbose", "smooth", "window_size", "reset_start"),
-}
-"""Upstream's schedule -> its options; the others have none.
-
-Source: transformers ``TYPE_TO_SCHEDULER_FUNCTION``; compared in ``tests/config/test_schedule_rules.py``.
-"""
 _ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
 """Optimizers (torchao's) that read ``bf16_stochastic_round``; the others ignore it."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -125,50 +82,9 @@ class Dependency:
 
 
 _DEPENDENCIES: Final = (
-    # every recipe
-    Dependency("max_broken_fraction", "broken_rows", ("drop",)),
-    Dependency("overlong", "max_length"),
-    Dependency("sample_prompts metrics", "num_sample_prompts"),
-    Dependency("eval_tasks_steps eval_tasks_limit eval_tasks_include_path", "eval_tasks"),
-    Dependency("max_rollbacks save_keep_steps", "save_strategy", _SAVED),
-    Dependency("dataloader_prefetch_factor dataloader_persistent_workers", "dataloader_num_workers"),
-    Dependency("replay_share", " ".join(_REPLAYED)),
-    Dependency("ewc_fisher ewc_reference", "ewc_lambda"),
-    # pretraining
-    Dependency("decay_steps decay_type", "lr_scheduler_type", ("warmup_stable_decay",)),
-    Dependency("batch_ramp_start batch_ramp_lr", "batch_ramp_tokens"),
-    # adapters
     Dependency(" ".join(key for key in _OF_ADAPTER if key != "use_peft"), "use_peft"),
-    Dependency("bnb_4bit_quant_type use_bnb_nested_quant", "load_in_4bit"),
-    Dependency(
-        "lora_r lora_target_modules lora_modules_to_save init_lora_weights use_dora", "adapter_name_or_path", (None,)
-    ),
-    # preferences
-    Dependency("simpo_gamma", "loss_type", ("simpo",)),
-    Dependency("discopop_tau", "loss_type", ("discopop",)),
-    Dependency("label_smoothing", "loss_type", ("exo_pair", "robust", "aot", "aot_unpaired")),
     Dependency("ref_model_name_or_path ref_model_revision precompute_ref_log_probs", "loss_type", _HAVE_REFERENCE),
-    Dependency("f_alpha_divergence_coef", "f_divergence_type", ("alpha_divergence",)),
-    # reinforcement learning
-    Dependency("reward_model_revision", "reward_model_name_or_path"),
-    Dependency("reward_timeout", "reward_funcs"),
-    Dependency("kl_horizon", "kl_target_per_sequence"),
-    Dependency("vllm_mode vllm_gpu_memory_utilization vllm_enable_sleep_mode", "use_vllm"),
-    Dependency("vllm_gpu_memory_utilization vllm_enable_sleep_mode", "vllm_mode", ("colocate",)),
-    Dependency("vllm_server_base_url vllm_server_timeout vllm_group_port max_staleness", "vllm_mode", ("server",)),
-    Dependency("transformers_continuous_batching_config", "use_transformers_continuous_batching"),
-    Dependency(
-        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min",
-        "vllm_importance_sampling_correction",
-    ),
-    Dependency("delta", "loss_type", ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")),
-    Dependency("sapo_temperature_pos sapo_temperature_neg", "loss_type", ("sapo",)),
-    Dependency("vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg", "loss_type", ("vespo",)),
-    # distillation
-    # Every kernel but this one never has the attention in memory.
-    Dependency("attention_weight", "attn_implementation", ("eager",)),
-    Dependency("feature_loss feature_layers projection_learning_rate", "feature_weight"),
-    Dependency("relation_layers", " ".join(RELATION_WEIGHTS)),
+    *(Dependency(row["keys"], row["decider"], tuple(row.get("values", ()))) for row in _TABLES["dependencies"]),
 )
 
 
@@ -289,7 +205,7 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
         names = " or ".join(f"`{name}`" for name in sorted(needed))
         found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
         yield settings.problem("lr_scheduler_type", found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
-    taken = _OPTIONS.get(kind, ())
+    taken = _TABLES["schedule_options"].get(kind, "").split()
     for name in options:
         if name not in taken and not settings.broken("lr_scheduler_type"):
             found = f"`lr_scheduler_kwargs` has {str(name)[:60]!r}, which `lr_scheduler_type: {kind}` does not take"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import expand_paths, format_given, read_given
+from recipes_lib.config.loader import Given, parse_keys
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,21 +168,16 @@ def parse_synthesis_command(argv: Sequence[str]) -> SynthesisConfig | str:
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
     """
-    given = read_given("synthesize", argv, lambda key, value: expand_paths(value) if key in _PATHS else value)
-    if isinstance(given, str):
-        return given
-    given.require(
-        model_name_or_path="name a folder, a Hub id, or with base_url the endpoint's model",
-        dataset_name="name seeds, prompts or documents",
-        output_dir="name a folder for the rows",
-    )
-    config = SynthesisConfig(path=given.path, **given.values)
-    if problems := [*given.problems, *_find_contradictions(config, given.where)]:
-        raise ConfigError(*problems)
-    return format_given("synthesize", given) if given.wants_print else config
+    required = {
+        "model_name_or_path": "name a folder, a Hub id, or with base_url the endpoint's model",
+        "dataset_name": "name seeds, prompts or documents",
+        "output_dir": "name a folder for the rows",
+    }
+    return parse_keys("synthesize", argv, SynthesisConfig, _PATHS, _find_contradictions, **required)
 
 
-def _find_contradictions(config: SynthesisConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+def _find_contradictions(config: SynthesisConfig, given: Given) -> Iterator[Problem]:
+    where = given.where
     for key, is_missing, remedy in (
         ("max_cost", not (config.input_price or config.output_price), "write input_price and output_price"),
         ("min_score", config.judge is None, "name a judge"),

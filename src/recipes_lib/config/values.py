@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import yaml
 
-from recipes_lib.config.migration.renames import read_renames
+from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import Schema, describe
-from recipes_lib.errors import Problem
+from recipes_lib.errors import Problem, suggest
 
 _MAX_DEPTH = 12
 _REMEDIES = (
@@ -237,10 +237,8 @@ class Reader:
         successor = read_renames().values.get((name, node.value))
         if successor:
             return self._refuse(node, f"`{name}: {node.value}` was removed upstream", f"write {successor}")
-        near = difflib.get_close_matches(
-            node.value, [choice for choice in choices if choice and isinstance(choice, str)], n=1
-        )
-        remedy = f"did you mean {near[0]}?" if near and len(choices) > 8 else f"write {describe(schema)}"
+        known = [choice for choice in choices if choice and isinstance(choice, str)] if len(choices) > 8 else []
+        remedy = suggest(node.value, known, f"write {describe(schema)}", "{}")
         return self._refuse(node, f"`{name}` is {_show(node.value)}", remedy)
 
     def _check_bounds(self, name: str, node: yaml.Node, value: float, schema: Schema) -> Any:

@@ -7,11 +7,13 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
+from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.documents import PART_END, Hide
 
@@ -35,26 +37,9 @@ class Pattern(NamedTuple):
     hints: Sequence[str] = ("",)
 
 
-_IBAN_LENGTHS: Final = {
-    country: length
-    for length, countries in (
-        (15, "NO"),
-        (16, "BE"),
-        (18, "DK FI FO GL NL"),
-        (19, "MK SI"),
-        (20, "AT BA EE KZ LT LU XK"),
-        (21, "CH HR LI LV"),
-        (22, "BG BH CR DE GB GE IE ME RS"),
-        (23, "AE GI IL TL"),
-        (24, "AD CZ ES MD PK RO SA SE SK TN VG"),
-        (25, "PT"),
-        (26, "IS TR"),
-        (27, "FR GR IT MC MR SM"),
-        (28, "AL AZ BY CY DO GT HU LB PL"),
-        (29, "BR PS QA"),
-        (30, "JO KW MU"),
-        (31, "MT"),
-    )
+_IBAN_LENGTHS: Final[Mapping[str, int]] = {
+    country: int(length)
+    for length, countries in read_lists(Path(__file__).with_name("iban_lengths.yaml")).items()
     for country in countries.split()
 }
 """Characters of an IBAN by country (ISO 13616)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -23,7 +22,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.token_ids import count_ids
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.models.loading import load_causal_lm, load_model_config
 from recipes_lib.models.parallel.pipeline_parallel import build_pipeline_stage_class
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
@@ -71,8 +70,7 @@ def build_model_config(
     given = dict(architecture)
     model_type = given.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(str(model_type), CONFIG_MAPPING.keys(), n=1)
-        remedy = f"did you mean `{near[0]}`?" if near else "write one that transformers has, such as llama"
+        remedy = suggest(model_type, CONFIG_MAPPING.keys(), "write one that transformers has, such as llama")
         raise ConfigError(Problem("model_config", f"unknown model_type {model_type!r}", remedy))
     config_class = CONFIG_MAPPING[model_type]
     aliases = getattr(config_class, "attribute_map", {})
@@ -146,8 +144,7 @@ def start_causal_lm(
 
 
 def _explain_unknown(key: str, model_type: str, known: set[str]) -> Problem:
-    near = difflib.get_close_matches(key, known, n=1)
-    remedy = f"did you mean `{near[0]}`?" if near else "see the model's documentation in transformers"
+    remedy = suggest(key, known, "see the model's documentation in transformers")
     return Problem("model_config", f"a {model_type} model has no `{key}`", remedy)
 
 

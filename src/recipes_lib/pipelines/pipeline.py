@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import re
@@ -17,7 +16,7 @@ import yaml
 
 from recipes_lib.config.table import RECIPE_NAMES, TABLES
 from recipes_lib.config.values import compose, read_text, unique_pairs
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, suggest
 from recipes_lib.shipped import find_launch_file, find_recipe, find_shipped
 
 _KINDS: Final = ("recipe", "command", "run")
@@ -361,8 +360,7 @@ class _Reader:
         return _Known(texts[0], texts[1], tuple(dict.fromkeys(stages)))
 
     def _refuse_reference(self, where: str, name: str, known: Any) -> None:
-        near = difflib.get_close_matches(name, list(known), n=1)
-        remedy = f"did you mean {near[0]}?" if near else "name a stage above it, as in ${sft.output}"
+        remedy = suggest(name, known, "name a stage above it, as in ${sft.output}", "{}")
         sweep = self.groups.get(name.removesuffix(".output"), [])
         if len(sweep) > 1:
             remedy = f"it is several stages: name one of {', '.join(f'{stage}.output' for stage in sweep)}"
@@ -373,8 +371,7 @@ class _Reader:
         before = len(self.problems)
         for key, value in entry.items():
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                remedy = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
+                remedy = suggest(key, known, f"the keys are {', '.join(known)}")
                 self.problems.append(Problem(where, f"there is no key `{key}`", remedy))
             elif value is not None and (not isinstance(value, _SHAPES[key][0]) or isinstance(value, bool)):
                 self.problems.append(Problem(f"{where}.{key}", f"is {value!r:.60}", f"write {_SHAPES[key][1]}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED, ConfigError, DataError, Problem
+from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED, ConfigError, DataError, Problem, suggest
 from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
@@ -308,8 +307,7 @@ def find_broken_gates(stage: Stage, root: Path) -> Iterator[str]:
         value = read_figure(root / stage.output, name)
         if value is None:
             figures = list_figures(root / stage.output)
-            near = difflib.get_close_matches(name, figures, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(figures)) or 'none'}"
+            hint = suggest(name, figures, f"there are {', '.join(sorted(figures)) or 'none'}", "{}", cutoff=0.4)
             yield f"require: there is no figure {name!r} in {stage.output}; {hint}"
         elif not holds(wanted, value):
             yield f"require: {name} is {value:.4g}, and has to be {wanted}"

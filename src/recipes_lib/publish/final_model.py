@@ -121,10 +121,8 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         for path in staging.iterdir():
             path.replace(folder / path.name)
         staging.rmdir()
-    if trainer.args.should_save:
-        write_card(
-            folder, read_record(folder / "run.json", {"stage": str, "config": dict}), read_run(folder).find_figures()
-        )
+        record = read_record(folder / "run.json", {"stage": str, "config": dict})
+        write_card(folder, record, read_run(folder).find_figures())
 
 
 def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -97,8 +97,8 @@ def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
 def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, Any]) -> Entry:
     entry = describe_output(folder / str(stage.get("output", "")), str(stage.get("name", "")))
     seconds = read_number(state, "seconds")
-    return Entry(
-        **{name: getattr(entry, name) for name in ("name", "path", "step", "figure", "before", "after", "curve")},
+    return replace(
+        entry,
         kind=str(stage.get("recipe") or entry.kind),
         status=str(state.get("status", "not run")),
         seconds=entry.seconds if seconds is None else seconds,

@@ -91,7 +91,12 @@ def build_report(run_dir: Path) -> Path:
     if verdict is not None:
         charts.append(draw_reliability(verdict, run_dir / "report"))
     failed_gates = verdict["failed_gates"] if verdict else ()
-    figures = [*_choose_rl_figures(run), *_choose_figures(run), *_choose_reward_figures(verdict), *_choose_scores(run)]
+    figures = [
+        *_compare_ends(run.train, _OF_RL),
+        *_choose_figures(run),
+        *_choose_reward_figures(verdict),
+        *_choose_scores(run),
+    ]
     steps, facts = sorted({sample["step"] for sample in run.samples}), _list_facts(run.facts)
     return write_page(
         run_dir / "report.html",
@@ -122,15 +127,6 @@ def _describe_extent(run: RunFiles) -> str:
     config = run.facts.get("config")
     model = config.get("model_name_or_path") if isinstance(config, dict) else None
     return ", ".join(parts) + (f", from {model}" if model else "")
-
-
-def _choose_rl_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    """Yield the key metrics of RL; none for other runs."""
-    for name, (label, template) in _OF_RL.items():
-        if curve := read_curve(run.train, name):
-            (first_step, first), (_, last) = curve[0], curve[-1]
-            note = f"{template.format(first)} at step {first_step}" if len(curve) > 1 else ""
-            yield KeyFigure(label, template.format(last), note)
 
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
@@ -172,8 +168,13 @@ def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigur
     """Yield the result's value of every evaluation metric, including the user's own, with the first value beside it."""
     own = {name for record in evaluations for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
     labels = {**_HELD_OUT, **{name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}}
+    yield from _compare_ends(evaluations, labels)
+
+
+def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str]]) -> Iterator[KeyFigure]:
+    """Yield the last value of each figure that has a label, with the first one beside it."""
     for name, (label, template) in labels.items():
-        curve = read_curve(evaluations, name)
+        curve = read_curve(records, name)
         if label and curve:
             (first_step, first), (_, last) = curve[0], curve[-1]
             note = f"{template.format(first)} at step {first_step}" if len(curve) > 1 else ""

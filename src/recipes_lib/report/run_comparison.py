@@ -6,16 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.report.charts import Chart, Line, Plan, draw_chart, smooth
+from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
 """Colours, one for each run: the most that can be distinguished."""
-_CURVES: Final = (
+_CURVES: Final[Sequence[tuple[str, str, Kind]]] = (
     ("eval_loss", "nats per target token, or a pair", "points"),
     ("eval_bits_per_byte", "of held-out text", "points"),
     ("eval_rewards/accuracies", "share of held-out pairs whose chosen answer wins", "points"),
@@ -96,17 +96,13 @@ def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: boo
         if not is_one_recipe and name in _LOSSES:
             continue
         lines = [
-            Line(label, _read(run, name), colour, _as_kind(kind))
+            Line(label, _read(run, name), colour, kind)
             for (label, run), colour in zip(runs.items(), _COLOURS, strict=False)
         ]
         if any(line.curve for line in lines):
             # The page has the legend, because names of folders are long.
             charts.append(draw_chart(Plan(name.replace("/", "_"), name, lines, unit, has_legend=False), folder))
     return charts
-
-
-def _as_kind(kind: str) -> Literal["noisy", "exact", "points"]:
-    return "points" if kind == "points" else "exact" if kind == "exact" else "noisy"
 
 
 def _read(run: RunFiles, name: str) -> list[tuple[int, float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -21,7 +20,7 @@ from recipes_lib.rl.advantages import (
 from recipes_lib.rl.monitor import Figures, average_steps, describe_values
 from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
-from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule, verify_warmup
+from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule, verify_warmup
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +36,6 @@ class Estimate:
     rollout: Rollout
     rewards: torch.Tensor
     total: torch.Tensor
-
-
-class Method(Protocol):
-    """Interface of PPO, RLOO and GRPO.
-
-    Attributes:
-        schedule: Length of the run.
-        objective: Of the policy.
-        target_kl: KL a token from the policy that answered at which updates end; ``None``: never.
-        num_idle_iterations: Iterations before the policy learns.
-    """
-
-    schedule: RolloutSchedule
-    objective: PolicyObjective
-    target_kl: float | None
-    num_idle_iterations: int
-
-    def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
-        """Compute the advantages of all answers of an iteration, over all processes."""
-        ...
-
-    def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
-        """Return the metrics of an iteration's estimate and of its steps."""
-        ...
 
 
 class PPOMethod:
@@ -80,7 +55,7 @@ class PPOMethod:
         self._config = config
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
-        """Compute advantages and returns."""
+        """Compute the advantages and returns of all answers of an iteration, over all processes."""
         targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, kl_coef)
         learnt = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
         # One group of size 1: the critic replaces the other answers to a prompt as the baseline.
@@ -149,6 +124,9 @@ class GroupMethod:
         }
 
 
+Method = PPOMethod | GroupMethod
+"""Each has the ``schedule`` of the run; the ``objective`` of the policy; ``target_kl``, a token, from the policy that
+answered, at which updates end; and ``num_idle_iterations`` before the policy learns."""
 METHODS: Mapping[str, Callable[[RecipeConfig, int, int], Method]] = {
     "ppo": PPOMethod,
     "rloo": GroupMethod,

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, TextIO
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from recipes_lib.config.recipes import read_harmless
 from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
@@ -78,33 +80,6 @@ ENDS: Final = {
     UserError: "refused",
 }
 """Exception -> status of a run that it ended."""
-# Keys that change how a run is watched or where it puts things, never what it computes.
-_HARMLESS: Final = frozenset(
-    {
-        # The same numbers in less memory: a run that ran out of it resumes with more recomputation.
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "device_hour_price",
-        "max_broken_fraction",
-        "max_rollbacks",
-        "max_truncated_fraction",
-        "max_zero_std_rollouts",
-        "num_sample_prompts",
-        "output_dir",
-        "prepared_dir",
-        "project",
-        "push_to_hub",
-        "report_to",
-        "run_name",
-        "verify_steps",
-    }
-)
-_HARMLESS_FAMILIES: Final = (
-    *("early_stopping_", "eval_tasks", "hub_", "log_", "logging_", "sample_", "save_", "trackio_"),
-)
-
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
@@ -355,7 +330,7 @@ def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
 
 
 def _decides(key: str) -> bool:
-    return key not in _HARMLESS and not key.startswith(_HARMLESS_FAMILIES)
+    return not any(fnmatchcase(key, pattern) for pattern in read_harmless())
 
 
 def describe_hardware() -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recipes_lib.config.migration.renames import read_renames
+from recipes_lib.config.recipes import read_renames
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 
 

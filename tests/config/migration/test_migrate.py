@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from recipes_lib.config.loader import check_text
 from recipes_lib.config.migration.migrate import migrate
-from recipes_lib.config.migration.renames import read_renames
-from recipes_lib.config.recipes import read_refused
+from recipes_lib.config.recipes import read_refused, read_renames
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import ConfigError
 

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import trl
 
-from recipes_lib.config.migration.renames import read_known, read_renames
-from recipes_lib.config.recipes import read_refused
+from recipes_lib.config.recipes import read_known, read_refused, read_renames
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import is_secret_key
 

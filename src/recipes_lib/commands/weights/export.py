@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import building, refuse_full
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,21 +69,15 @@ def export_checkpoint(checkpoint: Path, output: Path) -> int:
     """
     from recipes_lib.training.checkpoints.manifest import find_damage
 
-    if output.exists() and any(output.iterdir()):
-        raise ConfigError(Problem(str(output), "holds something already", "name a folder that does not exist"))
+    refuse_full(output)
     if damage := find_damage(checkpoint):
         raise ConfigError(Problem(str(checkpoint), damage, "name another checkpoint"))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
-        staging = Path(folder) / output.name
-        staging.mkdir()
+    with building(output) as staging:
         for file in checkpoint.iterdir():
             if file.suffix in (".json", ".jinja", ".model", ".txt") and file.name not in _OF_TRAINING:
                 shutil.copy(file, staging)
         write = _write_adapter if (checkpoint / "adapter_config.json").exists() else _write_model
-        num_parameters = write(checkpoint, staging)
-        staging.replace(output)
-    return num_parameters
+        return write(checkpoint, staging)
 
 
 def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -> None:

@@ -8,12 +8,11 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.config.schema import ModelConfig, QuantizationConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.files import read_lines, read_record
+from recipes_lib.files import building, read_lines, read_record, refuse_full
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,24 +25,7 @@ MAX_TOKENS: Final = 64
 """Tokens of each text in the comparison; their logits are held in memory."""
 
 RECORD_FILE: Final = "merge.json"
-PROMPTS: Final = (
-    "What is the capital of France?",
-    "How many days are in a leap year?",
-    "Write a short poem about the first snow of winter.",
-    "Explain to a child why the sky is blue.",
-    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take?",
-    "Summarise the plot of Romeo and Juliet in two sentences.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-    "Translate into German: The library opens at ten o'clock.",
-    "Give three reasons to learn a musical instrument.",
-    "What should I pack for a weekend of hiking in the rain?",
-    "Correct the grammar: He don't has no time to went there.",
-    "Is 91 a prime number? Explain how you know.",
-    "List the planets of the solar system from the largest to the smallest.",
-    "My neighbour plays loud music at night. How do I ask him politely to stop?",
-    "What is the difference between a virus and a bacterium?",
-    "Continue the story: The door had been locked for thirty years, until one morning",
-)
+PROMPTS: Final = Path(__file__).with_name("merge_prompts.txt").read_text(encoding="utf-8").splitlines()
 """Texts of the comparison if neither ``--prompts`` nor samples of the run are available."""
 
 
@@ -55,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
             adapter's by more than it may; then nothing is left behind.
     """
     options = _parse(argv)
-    _refuse_full_folder(options.output)
+    refuse_full(options.output)
     settings = _read_adapter(options.adapter)
     from transformers.utils.logging import disable_progress_bar
 
@@ -72,9 +54,7 @@ def main(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(base, TokensConfig())
     plan = plan_merge(base, options.adapter, _read_bits(options.adapter), options.dtype)
     texts = [tokenizer.encode(text, add_special_tokens=False)[:MAX_TOKENS] for text in _read_texts(options, tokenizer)]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=options.output.parent, prefix=f".{options.output.name}-") as folder:
-        model = Path(folder) / options.output.name
+    with building(options.output) as model:
         record = merge(plan, tokenizer, texts, model)
         default = MAX_KL if plan.compared_on == "full precision" else MAX_KL_FROM_FEW_BITS
         record["max_kl"] = default if options.max_kl is None else options.max_kl
@@ -82,7 +62,6 @@ def main(argv: Sequence[str]) -> None:
         refuse_another_model(record)
         (model / RECORD_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         write_merge_card(model, record)
-        model.replace(options.output)
     sys.stdout.write(f"written to {options.output}\n")
 
 
@@ -137,11 +116,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help=f"divergence to accept (default: {MAX_KL}; from few bits {MAX_KL_FROM_FEW_BITS})",
     )
     return parser.parse_args(argv)
-
-
-def _refuse_full_folder(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(Problem("--output", f"{folder} is not empty", "name another folder"))
 
 
 def _read_adapter(folder: Path) -> dict[str, Any]:

@@ -7,11 +7,11 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import building, refuse_full
 
 RECORD_FILE: Final = "student.json"
 
@@ -23,8 +23,7 @@ def main(argv: Sequence[str]) -> None:
         ConfigError: A flag is wrong, the teacher cannot be loaded or cut; then nothing is left behind.
     """
     options = _parse(argv)
-    if options.output.exists() and (not options.output.is_dir() or any(options.output.iterdir())):
-        raise ConfigError(Problem("--output", f"{options.output} is not empty", "name another folder"))
+    refuse_full(options.output)
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.models.loading import load_causal_lm, load_model_config, load_tokenizer
@@ -40,16 +39,13 @@ def main(argv: Sequence[str]) -> None:
     num_before = model.num_parameters()
     prune_layers(model, layers)
     model.config.use_cache = True
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=options.output.parent, prefix=f".{options.output.name}-") as folder:
-        student = Path(folder) / options.output.name
+    with building(options.output) as student:
         model.save_pretrained(student)
         tokenizer.save_pretrained(student)
         again = load_causal_lm(ModelConfig(model_name_or_path=str(student), dtype="auto"), "eager")
         verify_copy(again, model, options.output)
         record = {"teacher": options.teacher, "teacher_revision": options.revision, "layers": layers, "of": count}
         (student / RECORD_FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-        student.replace(options.output)
     sys.stdout.write(
         f"layers       {', '.join(map(str, layers))} of {count}\n"
         f"parameters   {model.num_parameters():,} of {num_before:,}\n"

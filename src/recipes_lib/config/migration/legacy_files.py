@@ -13,44 +13,25 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
+from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 
-_OF_TEXT: Final = ("sft", "lora", "distill", "pretrain")
 _OF_GROUPS: Final = ("grpo", "rloo")
-_OF_PPO: Final = ("ppo", "rloo")
-_OF_DPO: Final = ("dpo",)
-
-_RECIPES_OF_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("teacher_model_name_or_path", "lmbda", "seq_kd"), ("distill",)),
-    **dict.fromkeys(("rloo_k", "reward_clip_range"), ("rloo",)),
-    **dict.fromkeys(("num_ppo_epochs", "kl_coef", "cliprange", "whiten_rewards", "total_episodes"), _OF_PPO),
-    **dict.fromkeys(("vf_coef", "cliprange_value", "value_model_path"), ("ppo",)),
-    **dict.fromkeys(("num_generations", "steps_per_generation", "num_iterations", "scale_rewards"), _OF_GROUPS),
-    **dict.fromkeys(("reward_funcs", "reward_model_path", "reward_model_name_or_path"), (*_OF_GROUPS, "ppo")),
-    **dict.fromkeys(("precompute_ref_log_probs", "f_divergence_type", "rpo_alpha", "reference_free"), _OF_DPO),
-    **dict.fromkeys(("ref_model_name_or_path", "use_weighting", "ld_alpha", "loss_weights"), _OF_DPO),
-    **dict.fromkeys(("desirable_weight", "undesirable_weight"), _OF_DPO),
-    "center_rewards_coefficient": ("reward",),
-    "beta": ("dpo", *_OF_GROUPS, "distill"),
-    **dict.fromkeys(("assistant_only_loss", "completion_only_loss", "dataset_text_field", "packing"), _OF_TEXT),
-}
+_METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
+_RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
 """Key -> recipes that have it, the most likely first."""
 _ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit")
 _NAMES_OF_RUNS: Final = ("output_dir", "hub_model_id", "run_name")
 
 _RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
     **{recipe: recipe for recipe in RECIPE_NAMES if recipe != "lora"},
-    **dict.fromkeys(("cpt", "pretraining"), "pretrain"),
-    **dict.fromkeys(("orpo", "simpo", "kto"), "dpo"),
-    **dict.fromkeys(("gkd", "distillation"), "distill"),
-    "rm": "reward",
-    "gspo": "grpo",
+    **{word: recipe for recipe, words in _METHODS["words"].items() for word in words.split()},
 }
 _LOSSES: Final = ("orpo", "simpo", "kto")
 """Words that name a loss of DPO."""
-_NOT_HERE: Final = {"bco", "cpo", "gold", "kto", "nash", "online", "prm", "sdft", "sdpo", "ssd", "tpo", "xpo"}
+_NOT_HERE: Final = frozenset(_METHODS["unsupported"].split())
 """Methods of TRL that no recipe trains."""
 
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")

@@ -20,7 +20,7 @@ from recipes_lib.config.migration.legacy_files import (
     is_command,
     parse_command_text,
 )
-from recipes_lib.config.migration.renames import read_known, read_renames
+from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMIT, are_shares
 from recipes_lib.config.settings import DECISIONS
 from recipes_lib.config.table import KeyTable, load_table

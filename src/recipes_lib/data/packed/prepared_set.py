@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,11 +40,17 @@ from recipes_lib.data.packed.supervision_audit import (
     sort_findings,
 )
 from recipes_lib.data.sources.broken_rows import BrokenRows
-from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
-from recipes_lib.data.sources.replay_dataset import ReplayOrder, tell_replay
+from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
+from recipes_lib.data.sources.replay_dataset import (
+    ReplayOrder,
+    build_order,
+    describe_replay,
+    find_replayed,
+    tell_replay,
+)
 from recipes_lib.data.sources.splits import Overlap, find_overlap, refuse_overlap, split_rows
-from recipes_lib.data.store import PreparedSet, compute_key, find_root, make_set, write_splits
-from recipes_lib.errors import ConfigError, DataError, Problem, merge_alike, raise_problems
+from recipes_lib.data.store import PreparedSet, compute_key, find_root, join_rows, make_set, write_splits
+from recipes_lib.errors import ConfigError, Problem, collecting, merge_alike, raise_problems
 
 if TYPE_CHECKING:
     import datasets
@@ -251,45 +257,10 @@ def separate_sides(
         overlap = find_overlap(ours, theirs)
         train_places = train.find_places([position for position, _ in overlap.pairs])
         eval_places = held_out.find_places([position for _, position in overlap.pairs])
-        try:
+        with collecting(problems):
             refuse_overlap(overlap, train_places.__getitem__, eval_places.__getitem__, relation=what)
-        except DataError as error:
-            problems += error.problems
     raise_problems(problems, "dataset_test_split")
     return sides
-
-
-def refuse_named_overlap(
-    trained: Sequence[tuple[RecipeConfig, PreparedSet]],
-    named: Mapping[str, tuple[RecipeConfig, PreparedSet]],
-    relation: str = "are held-out rows too",
-) -> None:
-    """Raise when rows of ``eval_datasets`` are trained on too; told by their token ids, of pairs by their prompts'.
-
-    Args:
-        trained: Sets that are trained on, each with the run that it was prepared under; replayed ones too.
-        named: Sets of ``eval_datasets`` by name.
-        relation: What such training rows do, for the error.
-
-    Raises:
-        DataError: There are such rows; of each two sets the first few.
-    """
-    problems: list[Problem] = []
-    digested = {name: _digest_rows(found.train) for name, (_, found) in named.items()}
-    for config, prepared in trained:
-        ours, numbers = _digest_rows(prepared.train)
-        for name, (held_out, _) in named.items():
-            theirs, their_numbers = digested[name]
-            overlap = find_overlap(ours, theirs)
-            pairs = [(int(numbers[train]), int(their_numbers[test])) for train, test in overlap.pairs]
-            places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
-            test_places = load_train_data(held_out.data).find_places({test for _, test in pairs})
-            try:
-                told = Overlap(overlap.num_rows, pairs)
-                refuse_overlap(told, places.__getitem__, test_places.__getitem__, relation=relation)
-            except DataError as error:
-                problems += error.problems
-    raise_problems(problems, "eval_datasets")
 
 
 def _digest_rows(rows: datasets.Dataset) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]]:
@@ -485,3 +456,98 @@ class PreparedRows:
         """Typical number of tokens that attend to each other: the median row's."""
         length: int = self.audit.length_p50
         return length
+
+
+TrainedSet = tuple[RecipeConfig, PreparedSet]
+Rows = TypeVar("Rows", bound=PreparedRows)
+
+
+def open_set(
+    config: RecipeConfig,
+    prepare: Callable[[RecipeConfig], PreparedSet],
+    count_terms: Callable[[datasets.Dataset], IntArray],
+) -> tuple[dict[str, Any], list[TrainedSet]]:
+    """Return the fields of ``PreparedRows`` of a run, replayed rows among them, and its sets for ``add_eval_sets``.
+
+    Args:
+        config: The run.
+        prepare: Finds or builds the set of a configuration.
+        count_terms: What each row adds to the mean that the loss is, ``int64 (R,)``.
+
+    Raises:
+        ConfigError: As ``prepare``.
+        DataError: As ``prepare``.
+    """
+    prepared = prepare(config)
+    manifest, trained = prepared.manifest, [(config, prepared)]
+    train, order, record = prepared.train, None, {"prepared_set": str(prepared.path), **manifest}
+    if (replayed := find_replayed(config, manifest["max_length"])) is not None:
+        other = prepare(replayed)
+        trained.append((replayed, other))
+        order = build_order(config, count_terms(train), count_terms(other.train))
+        train = join_rows(train, other.train)
+        # What is stored of each row, such as a reference's log-probabilities, covers the rows of both, in their order.
+        record |= {
+            "key": compute_key({"sets": [prepared.key, other.key]}),
+            "replay": describe_replay(config, order, other),
+        }
+    return {
+        "train": train,
+        "eval": prepared.eval,
+        "max_length": manifest["max_length"],
+        "findings": [Finding(**finding) for finding in manifest["findings"]],
+        "record": record,
+        "order": order,
+    }, trained
+
+
+def add_eval_sets(
+    config: RecipeConfig,
+    data: Rows,
+    prepare: Callable[[RecipeConfig], PreparedSet],
+    trained: Sequence[TrainedSet],
+    relation: str = "are held-out rows too",
+) -> Rows:
+    """Return the data of a run with the rows of its ``eval_datasets``.
+
+    Args:
+        config: The run.
+        data: Without them.
+        prepare: Finds or builds the set of a configuration.
+        trained: Sets whose rows no held-out set may have, each with the run that it was prepared under; none on ranks
+            that leave the comparison to another.
+        relation: What such training rows do, for the error.
+
+    Raises:
+        ConfigError: As ``prepare``.
+        DataError: As ``prepare``; or rows are trained on and held out; of each two sets the first few.
+    """
+    derived = derive_eval_configs(config, data.max_length)
+    sets = {name: (run, prepare(run)) for name, run in derived.items()}
+    if not sets:
+        return data
+    if trained and not config.data.allow_eval_overlap:
+        _refuse_named_overlap(trained, list(sets.values()), relation)
+    told = {
+        name: {"prepared_set": str(found.path), "key": found.key, **found.manifest["train"]}
+        for name, (_, found) in sets.items()
+    }
+    packs = {name: found.train for name, (_, found) in sets.items()}
+    return dataclasses.replace(data, eval_sets=packs, record={**data.record, "eval_datasets": told})
+
+
+def _refuse_named_overlap(trained: Sequence[TrainedSet], named: Sequence[TrainedSet], relation: str) -> None:
+    """Raise when rows of ``eval_datasets`` are trained on too; told by their token ids, of pairs by their prompts'."""
+    problems: list[Problem] = []
+    digested = [_digest_rows(found.train) for _, found in named]
+    for config, prepared in trained:
+        ours, numbers = _digest_rows(prepared.train)
+        for (held_out, _), (theirs, their_numbers) in zip(named, digested, strict=True):
+            overlap = find_overlap(ours, theirs)
+            pairs = [(int(numbers[train]), int(their_numbers[test])) for train, test in overlap.pairs]
+            places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
+            test_places = load_train_data(held_out.data).find_places({test for _, test in pairs})
+            told = Overlap(overlap.num_rows, pairs)
+            with collecting(problems):
+                refuse_overlap(told, places.__getitem__, test_places.__getitem__, relation=relation)
+    raise_problems(problems, "eval_datasets")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import datasets
 import numpy as np
@@ -24,7 +24,7 @@ from recipes_lib.data.packed.encoding import (
     split_chunks,
 )
 from recipes_lib.data.packed.packing import Examples
-from recipes_lib.data.packed.prepared_set import PreparedRows, prepare, refuse_named_overlap
+from recipes_lib.data.packed.prepared_set import PreparedRows, add_eval_sets, open_set, prepare
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
     FindPlaces,
@@ -37,19 +37,10 @@ from recipes_lib.data.packed.supervision_audit import (
 )
 from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
-from recipes_lib.data.sources.replay_dataset import (
-    build_order,
-    describe_replay,
-    find_replayed,
-)
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
-from recipes_lib.data.store import PreparedSet, join_rows
+from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import DataError, merge_alike, raise_problems
-
-if TYPE_CHECKING:
-    import datasets
-
 
 Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
@@ -232,44 +223,17 @@ def load_training_data(
         ConfigError: The options do not fit together.
         DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
     """
-    is_stream = config.data.dataset_streaming
-    data, trained = (_open_stream(config, tokenizer), []) if is_stream else _open_set(config, tokenizer, local_rank)
-    derived = derive_eval_configs(config, data.max_length)
-    sets = {name: prepare(run, lambda _: tokenizer, local_rank=local_rank) for name, run in derived.items()}
-    if not sets:
-        return data
-    if local_rank == 0 and not config.data.allow_eval_overlap:
-        refuse_named_overlap(trained, {name: (derived[name], found) for name, found in sets.items()})
-    told = {name: {"prepared_set": str(found.path), **found.manifest["train"]} for name, found in sets.items()}
-    packs = {name: found.train for name, found in sets.items()}
-    return replace(data, eval_sets=packs, record={**data.record, "eval_datasets": told})
 
+    def prepare_run(run: RecipeConfig) -> PreparedSet:
+        return prepare(run, lambda _: tokenizer, local_rank=local_rank)
 
-def _open_set(
-    config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_rank: int
-) -> tuple[TrainingData, list[tuple[RecipeConfig, PreparedSet]]]:
-    """Return the data of a run, and its prepared sets."""
-    prepared = prepare(config, lambda _: tokenizer, local_rank=local_rank)
-    train, order, record = prepared.train, None, {"prepared_set": str(prepared.path), **prepared.manifest}
-    trained = [(config, prepared)]
-    if (replayed := find_replayed(config, prepared.manifest["max_length"])) is not None:
-        other = prepare(replayed, lambda _: tokenizer, local_rank=local_rank)
-        trained.append((replayed, other))
-        order = build_order(config, count_trained_tokens(train), count_trained_tokens(other.train))
-        train = join_rows(train, other.train)
-        record["replay"] = describe_replay(config, order, other)
-    figures = {name: value for name, value in prepared.manifest["train"].items() if name != "cut"}
-    data = TrainingData(
-        train=train,
-        eval=prepared.eval,
-        max_length=prepared.manifest["max_length"],
-        num_packs=len(train) if order is None else order.rows_per_epoch,
-        audit=SplitAudit(**figures),
-        findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
-        record=record,
-        order=order,
-    )
-    return data, trained
+    if config.data.dataset_streaming:
+        return add_eval_sets(config, _open_stream(config, tokenizer), prepare_run, [])
+    fields, trained = open_set(config, prepare_run, count_trained_tokens)
+    figures = {name: value for name, value in fields["record"]["train"].items() if name != "cut"}
+    num_packs = len(fields["train"]) if fields["order"] is None else fields["order"].rows_per_epoch
+    data = TrainingData(**fields, num_packs=num_packs, audit=SplitAudit(**figures))
+    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
 
 
 def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:

@@ -18,27 +18,22 @@ from recipes_lib.data.packed.packing import Examples, IntArray, build_examples
 from recipes_lib.data.packed.prepared_set import (
     PreparedRows,
     SetIdentity,
+    add_eval_sets,
     add_findings,
     build_lists,
     derive_max_length,
     describe_set,
     encode_sides,
     identify_set,
+    open_set,
     prepare_set,
     read_batches,
-    refuse_named_overlap,
     separate_sides,
 )
 from recipes_lib.data.packed.supervision_audit import Finding, judge_loss, judge_remarks, sort_findings
-from recipes_lib.data.sources.mixtures import derive_eval_configs
-from recipes_lib.data.sources.replay_dataset import (
-    build_order,
-    describe_replay,
-    find_replayed,
-)
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.data.sources.splits import compute_digests
-from recipes_lib.data.store import PreparedSet, compute_key, join_rows
+from recipes_lib.data.store import PreparedSet
 from recipes_lib.errors import ConfigError, Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -249,32 +244,13 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
         DataError: Rows are broken, too long, or held out as well as trained on; no pair is left; or, on the other
             processes, that the first one gave up.
     """
-    prepared = prepare_pairs(config, lambda _: tokenizer, local_rank=local_rank)
-    derived = derive_eval_configs(config, prepared.manifest["max_length"])
-    sets = {name: prepare_pairs(run, lambda _: tokenizer, local_rank=local_rank) for name, run in derived.items()}
-    told = {name: {"key": found.key, **found.manifest["train"]} for name, found in sets.items()}
-    train, order, trained = prepared.train, None, [(config, prepared)]
-    record = {"prepared_set": str(prepared.path), **prepared.manifest, **({"eval_datasets": told} if told else {})}
-    if (replayed := find_replayed(config, prepared.manifest["max_length"])) is not None:
-        other = prepare_pairs(replayed, lambda _: tokenizer, local_rank=local_rank)
-        trained.append((replayed, other))
-        order = build_order(config, *(np.ones(len(pairs), np.int64) for pairs in (train, other.train)))
-        train = join_rows(train, other.train)
-        # Stored reference log-probabilities cover all pairs, in their order.
-        record["key"] = compute_key({"sets": [prepared.key, other.key]})
-        record["replay"] = describe_replay(config, order, other)
-    if local_rank == 0 and not config.data.allow_eval_overlap:
-        refuse_named_overlap(trained, {name: (derived[name], found) for name, found in sets.items()}, _SHARES_PROMPT)
-    return PairData(
-        train=train,
-        eval=prepared.eval,
-        max_length=prepared.manifest["max_length"],
-        audit=PairAudit(**prepared.manifest["train"]),
-        findings=[Finding(**finding) for finding in prepared.manifest["findings"]],
-        record=record,
-        eval_sets={name: found.train for name, found in sets.items()},
-        order=order,
-    )
+
+    def prepare_run(run: RecipeConfig) -> PreparedSet:
+        return prepare_pairs(run, lambda _: tokenizer, local_rank=local_rank)
+
+    fields, trained = open_set(config, prepare_run, lambda pairs: np.ones(len(pairs), np.int64))
+    data = PairData(**fields, audit=PairAudit(**fields["record"]["train"]))
+    return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [], _SHARES_PROMPT)
 
 
 def render_summary(prepared: PreparedSet) -> Table:

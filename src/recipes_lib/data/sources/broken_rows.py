@@ -74,11 +74,6 @@ class BrokenRows:
                 yield entry
 
     @property
-    def are_too_many(self) -> bool:
-        """Whether more rows are broken than allowed."""
-        return self.num_broken > self._max_fraction * self.num_rows
-
-    @property
     def are_hopeless(self) -> bool:
         """Whether more rows of a stream are broken than allowed, so that reading stops."""
         return self._is_stream and self.num_broken > self._max_fraction * max(self.num_rows, _MIN_ROWS)
@@ -89,7 +84,8 @@ class BrokenRows:
         Args:
             name: What the user called the rows.
         """
-        problems = merge_alike(self._problems, self.num_rows) if self.are_too_many else []
+        are_too_many = self.num_broken > self._max_fraction * self.num_rows
+        problems = merge_alike(self._problems, self.num_rows) if are_too_many else []
         if problems and self.are_dropped:
             found = f"{self.describe()} are broken, and max_broken_fraction is {self._max_fraction:g}"
             problems.insert(0, Problem(name, found, "fix them, or raise it"))

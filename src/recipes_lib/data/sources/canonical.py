@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
 from recipes_lib.data.sources.local_files import READERS, load_files
 from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, suggest
 
 _MAX_WITHOUT_LAYOUT: Final = 20
 """Rows looked at in search of one that has a layout."""
@@ -77,8 +76,7 @@ class RenamedSource:
         problems = []
         for name, column in self.columns.items():
             if column is not None and column not in row.columns:
-                near = difflib.get_close_matches(column, row.columns, n=1)
-                remedy = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(row.columns)}"
+                remedy = suggest(column, row.columns, f"name one of {', '.join(row.columns)}")
                 problems.append(Problem(row.where, f"dataset_columns.{name}: there is no column `{column}`", remedy))
         if problems:
             raise DataError(*problems)
@@ -137,8 +135,7 @@ def _check_columns(columns: Mapping[str, Any]) -> None:
     problems = []
     for name, column in columns.items():
         if name not in COLUMNS:
-            near = difflib.get_close_matches(str(name), COLUMNS, n=1)
-            remedy = f"did you mean `{near[0]}`?" if near else f"name one of {', '.join(sorted(COLUMNS))}"
+            remedy = suggest(name, COLUMNS, f"name one of {', '.join(sorted(COLUMNS))}")
             problems.append(Problem("dataset_columns", f"no layout has a column `{name}`", remedy))
         if column is not None and not isinstance(column, str):
             problems.append(Problem("dataset_columns", f"`{name}: {column}` names no column", "quote it"))
@@ -219,6 +216,5 @@ def _refuse_missing_path(path: Path, name: str) -> None:
     if name.strip() and not is_path:
         return
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []
-    nearest = difflib.get_close_matches(path.name, siblings, n=1)
-    remedy = f"did you mean `{path.parent / nearest[0]}`?" if nearest else f"paths start from {Path.cwd()}"
+    remedy = suggest(path.name, siblings, f"paths start from {Path.cwd()}", f"`{path.parent / '{}'}`")
     raise DataError(Problem(name or "dataset_name", "no such file or folder", remedy))

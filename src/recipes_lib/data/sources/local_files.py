@@ -295,7 +295,9 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
             return bytes.fromhex(str(remembered["sha256"]))
         digest = bytes.fromhex(hash_file(file))
         if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
-            _write(entry, {"path": str(path), "file": before, "sha256": digest.hex()})
+            with suppress(OSError):  # Without a cache the next process reads the file again.
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                replace_record(entry, {"path": str(path), "file": before, "sha256": digest.hex()})
     return digest
 
 
@@ -316,10 +318,4 @@ def _read(entry: Path) -> dict[str, object]:
         bytes.fromhex(content["sha256"])
     except (DataError, ValueError):
         return {}
-    return dict(content)
-
-
-def _write(entry: Path, content: dict[str, object]) -> None:
-    with suppress(OSError):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        replace_record(entry, content)
+    return content

@@ -18,7 +18,7 @@ from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.canonical import load_source, read_entries
 from recipes_lib.data.sources.rows import Row, Source
-from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
 
 MAX_EPOCHS: Final = 4
 """Repeating data up to four times is almost as good as new data; beyond, its value decays (Muennighoff et al. 2023)."""
@@ -201,10 +201,8 @@ class Mixture:
         """
         problems: list[Problem] = []
         for part, num_passes in zip(self.parts, self._count_passes(), strict=True):
-            try:
+            with collecting(problems):
                 yield from self._read(part, num_passes)
-            except DataError as error:
-                problems += error.problems
         raise_problems(problems, self.name)
 
     def find_places(self, numbers: Collection[int]) -> dict[int, str]:
@@ -314,10 +312,8 @@ def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixtu
     problems: list[Problem] = []
     loaded = []
     for part in parts:
-        try:
+        with collecting(problems):
             loaded.append(_load_part(part))
-        except DataError as error:
-            problems += error.problems
     raise_problems(problems, "dataset_mixture")
     return Mixture(parts=loaded, seed=seed)
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -79,19 +79,6 @@ def _read_keys(path: Path) -> Mapping[str, Any]:
     return keys
 
 
-class Order(Protocol):
-    """Order of rows: position in the run to row of the data."""
-
-    @property
-    def rows_per_epoch(self) -> int:
-        """Rows of an epoch of the run."""
-        ...
-
-    def locate(self, numbers: IntArray) -> IntArray:
-        """Return the rows at these positions of the run, over concatenated epochs; ``int64 (K,)``."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochOrder:
     """All rows of the data in every epoch, each in another order: a permutation from seed and epoch.
@@ -112,7 +99,7 @@ class EpochOrder:
         return self.num_rows
 
     def locate(self, numbers: IntArray) -> IntArray:
-        """As ``Order``."""
+        """Return the rows at these positions of the run, over concatenated epochs; ``int64 (K,)``."""
         epochs, places = np.divmod(numbers, self.num_rows)
         rows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -168,7 +155,7 @@ class ReplayOrder:
         return self._count_replayed(1) / self._replayed.num_rows
 
     def locate(self, numbers: IntArray) -> IntArray:
-        """As ``Order``; replayed rows are numbered after all new ones."""
+        """As of ``EpochOrder``; replayed rows are numbered after all new ones."""
         starts = [0]
         while starts[-1] <= numbers.max(initial=0):
             starts.append(len(starts) * self._new.num_rows + self._count_replayed(len(starts)))
@@ -207,6 +194,10 @@ class ReplayOrder:
         size = self._replayed.num_rows
         terms = self._replayed_terms[self._replayed.locate(np.arange(passed * size, (passed + 1) * size))]
         return np.cumsum(terms) - terms
+
+
+Order = EpochOrder | ReplayOrder
+"""Order of rows: position in the run to row of the data."""
 
 
 def build_order(config: RecipeConfig, terms: IntArray, replayed_terms: IntArray) -> ReplayOrder:

@@ -31,7 +31,7 @@ from recipes_lib.data.tokens.token_sets import (
     open_side,
     select_options,
 )
-from recipes_lib.errors import DataError, Problem, raise_problems
+from recipes_lib.errors import DataError, Problem, collecting, raise_problems
 
 if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
@@ -237,10 +237,8 @@ def _refuse_repeats(parts: Sequence[_Part], train: Sequence[TokenSource], held_o
     problems: list[Problem] = []
     for part, source in zip(parts, train, strict=True):
         held_out_source = open_side(held_out.prepared, "train", held_out.corpus.name)
-        try:
+        with collecting(problems):
             refuse_repeats(part.corpus, source, held_out.corpus, held_out_source)
-        except DataError as error:
-            problems += error.problems
     raise_problems(problems, "dataset_test_split")
 
 

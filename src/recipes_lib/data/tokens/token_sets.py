@@ -27,7 +27,7 @@ from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
 from recipes_lib.data.store import PreparedSet, explain_disk_errors, make_set
 from recipes_lib.data.tokens.shards import TokenSource, TokenWriter, is_whole
-from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
 from recipes_lib.files import read_record, replace_record
 
 if TYPE_CHECKING:
@@ -136,21 +136,14 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
     corpora: list[Corpus] = []
     problems: list[Problem] = []
     for entry, name, budget in zip(entries, names, budgets, strict=True):
-        try:
-            source = _load_entry(config, entry)
-        except DataError as error:
-            problems += error.problems
-            continue
-        corpus = Corpus(
-            name=name,
-            source=source,
-            format=entry.get("format", config.data.dataset_format),
-            test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,
-            seed=read_seed(config),
-            num_tokens=budget,
-            tokens=config.tokens,
-        )
-        corpora.append(corpus)
+        with collecting(problems):
+            corpus = dataclasses.replace(
+                _open(config, name, entry),
+                test_size=config.data.test_split_size if config.data.dataset_test_split is None else None,
+                seed=read_seed(config),
+                num_tokens=budget,
+            )
+            corpora.append(corpus)
     raise_problems(problems, "dataset_mixture")
     return corpora
 
@@ -164,11 +157,7 @@ def load_held_out(config: RecipeConfig) -> Corpus | None:
     """
     where = config.provenance.get("dataset_test_split", "dataset_test_split")
     entry = find_held_out(config.data, where)
-    if entry is None:
-        return None
-    name = str(config.data.dataset_test_split)
-    source = _load_entry(config, entry)
-    return Corpus(name=name, source=source, format=config.data.dataset_format, tokens=config.tokens)
+    return None if entry is None else _open(config, str(config.data.dataset_test_split), entry)
 
 
 def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
@@ -177,15 +166,7 @@ def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
     Raises:
         DataError: One cannot be opened.
     """
-    return [
-        Corpus(
-            name=name,
-            source=_load_entry(config, entry),
-            format=entry.get("format", config.data.dataset_format),
-            tokens=config.tokens,
-        )
-        for name, entry in (config.data.eval_datasets or {}).items()
-    ]
+    return [_open(config, name, entry) for name, entry in (config.data.eval_datasets or {}).items()]
 
 
 def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -200,8 +181,8 @@ def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def _load_entry(config: RecipeConfig, entry: Mapping[str, Any]) -> Source:
-    return load_source(
+def _open(config: RecipeConfig, name: str, entry: Mapping[str, Any]) -> Corpus:
+    source = load_source(
         entry["name"],
         config=entry.get("config"),
         revision=entry.get("revision"),
@@ -210,6 +191,8 @@ def _load_entry(config: RecipeConfig, entry: Mapping[str, Any]) -> Source:
         streaming=config.data.dataset_streaming,
         text_documents=config.pretraining.text_documents,
     )
+    row_format = entry.get("format", config.data.dataset_format)
+    return Corpus(name=name, source=source, format=row_format, tokens=config.tokens)
 
 
 _ALL_DRAWS: Final = 1 << 64

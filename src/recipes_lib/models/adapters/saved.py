@@ -85,12 +85,12 @@ def find_shareable(
     return (None, f"{name} {reasons[0]}") if reasons else (folder, "")
 
 
-def name_in_file(name: str, adapter: str = "default") -> str:
+def name_in_file(name: str) -> str:
     """Return the name of an adapter parameter in PEFT's file, without the adapter name.
 
     Source: PEFT's ``get_peft_model_state_dict``; ``tests/models/adapters/test_saved.py``.
     """
-    plain = name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+    plain = name.replace(".modules_to_save.default.", ".").replace(".default.", ".").removesuffix(".default")
     # DoRA's magnitudes are a module with one weight in the model, and a tensor in the file.
     return plain.removesuffix(".weight") if plain.endswith(".lora_magnitude_vector.weight") else plain
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from torch import distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
@@ -20,14 +19,14 @@ GENERATION_STEPS: Final = 8
 """Tokens between two polls for stop requests while samples are generated."""
 
 
-def stop_if_agreed(group: distributed.ProcessGroup | None = None) -> None:
-    """Raise in every process of ``group`` if any has a stop request; all of them must call it, in the same loop.
+def stop_if_agreed() -> None:
+    """Raise in every process if any has a stop request; all of them must call it, in the same loop.
 
     Raises:
         PreemptedError: One was asked.
     """
     WATCHDOG.beat()
-    if STOP.is_deferred and sum_over_processes([STOP.reason is not None], group)[0]:
+    if STOP.is_deferred and sum_over_processes([STOP.reason is not None])[0]:
         raise build_preemption()
 
 

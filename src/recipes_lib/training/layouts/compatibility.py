@@ -1,5 +1,7 @@
 """Incompatible options of recipe and launch file: one table for ``recipes check``, every start and the docs.
 
+The table is ``compatibility.yaml``; its conditions are defined here.
+
 ``python -m recipes_lib.training.layouts.compatibility`` prints the table of ``docs/hardware.md``.
 """
 
@@ -7,12 +9,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.config.schema import WEIGHTS, RecipeConfig, flatten_config
-from recipes_lib.config.table import RECIPE_NAMES
+from recipes_lib.config.recipes import read_lists
+from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.launch_environment import Launch
 
@@ -70,238 +73,6 @@ class Blocked:
         return Problem(key if where == "default" else where, found, self.remedy)
 
 
-_SAMPLES_ANSWERS: Final = ("ppo", "rloo", "grpo")
-_WITH_OTHER_MODELS: Final = ("lora", "reward", "dpo", "distill", *_SAMPLES_ANSWERS)
-_OTHER_MODELS: Final = "LoRA, reward models, DPO, distillation, PPO, RLOO, GRPO"
-_REMEMBERING: Final = ("ewc_lambda", "kl_to_base")
-_UNPROVED: Final = ("neftune_noise_alpha", "torch_compile", "use_liger_kernel", "verify_steps", *_REMEMBERING)
-
-
-def _is_by(engine: str, zero_stage: int | None = None) -> Callable[[Launch], bool]:
-    return lambda launch: launch.engine == engine and zero_stage in (None, launch.layout.zero_stage)
-
-
-def _is_scaled(launch: Launch) -> bool:
-    return launch.precision in ("fp16", "fp8")
-
-
-def _has_tensors(launch: Launch) -> bool:
-    return launch.tensor_size > 1
-
-
-def _has_rows(launch: Launch) -> bool:
-    return launch.context_size > 1
-
-
-def _has_pipeline(launch: Launch) -> bool:
-    return launch.layout.pipeline_stages > 1
-
-
-def _is_optim_outside(*allowed: str) -> Callable[[Keys, Launch], bool]:
-    return lambda keys, _: keys.get("optim", allowed[0]) not in allowed
-
-
-_FSDP: Final = ("FSDP", _is_by("FSDP"))
-_DEEPSPEED: Final = ("DeepSpeed", _is_by("DEEPSPEED"))
-_TENSORS: Final = ("`parallelism_config_tp_size`", _has_tensors)
-_ROWS: Final = ("`parallelism_config_cp_size` or `parallelism_config_sp_size`", _has_rows)
-_PIPELINE: Final = ("`--pipeline_stages`", _has_pipeline)
-
-OF_MESHES: Final = (
-    Blocked(
-        "sizes of `parallelism_config` and `--pipeline_stages` that are not `num_processes` together",
-        lambda launch: (
-            launch.layout.sizes
-            and launch.layout.pipeline_stages * math.prod(launch.layout.sizes.values()) != launch.world_size
-        ),
-        "the processes do not fill the device mesh, which accelerate notices when the model is loaded",
-        "write sizes whose product is the number of processes",
-    ),
-    Blocked(
-        "FSDP with a mesh and without `dp_shard`",
-        lambda launch: (
-            launch.engine == "FSDP" and launch.layout.sizes and not {"dp_shard", "tp", "cp"} & set(launch.layout.sizes)
-        ),
-        "there is nothing to shard over, which accelerate notices when the model is loaded",
-        "write `parallelism_config_dp_shard_size`, or use accelerate_configs/ddp.yaml",
-    ),
-    Blocked(
-        f"{_TENSORS[0]} and not `distributed_type: FSDP`",
-        lambda launch: _has_tensors(launch) and launch.engine != "FSDP",
-        "tensor parallelism is applied while the model is loaded, for FSDP2 only",
-        "use accelerate_configs/fsdp2_tp.yaml, with dp_shard_size 1 for tensors alone",
-    ),
-    Blocked(
-        f"{_TENSORS[0]} with `parallelism_config_dp_replicate_size`",
-        lambda launch: _has_tensors(launch) and "dp_replicate" in launch.layout.sizes,
-        "tensor parallelism with sharding and replication at once is not proved",
-        "shard over all groups: write their number as `parallelism_config_dp_shard_size`",
-    ),
-    Blocked(
-        f"{_TENSORS[0]} with `mixed_precision: fp16` or `fp8`",
-        lambda launch: _has_tensors(launch) and _is_scaled(launch),
-        "the loss scaler and 8-bit layers take whole tensors",
-        "write `mixed_precision: bf16`",
-    ),
-    Blocked(
-        f"{_TENSORS[0]} with `fsdp_offload_params: true` or `fsdp_activation_checkpointing: true`",
-        lambda launch: _has_tensors(launch) and (launch.layout.recomputes or launch.layout.offloads_weights),
-        "transformers shards tensor-parallel weights itself and reads neither",
-        "delete the line; `activation_checkpointing: true` stands in the recipe",
-    ),
-    Blocked(
-        *_TENSORS,
-        "tensor parallelism does not support adapters, score heads or a second model",
-        "use accelerate_configs/fsdp2.yaml",
-        recipe_text=_OTHER_MODELS,
-        recipes=_WITH_OTHER_MODELS,
-    ),
-    Blocked(*_TENSORS, "the loss scaler takes whole tensors", "write `bf16: true`", ("fp16",), "`fp16: true`"),
-    Blocked(
-        *_TENSORS,
-        "some weights are tensor-parallel and others are not, and it is not proved to update both alike",
-        "write `optim: adamw_torch_fused`",
-        ("optim",),
-        "`optim` other than `adamw_torch`, `adamw_torch_fused`",
-        is_asked=_is_optim_outside("adamw_torch", "adamw_torch_fused"),
-    ),
-    Blocked(
-        *_TENSORS,
-        "tensor-parallel ranks would add different noise, or are not proved to compute the same",
-        "delete the line, or use accelerate_configs/fsdp2.yaml",
-        _UNPROVED,
-    ),
-    Blocked(
-        "`parallelism_config_cp_size` and not `distributed_type: FSDP`",
-        lambda launch: "cp" in launch.layout.sizes and launch.engine != "FSDP",
-        "sequences that long need a sharded model; context parallelism is proved with FSDP2",
-        "use accelerate_configs/fsdp2_cp.yaml, or zero3_sp.yaml by DeepSpeed",
-    ),
-    Blocked(
-        "`parallelism_config_sp_size` and not ZeRO-3",
-        lambda launch: launch.shares_by_heads and not _is_by("DEEPSPEED", 3)(launch),
-        "sequences that long need a sharded model; sequence parallelism by heads is proved with ZeRO-3",
-        "use accelerate_configs/zero3_sp.yaml, or fsdp2_cp.yaml by FSDP2",
-    ),
-    Blocked(
-        f"{_ROWS[0]} with `parallelism_config_tp_size` or `parallelism_config_dp_replicate_size`",
-        lambda launch: _has_rows(launch) and {"tp", "dp_replicate"} & set(launch.layout.sizes),
-        "context parallelism with tensor parallelism or replication is not proved",
-        "shard over all processes: write `parallelism_config_dp_shard_size`",
-    ),
-    Blocked(
-        *_ROWS,
-        "rows of these recipes hold more than tokens and labels and are not split",
-        "use accelerate_configs/fsdp2.yaml",
-        recipe_text=_OTHER_MODELS,
-        recipes=_WITH_OTHER_MODELS,
-    ),
-    Blocked(
-        *_ROWS,
-        "ranks of one context-parallel group would read different rows of a stream",
-        "delete the line: rows are prepared once and read from the disk",
-        ("dataset_streaming",),
-        "`dataset_streaming: true`",
-    ),
-    Blocked(*_ROWS, "context parallelism needs its own attention", "delete the line", ("attn_implementation",)),
-    Blocked(
-        *_ROWS,
-        "it is not proved to compute the same under context parallelism",
-        "delete the line, or use accelerate_configs/fsdp2.yaml",
-        _UNPROVED,
-    ),
-)
-"""Those of ``BLOCKED`` that are about ``parallelism_config``."""
-
-
-_PIPELINE_OPTIMIZERS: Final = ("adamw_torch", "adamw_torch_fused", "muon")
-_WITHOUT_PIPELINE: Final = "delete the line, or launch without pipeline parallelism"
-
-
-def _count_batches(keys: Keys) -> int:
-    num_batches: int = keys.get("gradient_accumulation_steps", 1)
-    return num_batches
-
-
-OF_PIPELINES: Final = (
-    Blocked(
-        *_PIPELINE,
-        "only pretraining supports pipeline parallelism",
-        "launch without pipeline parallelism, by accelerate_configs/fsdp2.yaml where the model does not fit",
-        recipe_text="any but pretraining",
-        recipes=tuple(recipe for recipe in RECIPE_NAMES if recipe != "pretrain"),
-    ),
-    Blocked(
-        "`--pipeline_stages` that do not divide the number of processes",
-        lambda launch: launch.world_size % launch.layout.pipeline_stages,
-        "some processes would be in no pipeline",
-        "write a number of pipeline stages that divides `--num_processes`",
-    ),
-    Blocked(
-        "`--pipeline_stages` and DeepSpeed, context parallelism or `parallelism_config_dp_replicate_size`",
-        lambda launch: (
-            _has_pipeline(launch)
-            and (launch.engine == "DEEPSPEED" or {"dp_replicate", "cp", "sp"} & set(launch.layout.sizes))
-        ),
-        "a pipeline stage is sharded by FSDP2 and tensor parallelism only, over all ranks that hold it",
-        "use accelerate_configs/fsdp2.yaml or fsdp2_tp.yaml, or ddp.yaml, where each rank has the whole pipeline stage",
-    ),
-    Blocked(
-        "`--pipeline_stages` and `fsdp_offload_params` or `fsdp_activation_checkpointing`",
-        lambda launch: _has_pipeline(launch) and (launch.layout.offloads_weights or launch.layout.recomputes),
-        "accelerate would apply it, which does not shard pipeline stages",
-        "use accelerate_configs/fsdp2.yaml as it is; `activation_checkpointing: true` is the recipe's",
-    ),
-    Blocked(
-        "`--pipeline_stages` and `mixed_precision: fp16` or `fp8`",
-        lambda launch: _has_pipeline(launch) and _is_scaled(launch),
-        "loss scaling and layer replacement need the whole model on one rank",
-        "use a launch file with `mixed_precision: bf16`",
-    ),
-    Blocked(
-        *_PIPELINE, "the loss scale would have to be the same on all pipeline stages", "write `bf16: true`", ("fp16",)
-    ),
-    Blocked(
-        "`--pipeline_schedule 1f1b`",
-        lambda launch: _has_pipeline(launch) and launch.layout.schedule == "1f1b",
-        "too few micro-batches to fill the pipeline, which this schedule requires",
-        "write as many as there are pipeline stages, better four times as many and smaller ones",
-        ("gradient_accumulation_steps",),
-        "`gradient_accumulation_steps` below the number of pipeline stages",
-        is_asked=lambda keys, launch: _count_batches(keys) < launch.layout.pipeline_stages,
-    ),
-    Blocked(
-        "`--pipeline_schedule interleaved`",
-        lambda launch: _has_pipeline(launch) and launch.layout.schedule == "interleaved",
-        "the chunks of a process take turns by groups of as many micro-batches as there are pipeline stages",
-        "write a multiple of the number of pipeline stages",
-        ("gradient_accumulation_steps",),
-        "`gradient_accumulation_steps` that is no multiple of the number of pipeline stages",
-        is_asked=lambda keys, launch: _count_batches(keys) % launch.layout.pipeline_stages,
-    ),
-    *(
-        Blocked(*_PIPELINE, why, _WITHOUT_PIPELINE, (key,))
-        for key, why in (
-            ("batch_ramp_tokens", "a step of few micro-batches leaves most pipeline stages idle"),
-            ("verify_steps", "no two ranks of a pipeline hold the same weights to compare"),
-            ("metrics", "they score sampled answers, and no rank has the whole model to sample from"),
-            ("ewc_lambda", "the penalty is not proved where each rank holds some layers"),
-            ("torch_compile", "the layers of absent pipeline stages cannot be compiled"),
-            ("use_liger_kernel", "it would replace modules of absent pipeline stages"),
-        )
-    ),
-    Blocked(
-        *_PIPELINE,
-        "its states are not proved to convert between pipeline stages and whole models",
-        "write `optim: adamw_torch_fused`",
-        ("optim",),
-        f"`optim` other than {', '.join(f'`{name}`' for name in _PIPELINE_OPTIMIZERS)}",
-        is_asked=_is_optim_outside(*_PIPELINE_OPTIMIZERS),
-    ),
-)
-"""Every combination that pipeline parallelism refuses."""
-
-
 BITSANDBYTES: Final = (
     *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "ademamix", "ademamix_8bit"),
     *("paged_ademamix_32bit", "paged_ademamix_8bit", "lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit"),
@@ -310,31 +81,20 @@ BITSANDBYTES: Final = (
 """Values of ``optim`` that are bitsandbytes'."""
 STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
 """The value of ``optim`` that trains bfloat16 weights with ``StochasticAdamW``."""
-_UPDATED_ON_HOST: Final = ("adamw_torch_fused", "adamw_torch", "adagrad", "lion_32bit")
 _NOT_SHARDED: Final = (*BITSANDBYTES, "adafactor", STOCHASTIC_ADAMW, "adamw_torch_4bit")
 
 
-def _block_precision(key: str, launched: str) -> Blocked:
-    return Blocked(
-        f"`mixed_precision: {launched}`",
-        lambda launch: launch.precision == launched,
-        "they contradict each other, and upstream silently takes the recipe's",
-        f"delete `{key}`, or use a launch file with `mixed_precision: {key}`",
-        (key,),
-        f"`{key}: true`",
-    )
+def _uses_zero3(launch: Launch) -> bool:
+    return launch.engine == "DEEPSPEED" and launch.layout.zero_stage == 3
 
 
-def _block_no_precision(key: str) -> Blocked:
-    return Blocked(
-        f"`mixed_precision: {key}`",
-        lambda launch: launch.precision == key,
-        "accelerate silently computes in the launch file's precision",
-        f'delete `{key}`, or use a launch file with `mixed_precision: "no"`',
-        (key,),
-        f"`{key}: false`",
-        is_asked=lambda keys, _: keys.get(key) is False,
-    )
+def _has_pipeline(launch: Launch) -> bool:
+    return launch.layout.pipeline_stages > 1
+
+
+def _count_batches(keys: Keys) -> int:
+    num_batches: int = keys.get("gradient_accumulation_steps", 1)
+    return num_batches
 
 
 def _trains_few_bits(keys: Keys, launch: Launch) -> bool:
@@ -355,162 +115,103 @@ def _copies_policy(keys: Keys, _: Launch) -> bool:
     return is_live and not has_base
 
 
-BLOCKED: Final = (
-    _block_precision("bf16", "fp16"),
-    _block_precision("fp16", "bf16"),
-    _block_precision("bf16", "fp8"),
-    _block_precision("fp16", "fp8"),
-    _block_no_precision("bf16"),
-    _block_no_precision("fp16"),
-    Blocked(
-        "FSDP, products in fewer bits",
-        _FSDP[1],
-        "accelerate trains them as float32: another run, and twice the memory",
-        "write `dtype: float32`, or train an adapter (`use_peft: true`)",
-        ("dtype",),
-        "`dtype: bfloat16`, `dtype: float16`, without an adapter",
-        is_asked=_trains_few_bits,
+def _has_precision(name: str) -> Callable[[Launch], object]:
+    return lambda launch: launch.precision == name
+
+
+def _has_axis(*axes: str) -> Callable[[Launch], object]:
+    """Whether the device mesh has one of these axes."""
+    return lambda launch: set(axes) & set(launch.layout.sizes)
+
+
+_LAUNCHES: Final[Mapping[str, Callable[[Launch], object]]] = {
+    **{name: _has_precision(name) for name in ("bf16", "fp16", "fp8")},
+    "scaled precision": lambda launch: launch.precision in ("fp16", "fp8"),
+    "engine": lambda launch: launch.engine,
+    "FSDP": lambda launch: launch.engine == "FSDP",
+    "DeepSpeed": lambda launch: launch.engine == "DEEPSPEED",
+    "ZeRO-3": _uses_zero3,
+    "no FSDP": lambda launch: launch.engine != "FSDP",
+    "no FSDP2": lambda launch: launch.layout.fsdp_version != 2,
+    "no ZeRO-3": lambda launch: not _uses_zero3(launch),
+    "CPU": lambda launch: launch.layout.uses_cpu,
+    "number of micro-batches": lambda launch: launch.layout.accumulation is not None,
+    "gradient clipping": lambda launch: launch.layout.clipping is not None,
+    "whole state dict": lambda launch: launch.layout.state_dict_type != "SHARDED_STATE_DICT",
+    "sharded save": lambda launch: not launch.layout.gathers_on_save,
+    "recomputation": lambda launch: launch.layout.recomputes,
+    "offload or recomputation": lambda launch: launch.layout.offloads_weights or launch.layout.recomputes,
+    "offloaded optimizer": lambda launch: launch.layout.offloads_optimizer,
+    "mesh": lambda launch: launch.layout.sizes,
+    "unfilled mesh": lambda launch: (
+        launch.layout.sizes
+        and launch.layout.pipeline_stages * math.prod(launch.layout.sizes.values()) != launch.world_size
     ),
-    Blocked(
-        "DeepSpeed with another number",
-        lambda launch: launch.layout.accumulation is not None,
-        "a step has one number of micro-batches",
-        "write `gradient_accumulation_steps: auto` in the launch file",
-        ("gradient_accumulation_steps",),
-        is_asked=lambda keys, launch: launch.layout.accumulation != _count_batches(keys),
+    "nothing to shard over": lambda launch: not {"dp_shard", "tp", "cp"} & set(launch.layout.sizes),
+    "dp_replicate": _has_axis("dp_replicate"),
+    "tp or dp_replicate": _has_axis("tp", "dp_replicate"),
+    "cp": _has_axis("cp"),
+    "sp": lambda launch: launch.shares_by_heads,
+    "tensor parallelism": lambda launch: launch.tensor_size > 1,
+    "context parallelism": lambda launch: launch.context_size > 1,
+    "pipeline parallelism": _has_pipeline,
+    "uneven pipelines": lambda launch: launch.world_size % launch.layout.pipeline_stages,
+    "1f1b": lambda launch: _has_pipeline(launch) and launch.layout.schedule == "1f1b",
+    "interleaved": lambda launch: _has_pipeline(launch) and launch.layout.schedule == "interleaved",
+    "DeepSpeed or dp_replicate or context": lambda launch: (
+        launch.engine == "DEEPSPEED" or {"dp_replicate", "cp", "sp"} & set(launch.layout.sizes)
     ),
-    Blocked(
-        "DeepSpeed with another `gradient_clipping`",
-        lambda launch: launch.layout.clipping is not None,
-        "DeepSpeed clips by its own number",
-        "write `gradient_clipping: auto` in the launch file",
-        ("max_grad_norm",),
-        is_asked=lambda keys, launch: launch.layout.clipping != keys.get("max_grad_norm", 1.0),
+    "DeepSpeed or parallel tensors or context": lambda launch: (
+        launch.engine == "DEEPSPEED" or launch.tensor_size > 1 or launch.context_size > 1
     ),
-    Blocked(
-        "FSDP or DeepSpeed with `use_cpu: true`",
-        lambda launch: launch.engine and launch.layout.uses_cpu,
-        "accelerate shards nothing on CPUs, in silence",
-        "use accelerate_configs/cpu_ddp.yaml",
+    "engine or parallel context or pipeline": lambda launch: (
+        launch.engine or launch.context_size > 1 or _has_pipeline(launch)
     ),
-    *OF_MESHES,
-    Blocked(
-        "`fsdp_version: 1`, or none",
-        lambda launch: launch.engine == "FSDP" and launch.layout.fsdp_version != 2,
-        "checkpoints, precision and adapters are made for FSDP2; accelerate's default is 1",
-        "write `fsdp_version: 2`",
+}
+"""Condition on a launch, as ``compatibility.yaml`` names it."""
+_ASKED: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
+    "trains 16-bit weights": _trains_few_bits,
+    "copies the policy": _copies_policy,
+    "optimizer that cannot be sharded": lambda keys, _: keys.get("optim") in _NOT_SHARDED,
+    "another number of micro-batches": lambda keys, launch: launch.layout.accumulation != _count_batches(keys),
+    "another gradient clipping": lambda keys, launch: launch.layout.clipping != keys.get("max_grad_norm", 1.0),
+    "fewer micro-batches than pipeline stages": lambda keys, launch: (
+        _count_batches(keys) < launch.layout.pipeline_stages
     ),
-    Blocked(
-        "FSDP with `fsdp_state_dict_type: FULL_STATE_DICT`",
-        lambda launch: launch.engine == "FSDP" and launch.layout.state_dict_type != "SHARDED_STATE_DICT",
-        "checkpoints are sharded whatever it says, and the final model is whole",
-        "write `SHARDED_STATE_DICT`",
+    "micro-batches not in groups of pipeline stages": lambda keys, launch: (
+        _count_batches(keys) % launch.layout.pipeline_stages
     ),
-    Blocked(
-        "ZeRO-3 without `zero3_save_16bit_model: true`",
-        lambda launch: _is_by("DEEPSPEED", 3)(launch) and not launch.layout.gathers_on_save,
-        "the final model would be DeepSpeed's own files, which nothing else loads",
-        "write `zero3_save_16bit_model: true`",
-    ),
-    Blocked(
-        "`fsdp_activation_checkpointing: true`",
-        lambda launch: launch.layout.recomputes,
-        "the layers would be computed a third time, and upstream refuses it once the model is loaded",
-        "delete `fsdp_activation_checkpointing` from the launch file",
-        ("activation_checkpointing",),
-        "`activation_checkpointing: true`",
-    ),
-    Blocked(
-        *_FSDP,
-        "it cannot update weights that FSDP2 has sharded",
-        "write `optim: adamw_torch_fused` or `adamw_torch_8bit`, whose states are sharded too, or launch otherwise",
-        ("optim",),
-        "`optim` of bitsandbytes, `adafactor`, `adamw_bf16_stochastic`, `adamw_torch_4bit`",
-        is_asked=lambda keys, _: keys.get("optim") in _NOT_SHARDED,
-    ),
-    Blocked(
-        *_DEEPSPEED,
-        "DeepSpeed flattens the matrices that muon orthogonalises",
-        "use an FSDP2 or DDP launch file, or `optim: adamw_torch_fused`",
-        ("optim",),
-        "`optim: muon`",
-        is_asked=lambda keys, _: keys.get("optim") == "muon",
-    ),
-    Blocked(
-        "DeepSpeed with `offload_optimizer_device`",
-        lambda launch: launch.layout.offloads_optimizer,
-        "accelerate puts DeepSpeed's Adam in its place, in silence",
-        "write `optim: adamw_torch_fused`, or keep the states on the GPUs",
-        ("optim",),
-        "`optim` other than `adamw_torch`, `adamw_torch_fused`, `adagrad`, `lion_32bit`",
-        is_asked=_is_optim_outside(*_UPDATED_ON_HOST),
-    ),
-    Blocked(
-        "FSDP or DeepSpeed",
-        lambda launch: launch.engine,
-        "the scales of 8-bit weights do not travel with their shards",
-        "write `load_in_4bit: true`, or launch with accelerate_configs/ddp.yaml",
-        ("load_in_8bit",),
-        "`load_in_8bit: true`",
-    ),
-    Blocked(
-        *_DEEPSPEED,
-        "a frozen copy would be kept whole on every process beside the policy that DeepSpeed shards",
-        "write `precompute_ref_log_probs: true`",
-        ("precompute_ref_log_probs",),
-        "`precompute_ref_log_probs: false` of a policy without a fresh adapter",
-        is_asked=_copies_policy,
-    ),
-    Blocked(
-        "DeepSpeed, tensor or context parallelism",
-        lambda launch: launch.engine == "DEEPSPEED" or _has_tensors(launch) or _has_rows(launch),
-        "rollback to a checkpoint within a run is not proved there",
-        "delete the line, or use accelerate_configs/fsdp2.yaml, hsdp.yaml or ddp.yaml",
-        ("max_rollbacks",),
-    ),
-    Blocked(
-        *_DEEPSPEED,
-        "DeepSpeed trains one model; these recipes evaluate others besides, and PPO trains two",
-        "use accelerate_configs/fsdp2.yaml, which shards all of them; or ddp.yaml, where they fit",
-        recipe_text="PPO, RLOO, GRPO",
-        recipes=_SAMPLES_ANSWERS,
-    ),
-    Blocked(
-        *_FSDP,
-        "its threads run the policy's own modules, which under FSDP2 are whole for one forward pass alone",
-        "write `use_vllm: true`; or delete the line: `generate` samples from the gathered policy",
-        ("use_transformers_continuous_batching",),
-        "PPO, RLOO, GRPO with `use_transformers_continuous_batching: true`",
-        _SAMPLES_ANSWERS,
-    ),
-    Blocked(
-        *_DEEPSPEED,
-        "hidden-state losses read layers and projections outside of the forward pass that DeepSpeed runs",
-        "launch with accelerate_configs/fsdp2.yaml or ddp.yaml, or delete the line",
-        WEIGHTS,
-    ),
-    Blocked(
-        *_DEEPSPEED,
-        "it makes the update by itself, from gradients without the penalty, and shards no second model",
-        "launch with accelerate_configs/fsdp2.yaml or ddp.yaml",
-        _REMEMBERING,
-    ),
-    Blocked(
-        "ZeRO-3",
-        _is_by("DEEPSPEED", 3),
-        "it gathers weights in every forward pass, and answers of several processes differ in length",
-        "launch with accelerate_configs/fsdp2.yaml, or with ZeRO-1 or 2",
-        ("lmbda",),
-    ),
-    Blocked(
-        "FSDP, DeepSpeed, context or pipeline parallelism",
-        lambda launch: launch.engine or _has_rows(launch) or _has_pipeline(launch),
-        "one process answers the questions, from weights that are whole",
-        "launch with accelerate_configs/ddp.yaml, or score checkpoints by `recipes eval`",
-        ("eval_tasks",),
-    ),
-    *OF_PIPELINES,
-)
+}
+"""Condition on keys and launch, as ``compatibility.yaml`` names it."""
+
+
+def _build_asked(entry: Mapping[str, Any], named: Sequence[str]) -> Callable[[Keys, Launch], object] | None:
+    if "values" in entry:
+        return lambda keys, _: keys.get(named[0]) in entry["values"]
+    if "except" in entry:
+        return lambda keys, _: keys.get(named[0], entry["except"][0]) not in entry["except"]
+    return _ASKED[entry["asked"]] if "asked" in entry else None
+
+
+def _build(entry: Mapping[str, Any]) -> Blocked:
+    """Build an entry of ``compatibility.yaml``; its comment says how they are read."""
+    keys = tuple(entry.get("keys", "").split())
+    conditions = [_LAUNCHES[name] for name in entry["if"].split(", ")]
+    return Blocked(
+        entry["launch"],
+        lambda launch: all(holds(launch) for holds in conditions),
+        entry["why"],
+        entry["remedy"],
+        keys,
+        entry.get("recipe_text", ""),
+        tuple(entry.get("recipes", "").split()),
+        _build_asked(entry, keys),
+    )
+
+
+_ENTRIES: Final = read_lists(Path(__file__).with_name("compatibility.yaml"))
+OF_MESHES, OF_PIPELINES = (tuple(map(_build, _ENTRIES[part])) for part in ("meshes", "pipelines"))
+BLOCKED: Final = (*map(_build, _ENTRIES["precision"]), *OF_MESHES, *map(_build, _ENTRIES["engines"]), *OF_PIPELINES)
 """Every combination that is refused."""
 
 

@@ -84,7 +84,6 @@ class ThroughputMeter:
         *,
         flops: TokenFlops | None = None,
         peak_flops: float | None = None,
-        counts_correct: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Create a meter with a stopped clock.
@@ -93,14 +92,12 @@ class ThroughputMeter:
             counter: Counts the tokens.
             flops: What they cost; ``None`` leaves ``mfu`` null.
             peak_flops: Of all devices of the run together, FLOP/s; ``None`` leaves ``mfu`` null.
-            counts_correct: Whether anyone counts the targets that were the model's first choice.
             clock: Seconds from any origin.
         """
         self.seconds = 0.0
         self._counter = counter
         self._flops = flops
         self._peak_flops = peak_flops
-        self._counts_correct = counts_correct
         self._clock = clock
         self._resumed_at: float | None = None
         self.begin()
@@ -137,9 +134,8 @@ class ThroughputMeter:
         mfu = None
         if self._flops and self._peak_flops and seconds:
             mfu = self._flops.total(num_tokens, num_targets) / (seconds * self._peak_flops)
-        is_known = self._counts_correct and num_targets
         return {
-            "token_accuracy": (counter.num_correct - correct_before) / num_targets if is_known else None,
+            "token_accuracy": (counter.num_correct - correct_before) / num_targets if num_targets else None,
             "num_tokens": counter.num_tokens,
             "num_target_tokens": counter.num_targets,
             "tokens_per_second": num_tokens / seconds if seconds else None,

@@ -1,1 +1,0 @@
-"""Stages of a pipeline as jobs of a cluster."""

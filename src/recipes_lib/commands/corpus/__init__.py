@@ -1,1 +1,0 @@
-"""Commands that prepare the steps of a corpus."""

@@ -1,1 +1,0 @@
-"""Subcommands of distillation: store teacher probabilities, chain teacher assistants."""
