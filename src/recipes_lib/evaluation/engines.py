@@ -133,6 +133,8 @@ def _list_options(config: EvalConfig, settings: Mapping[str, Any]) -> dict[str, 
 class CheckedModel(HFLM):  # type: ignore[misc]
     """lm-eval's model of transformers that ends where logits are not finite, on every rank of a launch."""
 
+    AUTO_MODEL_CLASS: Any
+
     def __init__(self, **options: Any) -> None:
         """Load the model; arguments as of ``HFLM``."""
         super().__init__(**options)
