@@ -272,7 +272,7 @@ def _describe(name: str, one: Candidate, best: Candidate, memory: float) -> str:
     if not one.fits:
         verdict = f"does not fit {memory / 1e9:g} GB"
     compiled = "yes" if one.keys["torch_compile"] else "no"
-    held = f"{one.memory.peak / 1e9:7.1f}{one.seconds:7.3g}"
+    held = f"{one.memory.peak / 1e9:7.1f} {one.seconds:6.3g}"
     return f"{name:{_WIDTH}}{rows:>8}  {one.mode:15}{compiled:>8}{held}  {verdict}"
 
 
@@ -337,4 +337,15 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
     words = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
     flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
-    replace_text(folder / "launch.sh", f"recipes launch {shlex.join([*recipe, *words])} {flags}\n")
+    replace_text(folder / "launch.sh", f"recipes launch {shlex.join([*_drop(recipe, keys), *words])} {flags}\n")
+
+
+def _drop(flags: Sequence[str], keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags without those of the keys, which may not be repeated."""
+    is_dropped = False
+    for word in flags:
+        if word.startswith("--"):
+            name = word.removeprefix("--").partition("=")[0]
+            is_dropped = name.replace("-", "_") in keys
+        if not is_dropped:
+            yield word
