@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -160,7 +161,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "reward": ("reward", {}),
     "distill": ("distill", {"teacher_model_name_or_path": "MODEL"}),
     "ppo": ("ppo", {"reward_funcs": "recipes_lib.rl.verifiers:final_number", "response_length": 16}),
-    "grpo": ("grpo", {"reward_funcs": "recipes_lib.rl.verifiers:final_number", "max_completion_length": 16}),
+    "grpo": ("grpo", {"reward_funcs": "recipes_lib.rl.verifiers:final_number", "response_length": 16}),
 }
 """Recipe and keys of each stage."""
 OF_THE_DATA: dict[str, dict[str, str]] = {
@@ -170,9 +171,18 @@ OF_THE_DATA: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("gpus", ["2x4090", "8xH100", "1xA100-40GB", "16xH100"])
-@pytest.mark.parametrize("stage", SHAPES)
-def test_what_the_search_writes_passes_the_check(stage, gpus, tiny_model_dir, tmp_path, monkeypatch, capsys) -> None:
+FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("reward", "1xA100-40GB"), ("distill", "16xH100")}
+"""The short form: every stage on every machine is in the slow tier."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpus"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for case in itertools.product(SHAPES, ["2x4090", "8xH100", "1xA100-40GB", "16xH100"])
+    ],
+)
+def test_what_the_search_writes_passes_the_check(stage, gpus, tiny_model_dir, tmp_path, capsys) -> None:
     """The law of ``--write`` for every stage, from one GPU to two machines: the files as a user has them."""
     recipe, changes = SHAPES[stage]
     alias = {"reward": "dpo", "grpo": "ppo"}.get(recipe, recipe)
