@@ -54,6 +54,9 @@ def test_the_best_is_told_with_its_keys_and_written(tell, tmp_path: Path) -> Non
     assert "300 steps" in told
     assert re.search(r"cost +0.0\d, at 3 for a GPU hour", told)
     keys = yaml.safe_load((tmp_path / "plan" / "keys.yaml").read_text())
+    # What is printed is what a shell reads as the keys.
+    words = shlex.split(re.search(r"^keys +(.*)$", told, re.MULTILINE)[1])
+    assert dict(zip(words[::2], map(json.loads, words[1::2]), strict=True)) == {f"--{key}": keys[key] for key in keys}
     assert keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * 2 == 16
     launch = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     assert launch["num_processes"] == 2

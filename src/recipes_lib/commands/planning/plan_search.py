@@ -117,7 +117,7 @@ def search_plan(
     rows += [(CURVE, _describe(starts[one.layout].name, one, best, device.memory)) for one in _thin(found)]
     searched = {starts[one.layout].name for one in found}
     rows += [(CURVE, ""), *_tell_refused({name: why for name, why in refused.items() if name not in searched})]
-    rows.append(("keys", " ".join(f"--{key} {json.dumps(value)}" for key, value in best.keys.items())))
+    rows.append(("keys", _join_keys(best.keys)))
     rows.append(("launch", compose_flags(starts[best.layout], best.layout)))
     if not best.layout.shards.weights:
         held = _count_host_bytes(_change(config, best.keys), model_config, best.layout)
@@ -314,6 +314,11 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: f
     return "name GPUs with more memory"
 
 
+def _join_keys(keys: Mapping[str, Any]) -> str:
+    """Return keys as flags, quoted for a shell."""
+    return shlex.join(word for key, value in keys.items() for word in (f"--{key}", json.dumps(value)))
+
+
 def compose_flags(start: Start, layout: Layout, file: str = "") -> str:
     """Return the flags of ``recipes launch``; accelerate's files have no key for pipeline stages."""
     sizes = [f"{name}_size {size}" for name, size in start.launch.layout.sizes.items()]
@@ -335,9 +340,11 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
-    words = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
     flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
-    replace_text(folder / "launch.sh", f"recipes launch {shlex.join([*_drop(recipe, keys), *words])} {flags}\n")
+    command = " ".join(
+        ["recipes launch", shlex.join(_drop(recipe, keys)), *([_join_keys(keys)] if keys else []), flags]
+    )
+    replace_text(folder / "launch.sh", command + "\n")
 
 
 def _drop(flags: Sequence[str], keys: Mapping[str, Any]) -> Iterator[str]:
