@@ -425,11 +425,19 @@ def test_tokens_are_counted_by_the_tokenizer(planted, tiny_tokenizer, tiny_token
     )
 
 
-def test_a_corpus_of_which_nothing_is_left_is_an_error(tmp_path):
-    write_rows(tmp_path / "web.jsonl", ["short"])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("web.jsonl", json.dumps({"text": "short"}), r"quality: .* \(1\)"),
+        ("web.jsonl", "", "the sources hold none"),
+        ("code.jsonl", json.dumps({"content": "short"}), r"match no layout: `content`"),
+    ],
+)
+def test_a_corpus_of_which_nothing_is_left_tells_why(tmp_path, name, content, words):
+    (tmp_path / name).write_text(content)
     (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
-    config = replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "web.jsonl"), "kind": "web"}])
-    with pytest.raises(DataError, match="no document is left"):
+    config = replace(build_config(tmp_path), sources=[{"name": str(tmp_path / name), "kind": "web"}])
+    with pytest.raises(DataError, match=f"no document is left: .*{words}"):
         make_corpus(config)
     assert not (tmp_path / "out" / "corpus.json").exists()
 

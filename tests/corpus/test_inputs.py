@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import random
 
 import datasets
 import numpy as np
@@ -150,6 +151,25 @@ def test_a_warc_file_that_breaks_off_is_counted(tmp_path):
     assert [note.partition(":")[0] for note in ledger.notes] == [
         f"crawl/{name}" for name in ("b.warc", "c.warc", "d.warc.gz")
     ]
+
+
+@pytest.mark.parametrize("damage", [b"garbage", b"\x1f\x8b\x08", b"\nWARC/1.0\r\n"])
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
+def test_a_damaged_warc_record_costs_no_other(tmp_path, name, damage):
+    random.seed(0)
+    bodies = [b"<p>%d %s</p>" % (number, random.randbytes(2000).hex().encode()) for number in range(6)]
+    starts, whole = [], b""
+    for body in bodies:
+        write_warc(tmp_path / name, [("response", body)])
+        starts.append(len(whole))
+        whole += (tmp_path / name).read_bytes()
+    for at in (starts[2], starts[2] + 700):
+        (tmp_path / name).write_bytes(whole[:at] + damage * 9 + whole[at + 9 * len(damage) :])
+        documents, ledger, _ = read({"name": str(tmp_path / name)})
+        texts = [document.text.encode() for document in documents]
+        # Where only the text is damaged and nothing compressed, nobody can know.
+        assert [text for text in texts if text in bodies] == bodies[:2] + bodies[3:], (at, ledger.notes)
+        assert len(texts) == 6 or ledger.tallies[READ].removed["cannot be read"] >= 1
 
 
 def test_html_files_in_any_encoding(tmp_path):

@@ -75,6 +75,12 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
         ("NVIDIA H100 NVL", 94),
         ("Tesla T4", 16),
         ("48 GB", 48),
+        ("4090", 24),
+        ("rtx5090", 32),
+        ("NVIDIA GeForce RTX 3090", 24),
+        ("RTX PRO 6000", 96),
+        ("A6000", 48),
+        ("H100NVL", 94),
         ("NVIDIA GH200 480GB", 96),
         ("NVIDIA GH200 144G HBM3e", 144),
         ("GH200", 96),
@@ -103,7 +109,7 @@ def test_the_power_of_a_board_is_known_or_not_told(device, watts):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("4090", "did you mean `RTX 4090`"), ("H10", "H100"), ("Abacus", "nvidia-smi -L")]
+    ("name", "words"), [("409", "did you mean `RTX 4090`"), ("H10", "H100"), ("Abacus", "nvidia-smi -L")]
 )
 def test_a_name_that_is_not_known_is_asked_back(name, words) -> None:
     with pytest.raises(ConfigError, match=words):

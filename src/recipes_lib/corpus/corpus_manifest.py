@@ -68,6 +68,8 @@ class Finish(PipelineStep):  # type: ignore[misc]
         records = [read_record(shards / f"{number:05d}.json") for number in range(num_tasks)]
         for record in records:
             ledger.add(record)
+        if not any(record["documents"] for record in records):
+            raise DataError(_explain_nothing(self.config.output_dir, ledger))
         placed = self._place(shards, records, output_dir)
         samples = ledger.samples.list()
         self._quote_originals(samples, work)
@@ -93,10 +95,6 @@ class Finish(PipelineStep):  # type: ignore[misc]
                 link_or_copy(shards / record["file"], staging / name)
                 counts = {key: record[key] for key in ("documents", "bytes", "tokens", "file_bytes", "sha256")}
                 placed.append({"path": f"data/{name}", "source": source.label, **counts})
-        if not placed:
-            found = "no document is left: every one was removed"
-            remedy = f"see what removed them: {shards.parent}"
-            raise DataError(Problem(self.config.output_dir, found, remedy))
         # Until the manifest is written, readers see an incomplete corpus.
         (output_dir / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(data, ignore_errors=True)
@@ -220,6 +218,25 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
+    """Return what took every document: the removals of each step, and the first that could not be read."""
+    removed = [
+        f"{step}: {reason} ({count:,})"
+        for step, tally in ledger.tallies.items()
+        for reason, count in tally.removed.items()
+    ]
+    if not removed:
+        return Problem(output_dir, "no document is left: the sources hold none", "name files or folders with text")
+    found = f"no document is left: {'; '.join(removed)}"
+    if ledger.notes:
+        return Problem(
+            output_dir,
+            f"{found}. The first: {ledger.notes[0]}",
+            "repair it, or map columns: `{name: ..., columns: {text: content}}`",
+        )
+    return Problem(output_dir, found, "set these steps to `annotate` or `off`, or loosen their thresholds")
 
 
 def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:

@@ -59,6 +59,11 @@ def _read_devices() -> dict[str, dict[str, Any]]:
     return found
 
 
+def _loosen(pattern: str) -> str:
+    """Return the pattern with spaces and the RTX of a GeForce optional, as people write it: RTX4090, 4090."""
+    return pattern.replace("RTX ", "(?:RTX ?)?").replace(" ", " ?")
+
+
 def find_device(name: str) -> Device | None:
     """Return the GPU of a name, in the spelling of a vendor, ``nvidia-smi -L`` or a user; ``None`` if unknown.
 
@@ -67,7 +72,7 @@ def find_device(name: str) -> Device | None:
     """
     told = re.search(r"(\d+) ?GB\b", name, re.IGNORECASE)
     for pattern, row in _read_devices().items():
-        if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
+        if re.search(rf"\b{_loosen(pattern)}\b", name, re.IGNORECASE):
             memory, taken = row["memory"], row.get("taken", "")
             # In the name of a GH200, the number may be the memory of its CPU.
             if told and not pattern.startswith("GH200"):

@@ -164,9 +164,9 @@ def _list_costs(
     return {
         MATRIX_PRODUCTS: seconds,
         "the pipeline bubble": bubble,
-        "traffic of weights and gradients": max(overlapped - seconds - bubble, 0.0),
-        "traffic between the ranks of a layer": time(traffic.layers, layout.tensor * layout.context),
-        "traffic between pipeline stages": time(traffic.stages, layout.num_gpus),
+        "traffic of weights": max(overlapped - seconds - bubble, 0.0),
+        "traffic in layers": time(traffic.layers, layout.tensor * layout.context),
+        "traffic of stages": time(traffic.stages, layout.num_gpus),
         "traffic with the host": traffic.host / _HOST_BYTES,
     }
 

@@ -58,6 +58,11 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
+def unwrap(told: str) -> str:
+    """What was told, each row on one line."""
+    return re.sub(r"\n {16}", " ", told)
+
+
 @pytest.fixture
 def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Write the recipe ``KEYS`` with changes, plan it, and return what was told."""
@@ -160,7 +165,7 @@ def test_failures_need_a_gpu(plan) -> None:
 
 def test_hours_follow_from_what_is_printed_beside_them(plan) -> None:
     told = plan("--num_processes", 4, "--gpu", "NVIDIA A100-SXM4-80GB", "--mfu", 0.45)
-    line = next(line for line in told.splitlines() if line.startswith("time"))
+    line = next(line for line in unwrap(told).splitlines() if line.startswith("time"))
     hours, days = re.search(r"([\d.,]+) hours, ([\d.,]+) days, on 4 NVIDIA A100", line).groups()
     flops, gpus, peak, mfu = map(
         float, re.search(r": (\S+) / \((\d+) GPUs x (\S+) FLOP/s x (\S+) MFU x 3600 s\)", line).groups()
@@ -224,10 +229,10 @@ def test_epochs_of_a_corpus_are_told_source_by_source(plan, tmp_path: Path) -> N
         (tmp_path / "clean" / "data" / folder).mkdir(parents=True)
     manifest = tmp_path / "clean" / "corpus.json"
     manifest.write_text(json.dumps({"shards": shards}))
-    told = plan(dataset_name=str(tmp_path / "clean"))
+    told = unwrap(plan(dataset_name=str(tmp_path / "clean")))
     assert f"2.50 of the 4,000,000 tokens of {tmp_path}/clean\n" in told
     mixture = [{"name": str(tmp_path / "clean" / "data" / name), "weight": weight} for name, weight in MIXED]
-    told = plan(dataset_name=None, dataset_mixture=mixture)
+    told = unwrap(plan(dataset_name=None, dataset_mixture=mixture))
     assert "1.67 of the 3,000,000 tokens" in told
     assert f"5.00 of the 1,000,000 tokens of {tmp_path}/clean/data/books; beyond 4 a repeated token" in told
     # Half of ten million tokens with all of the first source, the rest evenly.
@@ -356,10 +361,10 @@ def test_the_command_tells_time_layouts_and_verdict(plan_recipe) -> None:
 
 def test_finished_runs_calibrate_the_time(plan_recipe, tmp_path: Path) -> None:
     run = write_run(tmp_path / "earlier", 0.1, 0.25, recipe="lora", activation_checkpointing=True)
-    told = plan_recipe("sft", "--gpu", "H100", "--calibrate", run)
+    told = unwrap(plan_recipe("sft", "--gpu", "H100", "--calibrate", run))
     assert "0.375: 38% eager by 1 finished run" in told
     assert re.search(r"1 GPUs x 9\.89e\+14 FLOP/s x 0\.375 MFU", told)
-    searched = plan_recipe("sft", "--gpus", "1xH100", "--calibrate", run)
+    searched = unwrap(plan_recipe("sft", "--gpus", "1xH100", "--calibrate", run))
     assert "0.434: 43% compiled by 1 finished run, from its eager runs by the ratio that torchtitan" in searched
 
 
@@ -406,8 +411,11 @@ def test_a_price_makes_a_cost_of_the_time(plan_recipe) -> None:
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),
         ("ppo", ["--num_processes", "0"], {}, "write 1 or more"),
-        ("ppo", ["--gpu", "4090"], {}, "did you mean `RTX 4090`?"),
-        ("ppo", ["--gpus", "2xH100"], {}, "layouts are not searched"),
+        ("ppo", ["--gpu", "409"], {}, "did you mean `RTX 4090`?"),
+        ("ppo", ["--gpus", "2xH100", "--deadline", "1"], {}, "is not compared for ppo"),
+        ("ppo", ["--gpus", "2xH100", "--num_processes", "4"], {}, "one for each of --gpus"),
+        ("ppo", ["--gpus", "0xH100"], {}, "write it as 8xH100"),
+        ("ppo", ["--gpus", "2xMI999"], {}, "'MI999' is not known"),
         ("sft", ["--gpus", "2xH100", "--mfu", "0.5"], {}, "write --proof or --calibrate"),
         ("sft", ["--calibrate", "out"], {}, "name that of the runs"),
         ("sft", ["--calibrate", "out", "--mfu", "0.5", "--gpu", "H100"], {}, "--calibrate: --mfu sets the MFU too"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -52,6 +54,9 @@ def test_the_best_is_told_with_its_keys_and_written(tell, tmp_path: Path) -> Non
     assert "300 steps" in told
     assert re.search(r"cost +0.0\d, at 3 for a GPU hour", told)
     keys = yaml.safe_load((tmp_path / "plan" / "keys.yaml").read_text())
+    # What is printed is what a shell reads as the keys.
+    words = shlex.split(re.search(r"^keys +(.*)$", told, re.MULTILINE)[1])
+    assert dict(zip(words[::2], map(json.loads, words[1::2]), strict=True)) == {f"--{key}": keys[key] for key in keys}
     assert keys["per_device_train_batch_size"] * keys["gradient_accumulation_steps"] * 2 == 16
     launch = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     assert launch["num_processes"] == 2
@@ -76,11 +81,21 @@ def test_what_cannot_be_is_told_with_what_would(tell, flags, changes, words) -> 
     assert words in tell(*flags, code=2, **changes)
 
 
+def test_a_flag_that_the_plan_changes_is_not_repeated(tell, tmp_path: Path) -> None:
+    flags = ["--per_device_train_batch_size=2", "--gradient-accumulation-steps", 4, "--seed", 7]
+    tell("1xH100", "--num_processes", 1, *flags, "--write", tmp_path / "plan")
+    words = shlex.split((tmp_path / "plan" / "launch.sh").read_text())
+    names = [word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+    assert len(names) == len(set(names))
+    assert words[words.index("--seed") + 1] == "7"
+
+
 def test_groups_are_searched_and_what_is_not_possible_is_told(tell, tmp_path: Path) -> None:
     """A row a step on two GPUs: data parallelism cannot divide it."""
     keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     told = tell("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
     assert re.search(r"fsdp2_[ct]p [ct]p 2 .*the fastest that fits", told)
+    told = re.sub(r"\n {16}", " ", told)
     assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", told)
     document = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())
     sizes = document["parallelism_config"]
@@ -133,8 +148,61 @@ def test_the_plan_of_every_layout_passes_the_check(recipe, least, tiny_model_dir
     assert len(best) >= least
     for layout, one in best.items():
         folder = tmp_path / starts[layout].name
-        write_plan(folder, ["--recipe", recipe, *flags], one, starts[layout])
+        write_plan(folder, ["--recipe", recipe, *flags], one.keys, layout, starts[layout])
         recipes, launch, *words = shlex.split((folder / "launch.sh").read_text())
         assert (recipes, launch) == ("recipes", "launch")
         code = main(["check", *words])
         assert code == 0, f"{starts[layout].name}\n{capsys.readouterr().out}"
+
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft": ("sft", {}),
+    "lora": ("lora", {}),
+    "lora 4 bit": ("lora", {"load_in_4bit": True}),
+    "pretrain": ("pretrain", {}),
+    "dpo": ("dpo", {}),
+    "reward": ("reward", {}),
+    "distill": ("distill", {"teacher_model_name_or_path": "MODEL"}),
+    "ppo": ("ppo", {"reward_funcs": "recipes_lib.rl.verifiers:final_number", "response_length": 16}),
+    "grpo": ("grpo", {"reward_funcs": "recipes_lib.rl.verifiers:final_number", "response_length": 16}),
+}
+"""Recipe and keys of each stage."""
+OF_THE_DATA: dict[str, dict[str, str]] = {
+    "pretrain": {"text": "a b c " * 40},
+    "dpo": {"prompt": "a b c", "chosen": "d e f", "rejected": "f e d"},
+    "ppo": {"prompt": "1 + 1", "answer": "2"},
+}
+
+
+FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("reward", "1xA100-40GB"), ("distill", "16xH100")}
+"""The short form: every stage on every machine is in the slow tier."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "gpus"),
+    [
+        pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow)
+        for case in itertools.product(SHAPES, ["2x4090", "8xH100", "1xA100-40GB", "16xH100"])
+    ],
+)
+def test_what_the_search_writes_passes_the_check(stage, gpus, tiny_model_dir, tmp_path, capsys) -> None:
+    """The law of ``--write`` for every stage, from one GPU to two machines: the files as a user has them."""
+    recipe, changes = SHAPES[stage]
+    alias = {"reward": "dpo", "grpo": "ppo"}.get(recipe, recipe)
+    row = OF_THE_DATA.get(alias, {"prompt": "a b c", "completion": "d e f"})
+    data = tmp_path / "rows of text.jsonl"
+    data.write_text("".join(json.dumps({**row, "id": str(number)}) + "\n" for number in range(64)))
+    keys = {"dataset_name": data, "model_name_or_path": tiny_model_dir, "max_steps": 2, "output_dir": tmp_path / "out"}
+    keys |= {} if alias == "ppo" else {"max_length": 64, "gradient_accumulation_steps": 16}
+    keys |= {key: tiny_model_dir if value == "MODEL" else value for key, value in changes.items()}
+    path = tmp_path / f"{recipe}.yaml"
+    path.write_text(
+        yaml.safe_dump({key: str(value) if isinstance(value, Path) else value for key, value in keys.items()})
+    )
+    written = [] if alias == "ppo" else ["--num_processes", "1"]
+    assert main(["plan", "--config", str(path), "--gpus", gpus, *written, "--write", str(tmp_path / "plan")]) == 0
+    _, _, *words = shlex.split((tmp_path / "plan" / "launch.sh").read_text())
+    capsys.readouterr()
+    code = main(["check", *words])
+    told = capsys.readouterr()
+    assert code == 0, f"{words}\n{told.out}{told.err}"

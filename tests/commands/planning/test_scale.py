@@ -81,6 +81,28 @@ def test_a_fit_predicts_what_the_law_says_and_refuses_far_runs_without_an_interv
     assert "(90 %: " in tell("plan", "--flops", 1e18, "--fit", law)
 
 
+def test_every_unusable_run_is_told_at_once(runs, tell, tmp_path) -> None:
+    """Files as strange metrics leave them: no record, another stage, losses that are no numbers."""
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "run.json").write_text('{"status": "done"')
+    (tmp_path / "torn" / "metrics.jsonl").write_bytes(b"\xff\xfe\n[1, 2]\n")
+    (runs[0] / "run.json").write_text(json.dumps({"status": "done", "stage": "sft"}))
+    events = [
+        {"kind": "train", "step": 4, "loss": "nan", "num_tokens": 9},
+        {"kind": "eval", "step": 4, "eval_loss": "inf"},
+    ]
+    (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    told = tell("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
+    for folder, words in {
+        "nowhere": "holds neither run.json",
+        "torn": "is not a finished run",
+        runs[0].name: "is a run of sft",
+        runs[1].name: "has no finite loss",
+    }.items():
+        assert re.search(f"{folder}: .*{words}", told)
+    assert not (tmp_path / "law.json").exists()
+
+
 def test_the_published_laws_are_both_named_and_disagree(tell) -> None:
     told = tell("plan", "--flops", 5.76e23)
     first, second = told.split("Hoffmann et al. 2022, as printed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any, Final
 import numpy as np
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.planning.plan_search import search_plan
+from recipes_lib.commands.planning.plan_search import choose_layout, compose_flags, search_plan, write_plan
 from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, format_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
+from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import (
     RL_RECIPES,
     TOKENS_PER_PARAMETER,
@@ -70,45 +72,77 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
             be had, the PNG cannot be written, or the run does not fit the GPU that is named.
     """
     config = load_for_command(recipe, overrides, options.config)
+    batch_processes = options.num_processes
     if options.gpus:
-        batch_processes = options.num_processes
         options.num_processes, options.gpu = _read_gpus(options.gpus)
-    if problems := list(_find_problems(config, options)):
+    if problems := list(_find_problems(config, options, batch_processes)):
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
     model_config = find_planned_model(config)
-    has_memory = not options.gpus and (recipe != "pretrain" or options.gpu or options.hardware)
-    plans = [plan_memory(config, model_config, layout) for layout in layouts] if has_memory else []
+    flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
+    if options.gpus and recipe not in RL_RECIPES:
+        hardware = _choose_hardware(config, options, num_gpus)
+        assert hardware is not None
+        _print_rows(search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus))
+        return
+    launch: list[Row] = []
+    if options.gpus:
+        plans, launch = _choose_rollout_layout(config, model_config, options, flags)
+    elif recipe != "pretrain" or options.gpu or options.hardware:
+        plans = [plan_memory(config, model_config, layout) for layout in layouts]
+    else:
+        plans = []
     if options.gpu and plans:
         config = _settle(config, plans, choose_device(options.gpu).memory)
     hardware = _choose_hardware(config, options, num_gpus)
-    if options.gpus:
-        assert hardware is not None
-        flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
-        rows = search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus)
-        sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
-        return
-    rows = list(hardware.describe()) if hardware else []
-    if recipe == "pretrain":
+    rows = [*_describe(config, model_config, options, num_processes, hardware), *launch]
+    _print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
+    if plans:
+        _tell_memory(plans, options, num_gpus)
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
+
+
+def _describe(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    options: argparse.Namespace,
+    num_processes: int,
+    hardware: Hardware | None,
+) -> Iterator[Row]:
+    """Yield the GPU, and the plan of the kind that the recipe has."""
+    if hardware:
+        yield from hardware.describe()
+    if config.recipe == "pretrain":
         plan = plan_pretraining(config, num_processes)
-        rows += describe_pretraining(config, model_config, plan, hardware)
+        yield from describe_pretraining(config, model_config, plan, hardware)
         if options.schedule:
             _draw(options.schedule, config, plan.schedule)
-            rows.append(("drawn", str(options.schedule)))
-    elif recipe in RL_RECIPES:
-        rows += describe_iteration(config, model_config, num_processes, hardware) if hardware else []
-    else:
-        rows += describe_step(config, model_config, num_processes, hardware, options.num_rows)
-    rows += [(CURVE, "")] if rows and has_memory else []
-    sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
-    if has_memory:
-        _tell_memory(plans, options, num_gpus)
+            yield "drawn", str(options.schedule)
+    elif config.recipe not in RL_RECIPES:
+        yield from describe_step(config, model_config, num_processes, hardware, options.num_rows)
+    elif hardware:
+        yield from describe_iteration(config, model_config, num_processes, hardware)
 
 
 def _settle(config: RecipeConfig, plans: Sequence[MemoryPlan], memory: float) -> RecipeConfig:
     """A run with the checkpointing that ``auto`` chooses in the first layout that fits a device, else in the last."""
     placed = [plan.place(memory) for plan in plans]
     return settle_checkpointing(config, next((plan for plan in placed if plan.peak <= memory), placed[-1]))
+
+
+def _choose_rollout_layout(
+    config: RecipeConfig, model_config: PreTrainedConfig, options: argparse.Namespace, flags: Sequence[str]
+) -> tuple[list[MemoryPlan], list[Row]]:
+    """Return the memory of the layout that fits reinforcement learning on the GPUs, how to launch it; and write it."""
+    device = choose_device(options.gpu)
+    plan, start, tried = choose_layout(config, model_config, options.gpus, device, options.num_processes)
+    if options.write:
+        keys = list_keys(plan.place(device.memory).checkpointing) if plan.choices else {}
+        write_plan(options.write, flags, keys, plan.layout, start)
+    return [plan], [tried, ("launch", compose_flags(start, plan.layout))]
 
 
 def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
@@ -131,8 +165,8 @@ def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_g
 
 
 def _read_gpus(text: str) -> tuple[int, str]:
-    number, _, name = text.partition("x")
-    if not number.isdecimal() or int(number) < 1 or not name:
+    number, _, name = (part.strip() for part in text.partition("x"))
+    if not re.fullmatch("[1-9][0-9]{0,5}", number) or not name:
         raise ConfigError(Problem("--gpus", f"{text!r} is not a number of GPUs", "write it as 8xH100"))
     return int(number), name
 
@@ -166,7 +200,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     try:
         peak = find_peak(options.gpu, config)
     except ConfigError:
-        if config.recipe in RL_RECIPES and find_device(options.gpu):
+        if config.recipe in RL_RECIPES and not options.gpus and find_device(options.gpu):
             return None
         raise
     failures = None
@@ -339,7 +373,7 @@ def draw_curve(values: Sequence[float], height: int) -> list[str]:
     ]
 
 
-def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterator[Problem]:
+def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_processes: int | None) -> Iterator[Problem]:
     recipe = config.recipe
     if recipe == "pretrain" and config.pretraining.max_tokens is None and config.read("max_steps") < 1:
         found = "the run is given in epochs, and planning reads no data"
@@ -353,6 +387,9 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace) -> Iterato
     if recipe != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
     yield from _find_mfu_problems(recipe, options)
+    if recipe in RL_RECIPES and options.gpus and batch_processes:
+        found = f"a batch of {recipe} is that of its processes, one for each of --gpus"
+        yield Problem("--num_processes", found, "remove it")
     yield from _find_search_problems(recipe, options)
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
@@ -374,8 +411,9 @@ def _find_mfu_problems(recipe: str, options: argparse.Namespace) -> Iterator[Pro
 
 
 def _find_search_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
-    if recipe in RL_RECIPES and options.gpus is not None:
-        yield Problem("--gpus", f"layouts are not searched for {recipe}", "write --gpu")
+    for flag in ("budget", "deadline"):
+        if recipe in RL_RECIPES and getattr(options, flag) is not None:
+            yield Problem(f"--{flag}", f"is not compared for {recipe}", "remove it; `max_steps` gives hours and cost")
     for flag in ("budget", "deadline", "write"):
         if getattr(options, flag) is not None and options.gpus is None:
             yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")

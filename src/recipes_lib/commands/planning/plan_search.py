@@ -19,12 +19,13 @@ from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import replace_text
-from recipes_lib.planning.devices import find_efficiency
+from recipes_lib.planning.compute import RL_RECIPES
+from recipes_lib.planning.devices import Device, find_efficiency
 from recipes_lib.planning.memory import list_layouts, plan_memory
-from recipes_lib.planning.memory_plan import Layout
+from recipes_lib.planning.memory_plan import KINDS, Held, Layout, MemoryPlan
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.planning.schedule import compute_steps
-from recipes_lib.planning.search import GPUS_OF_A_MACHINE, MATRIX_PRODUCTS, Candidate, search
+from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -37,7 +38,7 @@ from recipes_lib.training.layouts.launch_environment import (
 )
 from recipes_lib.training.layouts.memory_layout import build_layout, verify_model
 
-_WIDTH: Final = 22
+_WIDTH: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,31 +99,74 @@ def search_plan(
         raise ConfigError(Problem("--gpus", told, "name a number that divides them"))
     best = found[0]
     if not best.fits:
-        least = min(one.memory.peak for one in found)
-        told = f"the run fits {options.gpus} in no layout: {least / 1e9:.1f} GB at least, of {device.memory / 1e9:g} GB"
-        raise ConfigError(Problem("--gpus", told, _find_change(config, model_config, hardware)))
+        least = min(one.memory.peak for one in found) / 1e9
+        raise ConfigError(_describe_misfit(config, model_config, options.gpus, device, number, least))
     steps = _count_steps(config, options.num_rows, batch, num_processes)
     hours = best.seconds * steps / 3600
     _verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
     if options.write:
-        write_plan(options.write, flags, best, starts[best.layout])
-    columns = f"{'recomputed':16}{'compiled':>8}{'GB':>8}{'s a step':>10}  verdict"
-    heads = f"{'layout':{_WIDTH}}{'rows x accumulated':>19}  {columns}"
+        write_plan(options.write, flags, best.keys, best.layout, starts[best.layout])
+    heads = f"{'layout':{_WIDTH}}{'batch':>8}  {'recomputed':15}{'compiled':>8}{'GB':>7}{'s/step':>7}  verdict"
     share, source = find_efficiency(_change(config, best.keys), hardware.measured)
     rows = [
         *dataclasses.replace(hardware, mfu=share, source=source).describe(),
-        ("batch", f"{batch:,} rows an optimizer step, as the recipe has it"),
+        ("batch", f"{batch:,} rows an optimizer step, as the recipe has it; below, of a process: rows x accumulation"),
         (CURVE, ""),
     ]
     rows += [(CURVE, heads)]
     rows += [(CURVE, _describe(starts[one.layout].name, one, best, device.memory)) for one in _thin(found)]
     searched = {starts[one.layout].name for one in found}
     rows += [(CURVE, ""), *_tell_refused({name: why for name, why in refused.items() if name not in searched})]
-    rows.append(("keys", " ".join(f"--{key} {json.dumps(value)}" for key, value in best.keys.items())))
-    rows.append(("launch", _compose_flags(starts[best.layout], best.layout)))
+    rows.append(("keys", _join_keys(best.keys)))
+    rows.append(("launch", compose_flags(starts[best.layout], best.layout)))
+    if not best.layout.shards.weights:
+        held = _count_host_bytes(_change(config, best.keys), model_config, best.layout)
+        told = "for weights, gradients and optimizer states; their update on the CPU is not in the time"
+        rows.append(("host memory", f"{held / 1e9:,.1f} GB for each machine, {told}"))
     if steps:
         rows += [("time", f"{hours:,.1f} hours for {steps:,} steps"), *hardware.describe_bill(hours)]
     return rows
+
+
+def choose_layout(
+    config: RecipeConfig, model_config: PreTrainedConfig, gpus: str, device: Device, number: int
+) -> tuple[MemoryPlan, Start, Row]:
+    """Return the first layout in which an iteration of reinforcement learning fits, and what each tried one takes.
+
+    The time of an iteration leaves traffic out, by which layouts would differ: the one that shards least is chosen.
+
+    Args:
+        config: The run.
+        model_config: Of the policy.
+        gpus: As the user wrote them.
+        device: The GPU.
+        number: GPUs.
+
+    Raises:
+        ConfigError: Nothing fits, with the nearest change that would; or no layout supports the recipe.
+    """
+    starts, refused = list_starts(model_config, number)
+    tried = dict[str, MemoryPlan]()
+    for layout, start in starts.items():
+        try:
+            verify_combination(config, start.launch, start.name)
+        except ConfigError as error:
+            refused.setdefault(start.name, error.problems[0])
+            continue
+        plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
+        told = "".join([f"{name} {one.peak / 1e9:.1f} GB, does not fit; " for name, one in tried.items()])
+        tried[start.name] = placed = plan.place(device.memory)
+        if plan.fits(device.memory):
+            return plan, start, ("layouts", f"{told}{start.name} {placed.peak / 1e9:.1f} GB")
+    if not tried:
+        raise ConfigError(*refused.values())
+    least = min(tried.values(), key=lambda one: one.peak)
+    if least.peak <= device.memory:
+        found = f"vLLM's weights and one answer do not fit its {least.engine_share:.0%} of {gpus}"
+        raise ConfigError(
+            Problem("--gpus", found, "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory")
+        )
+    raise ConfigError(_describe_misfit(config, model_config, gpus, device, number, least.peak / 1e9))
 
 
 def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layout, Start], dict[str, Problem]]:
@@ -187,6 +231,13 @@ def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_pro
     return compute_steps(num_rows, config.training, num_processes).num_steps
 
 
+def _count_host_bytes(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> float:
+    """Return what the host of a machine holds where FSDP2 offloads: its share of the models' states."""
+    whole = plan_memory(config, model_config, dataclasses.replace(layout, shards=Held(1, 1, 1))).components
+    states = sum(size for name, size in whole.items() if name.rpartition(", ")[2] in KINDS)
+    return states * min(GPUS_OF_A_MACHINE, layout.num_gpus) / layout.num_gpus
+
+
 def _verify_limits(options: argparse.Namespace, hours: float, cost: float) -> None:
     for flag, limit, value in (("deadline", options.deadline, hours), ("budget", options.budget, cost)):
         if limit is not None and (not value or math.isnan(value)):
@@ -212,28 +263,32 @@ def _thin(found: Sequence[Candidate]) -> list[Candidate]:
 def _describe(name: str, one: Candidate, best: Candidate, memory: float) -> str:
     rows = f"{one.keys['per_device_train_batch_size']} x {one.keys['gradient_accumulation_steps']}"
     ratio = one.seconds / best.seconds
-    verdict = "as fast, and its micro-batch no larger"
+    verdict = "as fast, its micro-batch no larger"
     if ratio >= 1.005:
         most = max(one.costs, key=lambda what: one.costs[what] - best.costs[what])
-        verdict = f"{ratio:.2f} times as long: {one.costs[most] - best.costs[most]:.3g} s more of {most}"
-        if one.keys["torch_compile"] != best.keys["torch_compile"] and most == MATRIX_PRODUCTS:
-            verdict += ", which are not compiled"
-        elif one.mode != best.mode and most == MATRIX_PRODUCTS:
-            verdict += ", recomputed"
+        verdict = f"{ratio:.2f}x: {one.costs[most] - best.costs[most]:+.2g} s {most}"
     if one is best:
         verdict = "the fastest that fits"
     if not one.fits:
         verdict = f"does not fit {memory / 1e9:g} GB"
     compiled = "yes" if one.keys["torch_compile"] else "no"
-    held = f"{one.memory.peak / 1e9:8.1f}{one.seconds:10.3g}"
-    return f"{name:{_WIDTH}}{rows:>19}  {one.mode:16}{compiled:>8}{held}  {verdict}"
+    held = f"{one.memory.peak / 1e9:7.1f} {one.seconds:6.3g}"
+    return f"{name:{_WIDTH}}{rows:>8}  {one.mode:15}{compiled:>8}{held}  {verdict}"
 
 
-def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware: Hardware) -> str:
+def _describe_misfit(
+    config: RecipeConfig, model_config: PreTrainedConfig, gpus: str, device: Device, number: int, least: float
+) -> Problem:
+    """Return that a run fits in no layout, and the smallest change with which it would."""
+    told = f"the run fits {gpus} in no layout: {least:.1f} GB at least, of {device.memory / 1e9:g} GB"
+    return Problem("--gpus", told, _find_change(config, model_config, device.memory, number))
+
+
+def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: float, number: int) -> str:
     """Return the smallest change with which the run would fit: shorter rows, an adapter, or more GPUs."""
     keys: dict[str, Any] = {"per_device_train_batch_size": 1, "activation_checkpointing": True}
     least = dataclasses.replace(config, training={**config.training, **keys, "activation_checkpointing_kwargs": None})
-    number, length = hardware.num_gpus, config.tokens.max_length or 0
+    length = config.tokens.max_length or 0
     tried = [
         (
             f"max_length: {part} would",
@@ -241,8 +296,9 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware:
             number,
         )
         for part in (length // 2, length // 4)
+        if part
     ]
-    if config.recipe in ("sft", "dpo", "reward") and not config.adapter.use_peft:
+    if config.recipe in ("sft", "dpo", "reward", *RL_RECIPES) and not config.adapter.use_peft:
         adapter = dataclasses.replace(config.adapter, use_peft=True)
         tried.append(
             (
@@ -253,15 +309,17 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, hardware:
         )
     tried += [(f"{number * factor} of these GPUs would", least, number * factor) for factor in (2, 4, 8, 16)]
     for told, changed, count in tried:
-        if any(
-            plan_memory(changed, model_config, layout).fits(hardware.device.memory)
-            for layout in list_layouts(changed, count)
-        ):
+        if any(plan_memory(changed, model_config, layout).fits(memory) for layout in list_layouts(changed, count)):
             return told
     return "name GPUs with more memory"
 
 
-def _compose_flags(start: Start, layout: Layout, file: str = "") -> str:
+def _join_keys(keys: Mapping[str, Any]) -> str:
+    """Return keys as flags, quoted for a shell."""
+    return shlex.join(word for key, value in keys.items() for word in (f"--{key}", json.dumps(value)))
+
+
+def compose_flags(start: Start, layout: Layout, file: str = "") -> str:
     """Return the flags of ``recipes launch``; accelerate's files have no key for pipeline stages."""
     sizes = [f"{name}_size {size}" for name, size in start.launch.layout.sizes.items()]
     mesh = f" with {', '.join(sizes)}" if sizes and not file else ""
@@ -269,18 +327,32 @@ def _compose_flags(start: Start, layout: Layout, file: str = "") -> str:
     return f"--hardware {file or layout.launch_file} --num_processes {start.launch.world_size}{stages}{mesh}"
 
 
-def write_plan(folder: Path, recipe: Sequence[str], best: Candidate, start: Start) -> None:
-    """Write the launch file and the keys of a candidate, and the command that starts it.
+def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], layout: Layout, start: Start) -> None:
+    """Write the launch file and the keys of a plan, and the command that starts it.
 
     Args:
         folder: Where to.
         recipe: Recipe and keys of the run, as flags.
-        best: The candidate.
-        start: How its layout is launched.
+        keys: What the plan changes of them.
+        layout: The one chosen.
+        start: How it is launched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(best.keys))):
+    for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
-    keys = [word for key, value in best.keys.items() for word in (f"--{key}", json.dumps(value))]
-    flags = _compose_flags(start, best.layout, shlex.quote(str(folder / "accelerate.yaml")))
-    replace_text(folder / "launch.sh", f"recipes launch {shlex.join([*recipe, *keys])} {flags}\n")
+    flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
+    command = " ".join(
+        ["recipes launch", shlex.join(_drop(recipe, keys)), *([_join_keys(keys)] if keys else []), flags]
+    )
+    replace_text(folder / "launch.sh", command + "\n")
+
+
+def _drop(flags: Sequence[str], keys: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags without those of the keys, which may not be repeated."""
+    is_dropped = False
+    for word in flags:
+        if word.startswith("--"):
+            name = word.removeprefix("--").partition("=")[0]
+            is_dropped = name.replace("-", "_") in keys
+        if not is_dropped:
+            yield word

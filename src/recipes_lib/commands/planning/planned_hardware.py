@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from recipes_lib.proving.results import PASSED, read_rows
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
 
 _LABEL_WIDTH: Final = 16
+_LINE_WIDTH: Final = 100
 _RECORDED: Final = {"stage": str, "config": dict, "provenance": dict, "hardware": dict}
 CURVE: Final = "curve"
 """Row name of a line that starts in the column of names."""
@@ -84,8 +86,18 @@ class Hardware:
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:
-    """Return a line for each row: name column and text."""
-    return [text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}" for name, text in rows]
+    """Return the lines of each row: name column and text, wrapped; flags stay on one line, to be copied."""
+    lines = list[str]()
+    for name, text in rows:
+        line = text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}"
+        if name == CURVE or text.startswith("--"):
+            lines.append(line)
+            continue
+        hanging = " " * _LABEL_WIDTH
+        lines += textwrap.wrap(
+            line, _LINE_WIDTH, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+        )
+    return lines
 
 
 def read_proof(folder: Path) -> Measured:

@@ -8,7 +8,7 @@ import json
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -74,9 +74,11 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
 
     Raises:
         ConfigError: The model cannot be read.
-        DataError: It is not a finished run.
+        DataError: It is not a finished pretraining run, or has no finite loss.
     """
     run = read_run(folder)
+    if (stage := run.facts.get("stage", "pretrain")) != "pretrain":
+        raise DataError(Problem(str(folder), f"is a run of {stage}", "name runs of pretraining"))
     if not run.train or run.facts.get("status") != "done":
         raise DataError(
             Problem(str(folder), "is not a finished run", "train it to the end: its learning rate must have decayed")
@@ -84,14 +86,23 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
     size = compute_model_size(config)
-    losses = [event["eval_loss"] for event in run.evaluations if isinstance(event.get("eval_loss"), float)][-1:]
+    last = run.train[-max(len(run.train) // 20, 1) :]
+    losses = _list_losses(run.evaluations, "eval_loss")[-1:] or _list_losses(last, "loss")
     if not losses:
-        losses = [event["loss"] for event in run.train[-max(len(run.train) // 20, 1) :]]
+        raise DataError(
+            Problem(str(folder), "metrics.jsonl has no finite loss at the end of the run", "train it again")
+        )
     num_tokens = float(run.train[-1].get("num_tokens") or 0)
     if not num_tokens:
         raise DataError(Problem(str(folder), "does not say how many tokens it was trained on", "train it again"))
     number = size.total if counts_embeddings else size.non_embedding
     return Run(float(number), num_tokens, sum(losses) / len(losses))
+
+
+def _list_losses(events: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    """Return the finite values; what is not finite is a word in the file."""
+    values = (event.get(name) for event in events)
+    return [float(value) for value in values if isinstance(value, int | float) and 0 < value < math.inf]
 
 
 def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
@@ -198,7 +209,14 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
 
 
 def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
-    runs = [read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings) for folder in options.runs]
+    runs, problems = list[Run](), list[Problem]()
+    for folder in options.runs:
+        try:
+            runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
+        except DataError as error:
+            problems += error.problems
+    if problems:
+        raise DataError(*problems)
     fit = fit_law(runs, NUM_RESAMPLES if options.resamples is None else options.resamples)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
     replace_record(options.output, dataclasses.asdict(fit) | record)
