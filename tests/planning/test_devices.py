@@ -69,6 +69,10 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
     ("name", "gigabytes"),
     [
         ("NVIDIA H100 80GB HBM3", 80),
+        ("A100-80", 80),
+        ("V100 32", 32),
+        ("RTX 4090", 24),
+        ("H100 MIG 1g.10gb", 10),
         ("NVIDIA A100-SXM4-80GB", 80),
         ("A100", 40),
         ("NVIDIA H200", 141),
@@ -106,6 +110,13 @@ def test_a_device_holds_what_its_name_or_its_maker_says(name, gigabytes):
 def test_the_power_of_a_board_is_known_or_not_told(device, watts):
     found = find_device(device)
     assert (found.watts if found else None) == watts
+
+
+@pytest.mark.parametrize("name", ["H100 MIG 3g.40gb", "NVIDIA H100 80GB HBM3 MIG 3g.40gb"])
+def test_a_part_of_a_gpu_has_its_share(name) -> None:
+    whole, part = choose_device("H100"), choose_device(name)
+    assert part.flops == pytest.approx(whole.flops * 3 / 7)
+    assert (part.memory, part.bandwidth) == pytest.approx((whole.memory / 2, whole.bandwidth / 2))
 
 
 @pytest.mark.parametrize(

@@ -70,20 +70,25 @@ def find_device(name: str) -> Device | None:
     Args:
         name: A number of GB in it decides, as in ``A100-SXM4-80GB``, or is all there is, as in ``48GB``.
     """
-    told = re.search(r"(\d+) ?GB\b", name, re.IGNORECASE)
+    # MIG, a part of a GPU: sevenths of its multiprocessors, and memory with a like share of the bandwidth.
+    part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
+    told = re.search(r"(?<!\.)\b(\d+) ?GB\b", name, re.IGNORECASE)
     for pattern, row in _read_devices().items():
         if re.search(rf"\b{_loosen(pattern)}\b", name, re.IGNORECASE):
-            memory, taken = row["memory"], row.get("taken", "")
-            # In the name of a GH200, the number may be the memory of its CPU.
-            if told and not pattern.startswith("GH200"):
-                memory = float(told[1])
+            memory, taken, flops, bandwidth = row["memory"], row.get("taken", ""), row["flops"], row["bandwidth"]
+            # In the name of a GH200, the number may be the memory of its CPU; in A100-80 there is no GB.
+            if (size := told or re.search(r"[-: ](\d{2,3})$", name)) and not pattern.startswith("GH200"):
+                memory = float(size[1])
+            if part:
+                flops, bandwidth = flops * int(part[1]) / 7, bandwidth * int(part[2]) / memory
+                memory = float(part[2])
             if name.upper() != pattern:
                 taken = ""
             return Device(
                 name,
-                flops=row["flops"] * 1e12,
+                flops=flops * 1e12,
                 memory=memory * 1e9,
-                bandwidth=row["bandwidth"] * 1e9,
+                bandwidth=bandwidth * 1e9,
                 link=row["link"] * 1e9,
                 watts=row.get("watts"),
                 has_bf16=row.get("bf16", True),
