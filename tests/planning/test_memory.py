@@ -45,7 +45,7 @@ def count(write, tiny_model_dir: Path):
 
     def count(recipe: str, num_processes: int = 1, *, is_sharded: bool = False, **changes: Any) -> Mapping[str, int]:
         config = load_config(recipe, ["--config", str(write(recipe, **changes))])
-        copied, *sharded = list_layouts(config, num_processes)
+        copied, *sharded = list_layouts(num_processes)
         layout = sharded[0] if is_sharded else copied
         return plan_memory(config, AutoConfig.from_pretrained(tiny_model_dir), layout).components
 

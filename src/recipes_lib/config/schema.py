@@ -527,6 +527,10 @@ class RecipeConfig:
         """
         return self.training[key] if key in self.training else load_table(self.recipe).keys[key].default
 
+    def with_training(self, keys: Mapping[str, Any]) -> RecipeConfig:
+        """Return the same configuration with other values of some of upstream's keys."""
+        return dataclasses.replace(self, training={**self.training, **keys})
+
 
 SECTIONS: Final[Mapping[str, type]] = {
     name: section

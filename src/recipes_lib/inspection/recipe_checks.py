@@ -279,7 +279,7 @@ class PPOInspection(Inspection):
         super().look_at_kernels(say)
         is_half = bool(resolve_precision(self.config)["bf16"])  # PPO refuses fp16.
         launched = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
-        others = (one for one in list_layouts(self.config, self.launch.world_size) if one.shards != launched.shards)
+        others = (one for one in list_layouts(self.launch.world_size) if one.shards != launched.shards)
         asked, *rest = (
             plan_memory(self.config, self.model_config, layout, is_half=is_half) for layout in (launched, *others)
         )

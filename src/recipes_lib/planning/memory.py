@@ -75,7 +75,7 @@ _BUCKET_SIZE: Final = 500_000_000
 """Numbers of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
 
 
-def list_layouts(config: RecipeConfig, num_processes: int) -> Iterator[Layout]:
+def list_layouts(num_processes: int) -> Iterator[Layout]:
     """Yield the possible layouts of a run with this number of processes."""
     yield Layout("ddp" if num_processes > 1 else "single_gpu", num_processes)
     if num_processes > 1:
@@ -187,7 +187,7 @@ def settle_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig
     """Resolve ``auto`` to the activation checkpointing that the plan chose for a device."""
     if not plan.checkpointing:
         return config
-    return dataclasses.replace(config, training={**config.training, **list_keys(plan.checkpointing)})
+    return config.with_training(list_keys(plan.checkpointing))
 
 
 _Counted = tuple[str, dict[str, Held], dict[str, int], dict[str, dict[str, int]]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -105,7 +104,7 @@ def estimate_iteration(
     row = _NARROW * 2 * text.num_hidden_layers * heads * width * (prompt + answer / 2)
     host = 0 if is_continuous else _HOST_SECONDS * text.num_hidden_layers
     token = max((_NARROW * size + batch * row) / device.bandwidth, 2 * size * batch / peak, host)
-    plain = dataclasses.replace(config, training={**config.training, **list_keys("none")})
+    plain = config.with_training(list_keys("none"))
     reading = mfu * find_overhead(plain)[0] / find_overhead(config)[0]
 
     def time(flops: float, num_tokens: int, share: float) -> float:

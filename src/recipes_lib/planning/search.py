@@ -82,7 +82,7 @@ def search(
     """
     found = list[Candidate]()
     whole = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 1}
-    num_flops = count_step(_change(config, whole), model_config, 1).num_flops
+    num_flops = count_step(config.with_training(whole), model_config, 1).num_flops
     size = compute_model_size(model_config).total
     for layout in layouts:
         if num_rows % layout.num_processes:
@@ -94,14 +94,14 @@ def search(
             compiled = [choice for choice in (True, False) if is_supported(layout, {**batch, "torch_compile": choice})]
             if not compiled:
                 continue
-            sized = _change(config, batch)
+            sized = config.with_training(batch)
             if memory is None:
-                plain = _change(sized, list_keys("none"))
+                plain = sized.with_training(list_keys("none"))
                 memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
             options = list(_list_modes(sized, model_config, memory, device))
             for keys, mode, placed in options:
                 for choice in compiled:
-                    changed = _change(config, all_keys := {**batch, **keys, "torch_compile": choice})
+                    changed = config.with_training(all_keys := {**batch, **keys, "torch_compile": choice})
                     share, _ = find_efficiency(changed, measured)
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, peak, share)
                     costs = _list_costs(seconds, changed, model_config, size, layout, device)
@@ -119,10 +119,6 @@ def _rank(one: Candidate) -> tuple[bool, float, int, int]:
     """
     groups = one.layout.tensor * one.layout.context * one.layout.pipeline_stages
     return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -one.num_rows
-
-
-def _change(config: RecipeConfig, keys: Mapping[str, Any]) -> RecipeConfig:
-    return dataclasses.replace(config, training={**config.training, **keys})
 
 
 def _list_modes(

@@ -6,7 +6,6 @@ import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -169,7 +168,7 @@ def plan_allocated(bench: Bench, recipe: str, **keys: Any) -> int:
     config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
     # Liger's kernels are on by default if they are supported.
     if "use_liger_kernel" not in keys and bench.is_cuda and find_spec("liger_kernel"):
-        config = replace(config, training={**config.training, "use_liger_kernel": True})
+        config = config.with_training({"use_liger_kernel": True})
     size = torch.cuda.get_device_properties(bench.device).total_memory if bench.is_cuda else 80e9
     return plan_memory(config, find_planned_model(config), Layout("single_gpu"), device_bytes=size).allocated
 

@@ -179,7 +179,7 @@ def _choose_layouts(config: RecipeConfig, options: argparse.Namespace) -> tuple[
     """
     num_gpus: int | None = options.num_gpus or options.num_processes
     if not options.hardware and options.pipeline_stages == 1:
-        layouts = list(list_layouts(config, num_gpus or 1))
+        layouts = list(list_layouts(num_gpus or 1))
         return options.num_processes or num_gpus or 1, num_gpus or 1, layouts
     file = find_launch_file(options.hardware or "ddp")
     launch = plan_launch(file, num_gpus, name_pipeline(options.pipeline_stages, options.pipeline_schedule))
@@ -386,7 +386,7 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
         yield Problem("--num_gpus", found, "write --num_processes, the number of GPUs")
     if recipe != "pretrain" and options.schedule is not None:
         yield Problem("--schedule", "is a flag of pretraining", "remove it")
-    yield from _find_mfu_problems(recipe, options)
+    yield from _find_mfu_problems(options)
     if recipe in RL_RECIPES and options.gpus and batch_processes:
         found = f"a batch of {recipe} is that of its processes, one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
@@ -398,7 +398,7 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
     yield from _find_failure_problems(recipe, options)
 
 
-def _find_mfu_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
+def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
     if options.mfu is not None and not 0 < options.mfu <= 1:
         yield Problem("--mfu", f"is {options.mfu}", "write a number above 0 and at most 1; 0.3 to 0.4 is usual")
     given = [f"--{name}" for name in ("mfu", "proof", "calibrate") if getattr(options, name) is not None]

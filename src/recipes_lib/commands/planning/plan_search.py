@@ -85,7 +85,7 @@ def search_plan(
     def is_supported(layout: Layout, keys: Mapping[str, Any]) -> bool:
         start = starts[layout]
         try:
-            verify_combination(_change(config, keys), start.launch, start.name)
+            verify_combination(config.with_training(keys), start.launch, start.name)
         except ConfigError as error:
             refused.setdefault(start.name, error.problems[0])
             return False
@@ -107,7 +107,7 @@ def search_plan(
     if options.write:
         write_plan(options.write, flags, best.keys, best.layout, starts[best.layout])
     heads = f"{'layout':{_WIDTH}}{'batch':>8}  {'recomputed':15}{'compiled':>8}{'GB':>7}{'s/step':>7}  verdict"
-    share, source = find_efficiency(_change(config, best.keys), hardware.measured)
+    share, source = find_efficiency(config.with_training(best.keys), hardware.measured)
     rows = [
         *dataclasses.replace(hardware, mfu=share, source=source).describe(),
         ("batch", f"{batch:,} rows an optimizer step, as the recipe has it; below, of a process: rows x accumulation"),
@@ -120,7 +120,7 @@ def search_plan(
     rows.append(("keys", _join_keys(best.keys)))
     rows.append(("launch", compose_flags(starts[best.layout], best.layout)))
     if not best.layout.shards.weights:
-        held = _count_host_bytes(_change(config, best.keys), model_config, best.layout)
+        held = _count_host_bytes(config.with_training(best.keys), model_config, best.layout)
         told = "for weights, gradients and optimizer states; their update on the CPU is not in the time"
         rows.append(("host memory", f"{held / 1e9:,.1f} GB for each machine, {told}"))
     if steps:
@@ -219,10 +219,6 @@ def _tell_refused(refused: Mapping[str, Problem]) -> Iterator[Row]:
     yield from (("not possible", f"{', '.join(those)}: {found}") for found, those in names.items())
 
 
-def _change(config: RecipeConfig, keys: Mapping[str, Any]) -> RecipeConfig:
-    return dataclasses.replace(config, training={**config.training, **keys})
-
-
 def _count_steps(config: RecipeConfig, num_rows: int | None, batch: int, num_processes: int) -> int:
     """Return the optimizer steps of the run, which do not depend on the layout; 0 if unknown."""
     if config.recipe == "pretrain":
@@ -287,7 +283,7 @@ def _describe_misfit(
 def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: float, number: int) -> str:
     """Return the smallest change with which the run would fit: shorter rows, an adapter, or more GPUs."""
     keys: dict[str, Any] = {"per_device_train_batch_size": 1, "activation_checkpointing": True}
-    least = dataclasses.replace(config, training={**config.training, **keys, "activation_checkpointing_kwargs": None})
+    least = config.with_training({**keys, "activation_checkpointing_kwargs": None})
     length = config.tokens.max_length or 0
     tried = [
         (
@@ -309,7 +305,7 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: f
         )
     tried += [(f"{number * factor} of these GPUs would", least, number * factor) for factor in (2, 4, 8, 16)]
     for told, changed, count in tried:
-        if any(plan_memory(changed, model_config, layout).fits(memory) for layout in list_layouts(changed, count)):
+        if any(plan_memory(changed, model_config, layout).fits(memory) for layout in list_layouts(count)):
             return told
     return "name GPUs with more memory"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -169,4 +168,4 @@ def _restore(run: RunFiles) -> RecipeConfig:
         return config
     chosen = str(run.facts.get("activation_checkpointing")).partition(" (")[0]
     keys = list_keys(chosen if chosen in MODES else "none")
-    return dataclasses.replace(config, training={**config.training, **keys})
+    return config.with_training(keys)

@@ -114,7 +114,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
         f"{launch.data_size} processes instead of {data_size}: {' and '.join(changed)}, so that a step still takes "
         f"{rows} rows"
     )
-    return dataclasses.replace(config, training={**config.training, **planned}), line
+    return config.with_training(planned), line
 
 
 def agree_on_checkpoint(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import suppress
 
 from transformers import PreTrainedConfig
@@ -44,7 +43,7 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
             mode, why = "every layer", f"memory could not be planned: {error}"
         else:
             return settle_checkpointing(config, plan), f"{plan.checkpointing} ({plan.explain_choice(size)})"
-    settled = dataclasses.replace(config, training={**config.training, **list_keys(mode)})
+    settled = config.with_training(list_keys(mode))
     return settled, f"{mode} ({why})"
 
 
@@ -84,7 +83,7 @@ def _plan(config: RecipeConfig, launch: Launch, size: int) -> MemoryPlan:
     layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
     # Liger's kernels save less for the backward pass, and are on wherever they can be used.
     kernels = choose_liger(config, launch, is_cuda=True)
-    config = dataclasses.replace(config, training={**config.training, **kernels})
+    config = config.with_training(kernels)
     return plan_memory(config, find_planned_model(config), layout, device_bytes=size)
 
 
