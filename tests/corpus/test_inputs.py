@@ -203,6 +203,15 @@ def test_what_cannot_be_read_is_counted_or_an_error(tmp_path):
         read({"name": str(path)}, raises=True)
 
 
+def test_a_document_that_would_take_all_memory_is_removed_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes_lib.corpus.inputs.MAX_DOCUMENT_BYTES", 12)
+    write_rows(tmp_path / "a.jsonl", ["short", "é" * 6, "é" * 7, "the end"])
+    documents, ledger, _ = read({"name": str(tmp_path / "a.jsonl")})
+    assert [document.text for document in documents] == ["short", "é" * 6, "the end"]
+    assert ledger.tallies[READ].removed == {"longer than 12 bytes": 1}
+    assert ledger.tallies[READ].documents_in == 4
+
+
 def test_a_file_that_is_no_utf8_is_named(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("schön".encode("latin-1"))

@@ -43,6 +43,8 @@ _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
 _PARQUET: Final = ".parquet"
 _MAX_HTML_BYTES: Final = 1 << 28
+MAX_DOCUMENT_BYTES: Final = 1 << 27
+"""Longer documents are removed: the steps take up to twenty bytes of memory for a byte of text."""
 _WARC_BLOCK: Final = 1 << 20
 _WARC_HEAD: Final = 1 << 9
 """Bytes in which the first line of a compressed record is."""
@@ -291,6 +293,9 @@ class Read(PipelineStep):  # type: ignore[misc]
                 tally.bytes_in += size
                 if not found.text.strip():
                     self.ledger.remove(READ, "empty", found)
+                    continue
+                if size > MAX_DOCUMENT_BYTES:
+                    self.ledger.remove(READ, f"longer than {MAX_DOCUMENT_BYTES:,} bytes", found)
                     continue
                 tally.documents_out += 1
                 tally.bytes_out += size
