@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.data.sources.messages import is_answer
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import read_record, replace_record, try_lock
@@ -175,6 +174,8 @@ def sample_pairs(
         num_answers: To each prompt, at least two.
         counts: Of what is done; a batch is counted when it is yielded.
     """
+    from recipes_lib.data.sources.messages import is_answer
+
     size = max(1, collector.batch_size // num_answers)
     for start in range(counts.num_prompts, len(prompts), size):
         batch = prompts[start : start + size]
@@ -438,6 +439,7 @@ def answer(
         counts: Of what is done.
         reasoning: ``keep`` or ``drop``.
     """
+    from recipes_lib.data.sources.messages import is_answer
     from recipes_lib.evaluation.answering import LocalModel
     from recipes_lib.models.generation import GenerateBackend, Sampling, read_stop_ids
     from recipes_lib.training.trainers.arguments import build_autocast

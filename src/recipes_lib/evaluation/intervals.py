@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from scipy import stats
 
 NUM_RESAMPLES: Final = 2000
 _SEED: Final = 0
@@ -26,6 +25,8 @@ def compute_interval(differences: Any) -> tuple[float, float]:
     Source: Bonett and Price 2012; McNemar 1947 (``scipy.stats.binomtest``); Efron 1979. Coverage and the tests they
     stand for in ``tests/evaluation/test_intervals.py``.
     """
+    from scipy import stats  # Takes a third of a second, which `recipes check --help` would wait for.
+
     number = len(differences)
     if number < 2:
         return -np.inf, np.inf
@@ -43,6 +44,8 @@ def compute_interval(differences: Any) -> tuple[float, float]:
 
 
 def _bound_proportions(gained: int, lost: int, number: int) -> tuple[float, float]:
+    from scipy import stats
+
     more, less = (gained + 1) / (number + 2), (lost + 1) / (number + 2)
     reach = stats.norm.ppf(0.975) * ((more + less - (more - less) ** 2) / (number + 2)) ** 0.5
     low, high = more - less - reach, more - less + reach
