@@ -35,13 +35,6 @@ def hash_weights(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    recipe_runs.write_inputs(folder)
-    return folder
-
-
 def test_an_earlier_checkpoint_is_the_model_and_its_figures_are_reported(inputs: Path, tmp_path: Path) -> None:
     keys = {"eval_steps": 2, "save_steps": 4, "max_steps": 12}
     events = run(inputs, "dpo", tmp_path / "run", **keys)

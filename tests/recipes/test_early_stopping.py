@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tests.distributed import sharding
 from tests.faults import recipe_runs
 from tests.rows import read_rows
@@ -20,13 +19,6 @@ def run(inputs: Path, folder: Path, **keys: Any) -> tuple[dict[str, Any], list[d
     keys = recipe_runs.make_keys(inputs, "sft", **STILL | keys, output_dir=folder)
     assert sharding.run_recipe("sft", keys) == 0
     return json.loads((folder / "run.json").read_text()), read_rows(folder / "metrics.jsonl")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("inputs")
-    recipe_runs.write_inputs(folder)
-    return folder
 
 
 def test_a_run_without_a_gain_stops_and_says_what_was_best(inputs: Path, tmp_path: Path) -> None:

@@ -27,6 +27,10 @@ from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.launch_environment import read_launch_file
 
 _ABOUT: Final = "Scripts and manifests that start a run on SLURM, Kubernetes, SkyPilot or HF Jobs."
+JOBS: Final = "jobs"
+"""Folder of the batch scripts and their output, in the pipeline's ``output_dir``."""
+RECORD: Final = "jobs.json"
+"""In this folder: stage -> id of its last job."""
 DATA: Final = "/data"
 """Mount point of the volume; the working directory of the image."""
 CPUS_PER_GPU: Final = 8
@@ -213,12 +217,6 @@ def _find_wrong_names(options: argparse.Namespace) -> Iterator[Problem]:
     if options.image and not options.config.startswith(("recipes/", f"{DATA}/")):
         found = f"{options.config} is not in the image"
         yield Problem("--config", found, f"put it on the volume and write its path there, {DATA}/...")
-
-
-JOBS: Final = "jobs"
-"""Folder of the batch scripts and their output, in the pipeline's ``output_dir``."""
-RECORD: Final = "jobs.json"
-"""In this folder: stage -> id of its last job."""
 
 
 def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Sequence[Stage]) -> None:

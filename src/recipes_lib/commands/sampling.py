@@ -183,7 +183,7 @@ def sample_pairs(
         first = start * num_answers
         answers, texts = collector.answer(asked, range(first, first + len(asked)))
         known = zip(texts, answers.scores.tolist(), (answers.finished & answers.scored).tolist(), strict=True)
-        # Answers that are empty, hold a NUL character, or have no reward are excluded.
+        # What no row may hold, such as an empty answer or a NUL, and what has no reward is excluded.
         answered = [Answered(text, score, usable and is_answer(text)) for text, score, usable in known]
         rows = []
         for at, prompt in enumerate(batch):
@@ -325,7 +325,7 @@ class AnswerCounts:
         num_prompts: Prompts with answers.
         num_rows: Prompts whose answer is kept.
         num_unfinished: Answers that ran into the limit.
-        num_empty: Answers that are empty or hold a NUL character.
+        num_empty: Answers that no row may hold: empty, or with a NUL or half a surrogate pair.
         num_reasoned: Kept answers that began with reasoning.
         num_bytes: Of the file.
     """

@@ -41,6 +41,8 @@ from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, Key, Retired, describe, load_table, table_path
 from recipes_lib.config.values import is_secret_key
 
+SHARED: Final = "shared"
+"""Name of the page of keys that several recipes share."""
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
 _REQUIRED = dict.fromkeys(RECIPE_NAMES, ("model_name_or_path", "output_dir")) | {
@@ -307,10 +309,6 @@ def describe_fate(key: str, retired: Retired) -> str:
 
 def _show_plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-SHARED: Final = "shared"
-"""Name of the page of keys that several recipes share."""
 
 
 def build_reference() -> dict[str, str]:

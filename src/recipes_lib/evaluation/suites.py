@@ -54,8 +54,6 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = _expand(config)
     manager = _index(config, wanted)
-    if unknown := _list_unknown(manager, wanted):
-        raise ConfigError(*(_describe_unknown(name, manager.all_tasks) for name in unknown))
     problems, found = list[Problem](), dict[str, Any]()
     for name, num_fewshot in wanted.items():
         try:
@@ -80,8 +78,6 @@ def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
     """
     wanted = list(_expand(config))
     manager = _index(config, wanted)
-    if unknown := _list_unknown(manager, wanted):
-        raise ConfigError(*(_describe_unknown(name, manager.all_tasks) for name in unknown))
     found: dict[str, dict[str, Any]] = {}
     for name in wanted:
         for task, settings in _enumerate_settings(manager, name):
@@ -145,7 +141,7 @@ def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
     """Index the user's and our tasks; lm-eval's 14,000 files, which take seconds, only where they are asked for.
 
     Raises:
-        ConfigError: A name stands nowhere in these files, which is found without indexing them.
+        ConfigError: There is no such task; a name that stands nowhere in these files is found without indexing them.
     """
     folders = [OWN_TASKS, *map(Path, config.include_path or ())]
     own = TaskManager(include_path=folders, include_defaults=False)
@@ -155,7 +151,10 @@ def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
     names, words = _scan_files()
     if absent := [_describe_unknown(name, [*own.all_tasks, *names]) for name in missing if name not in words]:
         raise ConfigError(*absent, *_list_broken(folders[1:]))
-    return TaskManager(include_path=folders)
+    manager = TaskManager(include_path=folders)
+    if unknown := _list_unknown(manager, wanted):
+        raise ConfigError(*(_describe_unknown(name, manager.all_tasks) for name in unknown))
+    return manager
 
 
 def _list_unknown(manager: TaskManager, wanted: Collection[str]) -> list[str]:

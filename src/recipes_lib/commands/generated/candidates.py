@@ -69,7 +69,7 @@ def find_failure(step: Mapping[str, Any], text: str, *, error: str | None, is_fi
     if not split_reasoning(text)[1].strip():
         return "empty"
     if not is_answer(text):
-        return "a NUL character"
+        return "a NUL or half a surrogate pair"
     return None if take_reply(step, text) is not None else f"no {step['name']} in the reply"
 
 
