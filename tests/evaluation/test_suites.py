@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -203,6 +205,19 @@ def test_the_questions_of_tasks_are_found_without_loading_them(tmp_path: Path, m
         list_datasets(build(tmp_path, "mute"))
     with pytest.raises(ConfigError, match="no task 'gone'"):
         list_datasets(build(tmp_path, "gone"))
+
+
+@pytest.mark.parametrize("use", [load_tasks, list_datasets])
+def test_a_word_of_a_task_file_that_is_no_task_is_refused_by_the_index(
+    tasks: Path, use: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipes_lib.evaluation import suites
+
+    small = functools.partial(suites.TaskManager, include_defaults=False)
+    monkeypatch.setattr(suites, "TaskManager", lambda **keys: small(include_path=keys["include_path"]))
+    monkeypatch.setattr(suites, "_scan_files", lambda: (set(), {"Africa"}))
+    with pytest.raises(ConfigError, match="there is no task 'Africa'"):
+        use(build(tasks, "Africa"))
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ class Hardware:
     def describe(self) -> Iterator[Row]:
         """Yield the assumed GPU, and the origin of its MFU."""
         device = self.device
-        told = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:g} TFLOP/s"
+        told = f"{device.name}: {device.memory / 1e9:g} GB, {self.peak / 1e12:.4g} TFLOP/s"
         yield "GPU", told + (f"; taken to be {device.taken}" if device.taken else "")
         yield "share of peak", f"{self.mfu:g}: {self.source}"
 
