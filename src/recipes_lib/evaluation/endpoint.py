@@ -31,7 +31,11 @@ _MAX_ASKED_WAIT: Final = 600.0
 _MAX_REPLY: Final = 1 << 26
 _THIS_REQUEST: Final = (400, 413, 422)
 """Status codes that concern one request: too long, or refused by a filter."""
-_AGAIN: Final = (408, 409, 425, 429)
+REPEATED: Final = (408, 409, 425, 429)
+"""Status codes below 500 of a request that may succeed later."""
+KEY_REFUSED: Final = (401, 403)
+KEY_REMEDY: Final = "put a valid key into the environment variable OPENAI_API_KEY"
+RESUME_REMEDY: Final = "start it or wait, and run the same command to resume"
 _FAILURES: Final = (OSError, http.client.HTTPException, ValueError, OverflowError, RecursionError)
 """A connection that fails or takes too long; a reply that is cut short, not JSON, or counts infinitely many tokens."""
 
@@ -227,15 +231,16 @@ class _Connection:
                 told = f"{error.code} {self._shorten(error.read(2000).decode(errors='replace') or error.reason)}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=told)
-                if error.code not in _AGAIN and error.code < 500:
-                    raise ConfigError(Problem("base_url", f"{self._url} returned {told}", _explain(error))) from None
-                wait = _read_wait(error.headers.get("Retry-After"), wait)
+                if error.code not in REPEATED and error.code < 500:
+                    remedy = KEY_REMEDY if error.code in KEY_REFUSED else _REMEDY
+                    raise ConfigError(Problem("base_url", f"{self._url} returned {told}", remedy)) from None
+                wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
                 told = self._shorten(f"{type(error).__name__}: {error}")
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
                 break
         found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {told}"
-        raise ConfigError(Problem("base_url", found, "start it or wait, and run the same command to resume"))
+        raise ConfigError(Problem("base_url", found, RESUME_REMEDY))
 
     def _post(self, sent: bytes) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -273,14 +278,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Follow none."""
 
 
-def _explain(error: urllib.error.HTTPError) -> str:
-    if error.code in (401, 403):
-        return "put a valid key into the environment variable OPENAI_API_KEY"
-    return _REMEDY
-
-
-def _read_wait(asked: str | None, wait: float) -> float:
-    """Seconds of ``Retry-After``; dates are rare and not read."""
+def read_wait(asked: str | None, wait: float) -> float:
+    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are rare and not read."""
     try:
         return max(wait, min(float(asked or 0), _MAX_ASKED_WAIT))
     except ValueError:

@@ -24,7 +24,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, list_first
 from recipes_lib.evaluation.engines import Remembering, build_engine, is_cut
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import hash_file, read_lines, replace_record, replacing, verify_fields
-from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
 from recipes_lib.models.loading import load_model_config
 
 RECORD: Final = "eval.json"
@@ -132,6 +132,9 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
         raise ConfigError(Problem("model_name_or_path", "is a checkpoint in shards", remedy))
     adapter = find_adapter(name, revision)
     base = None if adapter is None else read_base(adapter)
+    if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():  # PEFT would look for them on the Hub.
+        remedy = "name a complete adapter; pickled weights could run code: convert them where you trust them"
+        raise ConfigError(Problem("model_name_or_path", f"{name} has no {ADAPTER_WEIGHTS}", remedy))
     named = ModelConfig(
         model_name_or_path=name if base is None else base.model_name_or_path,
         model_revision=revision if base is None else base.model_revision,
@@ -215,7 +218,8 @@ def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[s
         "answers": answers,
         "scores": {name: sample[name] for name in sample["metrics"]},
         "is_cut": any(is_cut(model, arguments) for arguments in sample["arguments"]),
-        "is_empty": all(isinstance(answer, str) and not answer.strip() for answer in answers),
+        # Of the answers as the model gave them: a filter writes "[invalid]" where it finds nothing.
+        "is_empty": all(isinstance(text, str) and not text.strip() for given in sample["resps"] for text in given),
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
     }

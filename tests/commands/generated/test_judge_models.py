@@ -132,6 +132,22 @@ def test_bad_input_is_one_clear_error(folder: Path, capsys, models: Any, judge: 
     assert found in capsys.readouterr().err
 
 
+def test_a_judge_without_a_verdict_is_an_error_and_its_texts_are_kept(folder: Path, capsys) -> None:
+    server = ChatEndpoint(lambda body: "Both are fine.")
+    assert compare(folder, "--judge", f"{server.url}#j", "--limit", 3) == 2
+    told = capsys.readouterr().err
+    assert f"the judge gave no verdict on {folder / 'b.jsonl'}" in told
+    assert "verdicts-1.jsonl" in told
+    assert read_rates(folder)["rates"]["all"]["num_unparsable"] == 3
+    assert read_rows(folder / "out" / "verdicts-1.jsonl")[0]["details"] == ["Both are fine."] * 2
+
+
+@pytest.mark.parametrize("name", ["all", "other"])
+def test_a_category_counts_its_rows_once_whatever_its_name(name: str) -> None:
+    rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": category} for category in (name, name, "more")]
+    assert compute_rates(rows)["all"].num_questions == 3
+
+
 def test_one_category_has_one_line() -> None:
     rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": None}] * 3
     assert list(compute_rates(rows)) == ["all"]

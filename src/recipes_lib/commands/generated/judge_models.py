@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.commands.sampling import RowFile
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Answerer, Endpoint
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
 from recipes_lib.evaluation.judges import (
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         ConfigError: A flag is wrong, a model or the judge cannot be had, or the folder holds another comparison.
-        DataError: Questions or answers cannot be read.
+        DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
     if len(options.models) < 2:
@@ -101,6 +101,11 @@ def main(argv: Sequence[str]) -> None:
     for name, (rates, tokens) in zip(options.models[1:], compared, strict=True):
         sys.stdout.write("".join(f"{line}\n" for line in format_rates(options.models[0], name, rates, tokens)))
     sys.stdout.write(f"every answer and verdict: {options.output_dir}\n")
+    silent = [at for at, (rates, _) in enumerate(compared, 1) if not rates["all"].num_questions]
+    if silent:
+        found = f"the judge gave no verdict on {', '.join(options.models[at] for at in silent)}"
+        remedy = f"read verdicts-{silent[0]}.jsonl; then change --judge_prompt or --judge_tokens, and --output_dir"
+        raise DataError(Problem(str(options.output_dir), found, remedy))
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -283,8 +288,8 @@ def compute_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, WinRate]:
     """
     groups: dict[str, list[Any]] = {"all": []}
     for row in rows:
-        for name in ("all", row["category"]):
-            groups.setdefault(str(name), []).append((row["winner"], row["orders"]))
+        for name in {"all", str(row["category"])}:  # Once, should a category be called all.
+            groups.setdefault(name, []).append((row["winner"], row["orders"]))
     rates = {name: compute_win_rate(found) for name, found in groups.items()}
     return rates if len(rates) > 2 else {"all": rates["all"]}
 
