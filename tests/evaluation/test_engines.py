@@ -40,7 +40,7 @@ class Served(ThreadingHTTPServer):
     def __init__(self, model: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.network, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        self.broken, self.num_asked, self.lock = "", 0, threading.Lock()
+        self.broken, self.num_asked, self.num_busy, self.lock = "", 0, 0, threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}/v1/completions"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -75,13 +75,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            told: Any = self.server.answer(asked) if self.server.broken in ("", "nan") else None
+            told: Any = self.server.answer(asked) if self.server.broken in ("", "nan", "limit") else None
+            is_busy, self.server.num_busy = self.server.num_busy > 0, self.server.num_busy - 1
         if self.server.broken == "nan":
             told["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
         body = {"garbage": b"<html>", "empty": b"{}", "error": b"no such model"}.get(
             self.server.broken, json.dumps(told).encode()
         )
-        self.send_response({"error": 404, "key": 401, "busy": 503}.get(self.server.broken, 200))
+        self.send_response(429 if is_busy else {"error": 404, "key": 401, "busy": 503}.get(self.server.broken, 200))
+        if is_busy:
+            self.send_header("Retry-After", "17")
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -188,6 +191,27 @@ def test_an_endpoint_of_chats_is_asked_by_messages(
     assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
     assert read(tmp_path)["tasks"]["local_written"]["scores"]["exact_match"]["value"] == 1
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
+
+
+@pytest.mark.parametrize("concurrent", [1, 8])
+def test_an_endpoint_says_how_long_to_wait(
+    served: Served, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
+) -> None:
+    waits: list[tuple[str | None, float]] = []
+    monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
+    served.broken, served.num_busy = "limit", 3
+    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--num_concurrent", concurrent]
+    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 0
+    assert waits == [("17", 0.0)] * 3
+
+
+def test_a_chat_without_choices_is_no_empty_answer(
+    served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.broken = "empty"
+    flags = ["--base_url", served.url.replace("completions", "chat/completions"), "--apply_chat_template"]
+    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 2
+    assert "has no answer to use: KeyError: 'choices'" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_told_with_its_install(
