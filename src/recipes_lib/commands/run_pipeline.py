@@ -21,8 +21,8 @@ from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
+from recipes_lib.quantities import format_duration
 from recipes_lib.report.overview import format_rows, write_overview
-from recipes_lib.report.run_files import format_duration
 from recipes_lib.shipped import find_launch_file
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from datasets.exceptions import DatasetGenerationError, DatasetsError
 from jinja2 import TemplateError
 from lm_eval import tasks
 from lm_eval.tasks import TaskManager
@@ -144,9 +143,9 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
         found, remedy = "names a metric that lm-eval does not have", _METRICS
     elif isinstance(error, KeyError) and " " not in reason:
         found = f"names {reason!r}, and its data or lm-eval have no such thing"
-    elif isinstance(error, DatasetGenerationError):
+    elif type(error).__name__ == "DatasetGenerationError":  # `datasets` is imported in `data` alone.
         found, remedy = f"its data cannot be read: {type(cause).__name__}: {cause}", "correct the file of its data"
-    elif isinstance(error, DatasetsError | OSError) and type(error) is not FileNotFoundError:
+    elif isinstance(error, OSError) and type(error) is not FileNotFoundError:
         remedy = _NETWORK  # A local file that is missing is no matter of it; a dataset of the Hub may be.
     return Problem(f"tasks: {name}", found.splitlines()[0][:320], remedy)
 
@@ -248,7 +247,7 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
 
 
 def _find_lack(task: Any, config: EvalConfig) -> tuple[str, str] | None:
-    """Return what a task needs and has not, and the remedy; lm-eval would tell after the last answer."""
+    """Return what a task needs and lacks, and the remedy; lm-eval would tell after the last answer."""
     if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
         remedy = "read docs/evaluation.md on code, then run `recipes eval` with confirm_run_unsafe_code: true"
         return "runs the code that the model writes", remedy
