@@ -160,6 +160,18 @@ def test_an_address_of_something_else_is_refused(url: str, found: str) -> None:
         Endpoint(url, "m").answer(CHATS, range(4))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_concurrent", 0), ("num_attempts", 0), ("max_new_tokens", 0), ("temperature", -1)),
+        *(("requests_per_minute", 0), ("timeout", 0), ("request", [1])),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: is "):
+        Endpoint("http://h/v1", "m", **{name: value})
+
+
 def test_both_spellings_of_an_address_are_one() -> None:
     assert Endpoint("http://h/v1/", "m").url == Endpoint("http://h/v1/chat/completions", "m").url
 

@@ -98,7 +98,7 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
     """Return the stages between two names, inclusive; ``None``: the first, the last.
 
     Raises:
-        ConfigError: There is no such stage.
+        ConfigError: There is no such stage, or the first comes after the last.
     """
     names = [stage.name for stage in pipeline.stages]
     for name in (first, last):
@@ -107,6 +107,8 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
                 Problem("recipes run", f"there is no stage {name!r}", f"the stages are {', '.join(names)}")
             )
     begin, end = (0 if first is None else names.index(first)), (len(names) if last is None else names.index(last) + 1)
+    if begin >= end:
+        raise ConfigError(Problem("recipes run", f"{first} comes after {last}", "swap --from and --until"))
     return list(pipeline.stages[begin:end])
 
 

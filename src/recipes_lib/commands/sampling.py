@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import read_record, replace_record, try_lock
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
@@ -65,7 +65,7 @@ class RowFile(Generic[Counted]):
 
         Raises:
             ConfigError: There is a file that was not written so, or of other rows.
-            DataError: Its record cannot be read.
+            DataError: Its record cannot be read, or counts more than the file has.
         """
         self._path, self._key, self._facts = path, key, dict(facts or {})
         self._record = path.with_name(f"{path.name}.record.json")
@@ -75,6 +75,10 @@ class RowFile(Generic[Counted]):
             record = read_record(self._record, fields, remedy=f"delete it and {path} to begin anew")
             if record["key"] == key:
                 self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
+                size = path.stat().st_size if path.exists() else 0
+                if size < self.counts.num_bytes:  # Appending would fill the gap with zero bytes.
+                    found = f"has {size:,} bytes, and {self._record.name} counts {self.counts.num_bytes:,}"
+                    raise DataError(Problem(str(path), found, "restore it, or delete both to begin anew"))
             elif record["num_bytes"]:  # Without any row, nothing is lost.
                 raise ConfigError(
                     Problem(str(path), f"holds {what}", "name another output, or delete it and its record")

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Chat, Reply
 from recipes_lib.files import hash_file
 from recipes_lib.models.adapters.lora import load_adapter
@@ -170,6 +170,7 @@ def load_local_model(
 
     Raises:
         ConfigError: It cannot be loaded, or is an adapter and an engine was named.
+        DataError: Its logits are NaN.
     """
     adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
     base = named if adapter is None else ModelConfig(**{**_read_options(named), **read_base(adapter)._asdict()})
@@ -190,6 +191,7 @@ def load_local_model(
         if adapter is not None:
             model = load_adapter(model, str(adapter))
         model = model.to(device).eval()
+        _verify_logits(model, settings.get_text_config().vocab_size)
     elif adapter is not None:
         remedy = "merge it by `recipes merge`, or answer with transformers"
         raise ConfigError(Problem("engine", "an adapter has no weights of its own", remedy))
@@ -202,6 +204,19 @@ def load_local_model(
         positions = min(positions, MAX_ENGINE_LENGTH)
         generator = start(sampling, int(positions))
     return LocalModel(generator, model, tokenizer, sampling, batch_size, seed, positions, identity)
+
+
+@torch.no_grad()
+def _verify_logits(model: Any, vocab_size: int) -> None:
+    """Raise for NaN on eight tokens: sampling would take some token of NaN logits without a word.
+
+    Raises:
+        DataError: There is NaN.
+    """
+    logits = model(input_ids=torch.arange(1, 9, device=model.device)[None] % vocab_size).logits
+    if logits.isnan().any():
+        found, remedy = "its logits are not finite", "name an earlier checkpoint, or another `dtype`"
+        raise DataError(Problem("model_name_or_path", found, remedy))
 
 
 def _read_options(named: ModelConfig) -> dict[str, Any]:

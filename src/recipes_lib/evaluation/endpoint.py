@@ -126,6 +126,28 @@ class Endpoint:
     request: Mapping[str, Any] = field(default_factory=dict)
     tally: Counter[bool] = field(default_factory=Counter, compare=False)
 
+    def __post_init__(self) -> None:
+        """Verify the attributes, which flags, configurations and reward functions of a recipe give.
+
+        Raises:
+            ConfigError: Some are out of range; all of them.
+        """
+        lowest = {"max_new_tokens": 1, "num_concurrent": 1, "num_attempts": 1, "temperature": 0}
+        problems = [
+            Problem(name, f"is {getattr(self, name)}", f"write {low} or more")
+            for name, low in lowest.items()
+            if getattr(self, name) < low
+        ]
+        problems += [
+            Problem(name, f"is {value}", "write a number above 0")
+            for name in ("requests_per_minute", "timeout")
+            if (value := getattr(self, name)) is not None and value <= 0
+        ]
+        if not isinstance(self.request, Mapping):
+            problems.append(Problem("request", f"is {self.request!r:.60}", 'write an object: {"top_p": 0.9}'))
+        if problems:
+            raise ConfigError(*problems)
+
     @property
     def url(self) -> str:
         """Address of the requests.

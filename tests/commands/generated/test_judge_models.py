@@ -148,6 +148,12 @@ def test_a_category_counts_its_rows_once_whatever_its_name(name: str) -> None:
     assert compute_rates(rows)["all"].num_questions == 3
 
 
+@pytest.mark.parametrize("flags", [("--limit", 0), ("--judge_tokens", 0), ("--num_concurrent", 0), ("--timeout", 0)])
+def test_a_number_out_of_range_is_one_clear_error(folder: Path, capsys, flags: tuple[str, int]) -> None:
+    assert compare(folder, "--judge", "http://h/v1#j", *flags) == 2
+    assert "is 0" in capsys.readouterr().err
+
+
 def test_one_category_has_one_line() -> None:
     rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": None}] * 3
     assert list(compute_rates(rows)) == ["all"]

@@ -68,8 +68,15 @@ def main(argv: Sequence[str]) -> None:
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
+    problems = [
+        Problem(f"--{flag}", f"is {value}", "write 1 or more")
+        for flag in ("limit", "batch_size", "max_new_tokens", "judge_tokens")
+        if (value := getattr(options, flag)) is not None and value < 1
+    ]
     if len(options.models) < 2:
-        raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
+        problems.append(Problem("recipes eval compare", "there is one model", "name two or more"))
+    if problems:
+        raise ConfigError(*problems)
     from recipes_lib.training.monitoring.progress import build_progress
 
     verify_one_process("recipes eval compare")
