@@ -283,6 +283,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     file = find_launch_file(stage.launch) if stage.launch else None
     launch = plan_launch(file, num_processes if file else None)
     model_config = find_planned_model(config)
+    # The placeholder of its output is a model of this shape, from which later stages are planned.
     model_config.save_pretrained(stage.output)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
     plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)

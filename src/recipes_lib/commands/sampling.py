@@ -101,6 +101,8 @@ class RowFile(Generic[Counted]):
             # What a killed process wrote and did not count is written again.
             file.truncate(self.counts.num_bytes)
             for rows in batches:
+                # Rows reach the disk before the record counts them: a kill in between leaves rows that are cut off and
+                # redone.
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 self.counts.num_bytes += file.write(text.encode())
                 file.flush()
@@ -180,6 +182,7 @@ def sample_pairs(
     """
     from recipes_lib.data.sources.messages import is_answer
 
+    # All answers to a prompt are in one batch, so that a batch ends in whole pairs.
     size = max(1, collector.batch_size // num_answers)
     for start in range(counts.num_prompts, len(prompts), size):
         batch = prompts[start : start + size]
@@ -270,6 +273,7 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     collector = build_collector(config, args, models, rewards, tokenizer, progress, lambda: None, prompts.max_length)
     facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
     tokens = [prompt.input_ids for prompt in prompts.train]
+    # Of the tokens too: another template makes other prompts of the same rows.
     key = compute_key({**facts, "tokens": tokens, **describe_sampling(config, collector)})
     file = RowFile(output, key, PairCounts(), what="pairs of another policy, other prompts, rewards or settings")
     file.write(sample_pairs(collector, prompts.train, num_answers, file.counts))
@@ -316,6 +320,7 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
 def _read_source(function: Any) -> str:
     """Return the source file of a function; its name if there is none."""
     try:
+        # The whole module: a reward calls helpers beside it.
         return inspect.getsource(inspect.getmodule(function) or function)
     except (OSError, TypeError):
         return repr(function)

@@ -95,6 +95,7 @@ class LocalModel:
         """
         prompts = [encode_chat(self.tokenizer, chat) for chat in chats]
         length = self.sampling.response_length
+        # A prompt without room is the error of its own reply: one long row does not end a run of thousands.
         fitting = [at for at, prompt in enumerate(prompts) if len(prompt) + length <= self.positions]
         written = dict(
             zip(
@@ -120,6 +121,7 @@ class LocalModel:
 
     def _write_batch(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
         length = self.sampling.response_length
+        # One generator for each answer: its draws do not depend on the batch that it falls into.
         uniforms = np.stack([np.random.default_rng([self.seed, number]).random(length) for number in numbers])
         given = self.generator.generate(self.policy, prompts, torch.from_numpy(uniforms))
         masks, ended = mask_answers(given.response_ids, self.sampling.stop_ids)
@@ -142,6 +144,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         plain: list[int] = tokenizer(chat[0]["content"])["input_ids"]
         return plain
     messages = [dict(message) for message in chat]
+    # Rendered as text first: the template writes its special tokens, and encoding must not add a second BOS.
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
@@ -196,6 +199,7 @@ def load_local_model(
         remedy = "merge it by `recipes merge`, or answer with transformers"
         raise ConfigError(Problem("engine", "an adapter has no weights of its own", remedy))
     else:
+        # Without weights there is no generation configuration to read stop tokens from; the tokenizer has to do.
         stop_ids = sorted({*_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
     sampling = Sampling(stop_ids, tokenizer.pad_token_id or 0, max_new_tokens, max(temperature, GREEDY))
     positions = read_positions(settings)
@@ -229,6 +233,7 @@ def identify_weights(*places: ModelConfig) -> list[Any]:
     for place in dict.fromkeys((str(place.model_name_or_path), place.model_revision) for place in places):
         folder = Path(place[0])
         is_here = folder.is_dir()
+        # By content and not by time: a copied folder gives the same answers, a retrained one others.
         hashes = {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))} if is_here else {}
         found.append(hashes or find_commit(*place))
     return found
@@ -239,4 +244,5 @@ def _find_terminators(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     if tokenizer.chat_template is None:
         return set()
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    # No template says which token ends a turn: one is rendered, and its last token taken.
     return {encode_answers(tokenizer, [chat])[0][-1]}

@@ -51,6 +51,7 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
     Some templates open the reasoning in the prompt, so that only its end stands in the answer.
     """
     before, mark, after = text.partition(ENDS_THINKING)
+    # Only the first delimiter: a model may write about the tag in its reasoning.
     return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
 
 
@@ -203,11 +204,13 @@ class Endpoint:
             for thread in threads:
                 thread.join()
         finally:
+            # Also after ctrl-C, so that no thread begins another request.
             connection.is_stopped.set()
         if failures:
             raise failures[0]
         replies = [found[at] for at in range(len(chats))]
         self.tally.update(reply.error is None for reply in replies)
+        # Over all calls of this process, since a call may have one chat only.
         if not self.tally[True] and self.tally[False] >= FEWEST_REFUSALS:
             raise ConfigError(Problem("base_url", f"{self.url} refused every request: {replies[0].error}", _REMEDY))
         return replies
@@ -240,9 +243,11 @@ class _Connection:
             "messages": [dict(message) for message in chat],
             "max_tokens": endpoint.max_new_tokens,
             "temperature": endpoint.temperature,
+            # A prime stride: runs of neighbouring seeds share no request below a million chats. At most 31 bits.
             "seed": (endpoint.seed * 1_000_003 + number) % (1 << 31),
             **endpoint.request,
         }
+        # A null removes a field: newer models of OpenAI refuse `max_tokens`.
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         for attempt in range(endpoint.num_attempts):
             self._wait_for_turn()
@@ -250,6 +255,7 @@ class _Connection:
             try:
                 return _read_reply(self._post(sent))
             except urllib.error.HTTPError as error:
+                # The head of the body: an error page may have megabytes.
                 told = f"{error.code} {self._shorten(error.read(2000).decode(errors='replace') or error.reason)}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=told)
@@ -259,6 +265,7 @@ class _Connection:
                 wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
                 told = self._shorten(f"{type(error).__name__}: {error}")
+            # Not after the last attempt; and no longer than until another request has failed for good.
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
                 break
         found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {told}"
@@ -270,6 +277,7 @@ class _Connection:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._url, data=sent, headers=headers)
         with self._open(request, timeout=self.endpoint.timeout) as response:
+            # One byte more than allowed tells a reply that is too long from one of exactly that length.
             received = response.read(_MAX_REPLY + 1)
         if len(received) > _MAX_REPLY:
             raise ValueError(f"a reply of more than {_MAX_REPLY >> 20} MiB")
@@ -278,6 +286,7 @@ class _Connection:
     def _wait_for_turn(self) -> None:
         if self.endpoint.requests_per_minute is None:
             return
+        # Slots are given out under the lock and waited for outside of it: threads wait side by side.
         with self._pace:
             now = time.monotonic()
             begin = max(now, self._next)

@@ -55,6 +55,7 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         ConfigError: A package is not installed, the tokenizer has no chat template, or several processes were started
             that would not share the questions.
     """
+    # vLLM starts workers of its own, and an endpoint is one server: neither shares questions over ranks.
     if (config.base_url or config.engine == "vllm") and read_world_size() > 1:
         found = f"{read_world_size()} processes were started, and each would ask every question"
         raise ConfigError(Problem("base_url" if config.base_url else "engine", found, "start one, by `recipes eval`"))
@@ -280,6 +281,7 @@ def _refuse_logits() -> DataError:
 class _Answers(ChainMap[str, Any]):
     """Answers of this process, before those that any process of an earlier launch has left."""
 
+    # `CachingLM` commits after each kind of request; a `ChainMap` has no such method.
     def commit(self) -> None:
         self.maps[0].commit()  # type: ignore[attr-defined]
 
@@ -363,6 +365,7 @@ def find_room(model: Any) -> int | None:
     """
     if getattr(model, "tokenizer", None) is None or not hasattr(model, "max_length"):
         return None
+    # HFLM does not feed the last token, whose successor nobody asks for; vLLM has to generate one token more.
     kind = {"HFLM": 1, "VLLM": -1}
     return int(model.max_length) + next((kind[one.__name__] for one in type(model).__mro__ if one.__name__ in kind), 0)
 
@@ -379,6 +382,7 @@ def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
         return False
     prompt, rest = arguments[:2]
     if isinstance(rest, str):
+        # Bytes first: a tokenizer would read every prompt a second time, and few of them come near the limit.
         if _count_bytes(prompt + rest) <= room or not prompt:
             return False
         return sum(map(len, model._encode_pair(prompt, rest))) > room
@@ -394,6 +398,7 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
     if isinstance(rest, str):
         if _count_bytes(rest) <= room:
             return
+        # At least one token of the prompt must stay: the first of the choice is predicted from it.
         length = len(model.tok_encode(rest, add_special_tokens=False))
         is_refused = length >= room
     else:

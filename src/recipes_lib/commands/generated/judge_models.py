@@ -210,6 +210,7 @@ def _find_answers(
         for question, said in zip(part, answers, strict=True):
             yield {"question_id": question.id, "model": name, "answers": said}
 
+    # A part keeps every concurrent request busy, and is what a kill loses.
     size = max(options.batch_size, options.num_concurrent)
     file.write(_take_in_parts(questions, file.counts, size, answer, progress, f"answers of {name}"))
     return load_answers(path, questions)
@@ -282,6 +283,7 @@ def _judge(
             }
 
     file.write(_take_in_parts(questions, file.counts, 8, ask, progress, path.stem))
+    # From the file: rows of earlier launches count too.
     rows = [row for row in read_lines(path) if row is not None]
     tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}
     return compute_rates(rows), tokens

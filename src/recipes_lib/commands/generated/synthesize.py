@@ -167,12 +167,14 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     settings = {name: getattr(config, name) for name in ("seed", "num_seeds", "num_answers", "dataset_columns")}
     key = compute_key({**facts, **settings, "method": dict(method.fields)})
     what = "replies of another model, to another method or source, or otherwise sampled"
+    # 1. Replies, which cost money: appended, and never asked for twice.
     replies = RowFile(folder / _REPLIES, key, ReplyCounts(), what=what, facts=facts)
     limits = Limits(config, replies.counts)
     replies.write(_write_replies(config, method, writer, rows, range(total), limits, progress))
     del writer  # Its memory is free for a judge.
     removed: Counter[str] = Counter()
     samples: dict[str, list[Any]] = {}
+    # 2. Filters, 3. grades, 4. selection: computed anew from the files, so that changed thresholds apply.
     candidates = list(filter_replies(config, method, rows, checks, folder / _REPLIES, removed, samples))
     judge_record: dict[str, Any] | None = None
     if config.judge is not None:
@@ -185,6 +187,7 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
         scores = [
             max((grade for grade in one.grades if grade is not None), default=one.agreement) for one in candidates
         ]
+        # Selection comes last: it compares rows by their grades.
         chosen = choose_rows(texts, scores, config.max_rows, config.diversity)
         removed["not among the best"] = len(candidates) - len(chosen)
         candidates = [candidates[at] for at in chosen]
@@ -398,8 +401,10 @@ def _write_batch(
         if not alive:
             break
         chats = [method.build_chat(step, values[draft["number"]]) for draft in alive for _ in range(num_answers)]
+        # Before the request: what is asked for is paid for.
         limits.verify_room(chats)
         seeds = [
+            # A number for each answer to each step of each row, whatever batch it falls into.
             (draft["number"] * len(method.steps) + at) * config.num_answers + answer
             for draft in alive
             for answer in range(num_answers)
@@ -435,6 +440,7 @@ def _grade(
         for at in range(len(candidate.answers)):
             values = complete_values(method, candidate, at)
             question, answer = method.build_question(method.build_row(values), values)
+            # Without its id, so that the same answer to the same question is graded once.
             own.append(compute_key({"question": question._asdict() | {"id": ""}, "answer": answer}))
             if own[-1] not in known:
                 asked[own[-1]] = (question, answer)

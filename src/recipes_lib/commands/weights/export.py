@@ -147,6 +147,7 @@ def _write_model(checkpoint: Path, folder: Path) -> int:
     architecture: Any = getattr(transformers, name, None)
     if architecture is None:
         raise ConfigError(Problem(str(checkpoint / "config.json"), f"transformers has no {name}"))
+    # Without memory: the weights of the checkpoint are assigned, not copied.
     with torch.device("meta"):
         model = architecture(config)
     _give(model, read_whole_weights(checkpoint), checkpoint)
