@@ -131,7 +131,7 @@ class Endpoint:
         """Verify the attributes, which flags, configurations and reward functions of a recipe give.
 
         Raises:
-            ConfigError: Some are out of range; all of them.
+            ConfigError: Some are out of range, or the address is none of chats; all of them.
         """
         lowest = {"max_new_tokens": 1, "num_concurrent": 1, "num_attempts": 1, "temperature": 0}
         problems = [
@@ -146,27 +146,21 @@ class Endpoint:
         ]
         if not isinstance(self.request, Mapping):
             problems.append(Problem("request", f"is {self.request!r:.60}", 'write an object: {"top_p": 0.9}'))
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            remedy = "write http://HOST:PORT/v1"
+            problems.append(Problem("base_url", f"{self.base_url[:120]!r} is no address of an endpoint", remedy))
+        elif self.url.endswith("/completions/chat/completions"):
+            remedy = "write the address of its chats, .../v1 or .../v1/chat/completions"
+            problems.append(Problem("base_url", f"{self.base_url} completes texts, and does not answer chats", remedy))
         if problems:
             raise ConfigError(*problems)
 
     @property
     def url(self) -> str:
-        """Address of the requests.
-
-        Raises:
-            ConfigError: It is no address of chats.
-        """
+        """Address of the requests."""
         url = self.base_url.rstrip("/")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            remedy = "write http://HOST:PORT/v1"
-            raise ConfigError(Problem("base_url", f"{url[:120]!r} is no address of an endpoint", remedy))
-        if url.endswith("/chat/completions"):
-            return url
-        if url.endswith("/completions"):
-            remedy = "write the address of its chats, .../v1 or .../v1/chat/completions"
-            raise ConfigError(Problem("base_url", f"{url} completes texts, and does not answer chats", remedy))
-        return f"{url}/chat/completions"
+        return url if url.endswith("/chat/completions") else f"{url}/chat/completions"
 
     def describe(self) -> dict[str, Any]:
         """Return what determines the answers; not the address, which another launch of a server may change."""

@@ -110,7 +110,7 @@ def _compare(
             [
                 (one[question][1], two[question][1])
                 for question in one
-                if question in two and _is_same(one, two, question)
+                if question in two and one[question][0] == two[question][0]  # Asked by the same prompt.
             ]
         )
         for one, two in pairs
@@ -128,10 +128,6 @@ def _compare(
         verdict = "better" if (low > 0) != falls else "worse"
     means = scaled.mean(axis=0)
     return Difference(name, metric, model, number, float(means[0]), float(means[1]), low, high, verdict)
-
-
-def _is_same(one: Mapping[str, tuple[str, float]], other: Mapping[str, tuple[str, float]], question: str) -> bool:
-    return one[question][0] == other[question][0]
 
 
 def format_rows(rows: Sequence[Difference]) -> Iterator[str]:

@@ -171,7 +171,7 @@ def _choose_device(options: argparse.Namespace) -> str:
 def _build_endpoint(
     options: argparse.Namespace, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any]
 ) -> Endpoint:
-    endpoint = Endpoint(
+    return Endpoint(
         *place,
         max_new_tokens=length,
         temperature=temperature,
@@ -181,8 +181,6 @@ def _build_endpoint(
         timeout=options.timeout,
         request=request,
     )
-    assert endpoint.url
-    return endpoint
 
 
 def _find_answers(

@@ -219,10 +219,8 @@ def load_writer(config: SynthesisConfig) -> Answerer:
         ConfigError: It cannot be had.
     """
     if config.base_url is not None:
-        endpoint = _build_endpoint(
-            config, config.base_url, config.model_name_or_path, config.max_new_tokens, config.temperature
-        )
-        return dataclasses.replace(endpoint, request=config.request_fields or {})
+        place = (config.base_url, config.model_name_or_path)
+        return _build_endpoint(config, place, config.max_new_tokens, config.temperature, config.request_fields)
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.config.schema import ModelConfig
@@ -268,19 +266,19 @@ def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Gen
     return start(recipe, build_training_arguments(recipe, read_launch(), has_eval=False), sampling, length)
 
 
-def _build_endpoint(config: SynthesisConfig, url: str, name: str, length: int, temperature: float) -> Endpoint:
-    endpoint = Endpoint(
-        url,
-        name,
+def _build_endpoint(
+    config: SynthesisConfig, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any] | None
+) -> Endpoint:
+    return Endpoint(
+        *place,
         max_new_tokens=length,
         temperature=temperature,
         seed=config.seed,
         num_concurrent=config.num_concurrent,
         requests_per_minute=config.requests_per_minute,
         timeout=config.request_timeout,
+        request=request or {},
     )
-    assert endpoint.url
-    return endpoint
 
 
 def verify_judge(config: SynthesisConfig) -> None:
@@ -302,9 +300,9 @@ def load_judge(config: SynthesisConfig) -> Judge:
         ConfigError: It cannot be had, or its prompt is wrong.
     """
     if (place := split_place(str(config.judge))) is not None:
-        endpoint = _build_endpoint(config, *place, config.judge_max_new_tokens, 0.0)
+        endpoint = _build_endpoint(config, place, config.judge_max_new_tokens, 0.0, config.judge_fields)
         prompt = Path(config.judge_prompt) if config.judge_prompt else PROMPTS / "grade.yaml"
-        return PromptedJudge(dataclasses.replace(endpoint, request=config.judge_fields or {}), grading=prompt)
+        return PromptedJudge(endpoint, grading=prompt)
     import torch
 
     device = "cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu"

@@ -110,7 +110,10 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
             export_checkpoint(source, model)
         command += [str(model), "--outfile", str(file), "--outtype", kind]
         code = subprocess.run(command, check=False).returncode
-        is_written = file.is_file() and file.open("rb").read(len(_MAGIC)) == _MAGIC
+        is_written = False
+        if file.is_file():
+            with file.open("rb") as opened:
+                is_written = opened.read(len(_MAGIC)) == _MAGIC
         if code or not is_written:
             found = f"ended with exit code {code}" if code else "has written no GGUF file"
             raise ConfigError(Problem(shlex.join(command), found, "see its output above"))
