@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from lm_eval.models import api_models
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tenacity import wait_none
-from tests.forked import ROOT, run_script
+from tests.forked import ROOT, Launch, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.cli import main as run_recipes
@@ -27,7 +28,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.evaluation import engines
 from recipes_lib.evaluation.engines import CheckedModel
-from recipes_lib.evaluation.harness import RECORD, describe_model, evaluate_model, read_samples
+from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
 
 FIGURES = ("scores", "num_questions", "num_cut", "num_empty", "prompts_hash")
 
@@ -42,6 +43,7 @@ class Served(ThreadingHTTPServer):
         self.network, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
         self.broken, self.num_asked, self.num_busy, self.lock = "", 0, 0, threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}/v1/completions"
+        self.interrupt: Callable[[], object] = lambda: None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, *_: Any) -> None:
@@ -49,6 +51,7 @@ class Served(ThreadingHTTPServer):
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.num_asked += 1
+        self.interrupt()
         if "messages" in asked:
             text = asked["messages"][-1]["content"].split()[1].strip(",")
             return {"choices": [{"index": 0, "message": {"content": text}}]}
@@ -203,6 +206,29 @@ def test_an_endpoint_says_how_long_to_wait(
     flags = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--num_concurrent", concurrent]
     assert ask("name", tasks, tmp_path, *flags, names="local_written") == 0
     assert waits == [("17", 0.0)] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
+def test_an_interrupted_evaluation_resumes_to_the_same_answers(
+    served: Served, model: Path, tasks: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the endpoint is asked for the fifth time; ctrl-C tells one line and no traceback."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        pytest.skip("started in the background, where a shell has ctrl-C ignored")
+    flags: list[object] = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--num_concurrent", 1]
+    assert ask("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
+    keys = ["--tasks", "local_written", "--include_path", tasks, "--use_cpu", "--output_dir", tmp_path / "out"]
+    served.num_asked = 0
+    launch = Launch("recipes_lib.cli", "eval", "name", *keys, *flags)
+    served.interrupt = lambda: launch.send_signal(number) if served.num_asked == 5 else None
+    told = launch.finish()
+    assert told.returncode in ((-number,) if number == signal.SIGKILL else (130, -number)), told.stderr
+    if number == signal.SIGINT:
+        assert "interrupted" in told.stderr
+        assert "Traceback" not in told.stderr
+    served.interrupt = lambda: None
+    assert ask("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
+    assert (tmp_path / "out" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
 
 
 def test_a_chat_without_choices_is_no_empty_answer(
