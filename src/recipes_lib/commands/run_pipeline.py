@@ -159,6 +159,7 @@ def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> No
                     _load(stage)
             elif str(pretended.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
                 problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
+            # After its own check, so that a stage cannot read what it writes.
             _put_output(stage)
     if problems:
         raise ConfigError(*problems)

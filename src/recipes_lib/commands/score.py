@@ -209,6 +209,7 @@ def _score(
             loss = added[f"{columns.prefix}loss"]
             if loss is None or columns.min_loss <= loss <= columns.max_loss:
                 written.append(given | added)
+        # Before the yield: `RowFile` records the counts together with the rows.
         counts.num_rows += len(chunk)
         counts.num_kept += len(written)
         yield written

@@ -105,6 +105,7 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         model, file = source, Path(folder) / output.name
+        # A checkpoint may be sharded, and lacks what a run writes at its end: the converter reads a whole model.
         if is_checkpoint:
             model = Path(folder) / "model"
             export_checkpoint(source, model)
@@ -173,6 +174,7 @@ def _give(model: Any, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
     except RuntimeError as error:
         raise ConfigError(Problem(str(checkpoint), f"its weights and its config.json differ: {error}")) from error
     model.tie_weights()
+    # After tying: an output projection that is tied has no weights of its own in the file.
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if unknown or missing:
         found = f"its weights are not those of its config.json: {', '.join([*unknown, *missing][:4])}"
