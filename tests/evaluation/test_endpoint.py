@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,19 @@ def test_a_reply_without_an_answer_is_repeated_and_then_told(text: str, waits: l
     with pytest.raises(ConfigError, match="had no answer after 3 attempts"):
         ask(server, num_attempts=3, num_concurrent=1)
     assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda body: threading.Event().wait(), "TimeoutError: timed out"),
+        (lambda body: (200, {"Content-Length": "99"}, '{"choices": ['), "IncompleteRead"),
+    ],
+    ids=["never", "half a body"],
+)
+def test_a_server_that_hangs_or_breaks_off_is_one_error_in_time(answer: Any, told: str, waits: list[float]) -> None:
+    with pytest.raises(ConfigError, match=f"had no answer after 2 attempts: {told}"):
+        ask(ChatEndpoint(answer), num_attempts=2, num_concurrent=1, timeout=0.5)
 
 
 def test_a_server_that_is_not_there_is_told_with_the_way_out(waits: list[float]) -> None:

@@ -275,6 +275,8 @@ class _Connection:
             received = response.read(_MAX_REPLY + 1)
         if len(received) > _MAX_REPLY:
             raise ValueError(f"a reply of more than {_MAX_REPLY >> 20} MiB")
+        if response.length:  # `read` with a bound returns what there is, and half a reply would be told as broken JSON.
+            raise http.client.IncompleteRead(received, response.length)
         return json.loads(received)
 
     def _wait_for_turn(self) -> None:
