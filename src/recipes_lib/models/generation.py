@@ -323,22 +323,24 @@ class SampleByUniforms(LogitsProcessor):
         """Sample at ``uniforms``, ``float64 (B, T)``."""
         self._uniforms = uniforms
         self._sampling = sampling
-        self._logps: list[Tensor] = []
+        self._logps = uniforms.new_empty(uniforms.shape, dtype=torch.float32)
+        self._num_done = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores of 0 for the sampled token and -inf for all others."""
         self._sampling.beat()
         logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
         # In double precision: at the end of a large vocabulary, float32 cumulative sums are too coarse for rare tokens.
-        cumulative = logps.double().exp().cumsum(dim=-1)
-        at = self._uniforms[:, len(self._logps), None] * cumulative[:, -1:]
+        cumulative = logps.double().exp_().cumsum_(dim=-1)
+        at = self._uniforms[:, self._num_done, None] * cumulative[:, -1:]
         chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=logps.shape[-1] - 1)
-        self._logps.append(logps.gather(1, chosen).squeeze(1))
+        self._logps[:, self._num_done] = logps.gather(1, chosen).squeeze(1)
+        self._num_done += 1
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def read_logps(self) -> Tensor:
         """Log-probabilities of the sampled tokens, ``float32 (B, T)``."""
-        return torch.stack(self._logps, dim=1)
+        return self._logps[:, : self._num_done]
 
 
 def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
