@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -70,9 +71,12 @@ def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any],
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments, and await it if it is ``async``."""
+    """Call a function with keyword arguments, await it if it is ``async``, and convert arrays and tensors to lists."""
     result = function(**given)
-    return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+    if inspect.isawaitable(result):
+        result = asyncio.run(_wait_for(result))
+    # By its method, because the worker imports neither torch nor numpy.
+    return result.tolist() if hasattr(result, "tolist") else result
 
 
 async def _wait_for(result: Any) -> Any:
@@ -169,6 +173,8 @@ class _Worker:
                 raise _LostError(f"it took more than {self._seconds:g} s")
             is_done, result = connection.recv()
         except (EOFError, OSError) as error:
+            if self._connection is None:
+                raise _LostError(f"its process did not start: {error}") from error
             raise _LostError(f"its process ended with {self._end()}") from error
         except _LostError:
             self._end()
@@ -203,6 +209,8 @@ class _Worker:
 
 def main(path: str, descriptor: int) -> None:
     """Serve calls until the socket closes."""
+    # Ctrl-C reaches every process of the terminal; the run finishes its answers or ends, and this process with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection, parent = Connection(descriptor), os.getppid()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:

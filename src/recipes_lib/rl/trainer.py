@@ -276,7 +276,7 @@ class PolicyTrainer:
         """Collect answers, update policy and critic, and return all figures."""
         began, state, schedule = time.perf_counter(), self.state, self.schedule
         rollout, sampling, num_answers, num_tokens = self._collect()
-        if iteration == 0:
+        if iteration == 0 and self._models.has_reference:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
         self._engine_guard.judge(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
         kl_coef = state.kl_coef

@@ -67,9 +67,17 @@ def engine_errors(key: str, name: str, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(Problem(key, f"{name} failed at {doing}: {reason}", RESUME)) from error
+    except Exception as error:  # Engines and clients raise no more specific error.
+        raise ConfigError(Problem(key, f"{name} failed at {doing}: {explain_failure(error)}", RESUME)) from error
+
+
+def explain_failure(error: Exception) -> str:
+    """Return the reason of an engine's failure in one line."""
+    words = " ".join(str(error).split())
+    if isinstance(error, LookupError | TypeError):
+        # TRL's client reads the fields of an answer without checking that they are there.
+        return f"its answer has another form than expected ({type(error).__name__}: {words}); is its version supported?"
+    return words or type(error).__name__
 
 
 def check_vllm() -> None:

@@ -71,8 +71,7 @@ class ColocatedVLLM:
         """Answer every prompt once; the first of ``uniforms`` is the seed.
 
         Raises:
-            ConfigError: The engine failed.
-            RuntimeError: As ``join_answers``.
+            ConfigError: The engine failed, or cut an answer short.
         """
         states = RandomStates.read()
         set_seed(int(uniforms[0, 0] * 2**31))
@@ -81,7 +80,8 @@ class ColocatedVLLM:
         finally:
             states.restore()
         self._sleep()
-        return join_answers(answers, self._sampling)
+        with engine_errors(_KEY, self.name, "sampling answers"):
+            return join_answers(answers, self._sampling)
 
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         engine, self._count = self._engine, self._count + 1
