@@ -6,6 +6,7 @@ at other positions are ignored.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
@@ -172,54 +173,43 @@ def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) ->
     return float(1 - (kept_returns - kept_values).var(unbiased=False) / variance)
 
 
-class KLController:
-    """KL coefficient: fixed, or adapted to a target KL per answer.
+def adapt_kl_coef(
+    kl_coef: float, kl_per_sequence: float, num_answers: int, *, target_per_sequence: float | None, horizon: float
+) -> float:
+    """Return the KL coefficient of the next iteration.
 
-    Attributes:
-        kl_coef: The current coefficient.
+    Args:
+        kl_coef: The coefficient so far.
+        kl_per_sequence: Mean KL of the last answers, in nats per answer.
+        num_answers: Number of these answers.
+        target_per_sequence: KL of a whole answer, in nats, that is aimed at; ``None`` keeps the coefficient.
+        horizon: Answers over which the coefficient follows.
+
+    Source: Ziegler et al. 2019, section 2.2: the relative error is cut off at 0.2.
     """
-
-    def __init__(self, kl_coef: float, *, target_per_sequence: float | None, horizon: float) -> None:
-        """Start at ``kl_coef``.
-
-        Args:
-            kl_coef: The initial coefficient.
-            target_per_sequence: KL of a whole answer, in nats, that is aimed at; ``None`` keeps the coefficient.
-            horizon: Answers over which the coefficient follows.
-        """
-        self.kl_coef = kl_coef
-        self._target = target_per_sequence
-        self._horizon = horizon
-
-    def update(self, kl_per_sequence: float, num_answers: int) -> None:
-        """Update the coefficient after ``num_answers`` answers with this mean KL, in nats per answer.
-
-        Source: Ziegler et al. 2019, section 2.2: the relative error is cut off at 0.2.
-        """
-        if self._target is not None:
-            error = min(max(kl_per_sequence / self._target - 1, -0.2), 0.2)
-            self.kl_coef *= 1 + error * num_answers / self._horizon
+    if target_per_sequence is None:
+        return kl_coef
+    error = min(max(kl_per_sequence / target_per_sequence - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_answers / horizon)
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """Training targets of an iteration.
+class Estimate:
+    """Advantages and figures of an iteration.
 
     Attributes:
-        advantages: Whitened, ``(B, T)``; 0 where nothing is learnt.
-        returns: What the critic should have said, ``(B, T)``; as ``advantages``.
-        scores: What each answer is worth less the penalty, ``(B,)``; NaN of an answer that is not scored.
-        total: Sum of each answer's rewards, ``(B,)``; of an answer that is not scored, what it costs alone.
+        rollout: With advantages, and returns where there is a critic.
+        rewards: What the guard of rewards judges, ``(groups, answers)``; NaN of answers that are not scored.
+        total: Sum of each answer's rewards, ``(B,)``; in PPO, of an answer that is not scored, what it costs alone.
     """
 
-    advantages: Tensor
-    returns: Tensor
-    scores: Tensor
+    rollout: Rollout
+    rewards: Tensor
     total: Tensor
 
 
-def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef: float) -> Targets:
-    """Compute advantages and returns of all answers of an iteration.
+def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef: float) -> Estimate:
+    """Compute whitened advantages, and returns, of all answers of an iteration; both 0 where nothing is learnt.
 
     Args:
         rollout: All answers, of all processes.
@@ -234,4 +224,6 @@ def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef
     if config.whiten_rewards:
         rewards = whiten(rewards, learnt, shift_mean=False)
     advantages, returns = compute_advantages(rewards, rollout.values, learnt, gamma=config.gamma, lam=config.lam)
-    return Targets(whiten(advantages, learnt), returns, torch.where(rollout.scored, scores, torch.nan), total)
+    learning = dataclasses.replace(rollout, advantages=whiten(advantages, learnt), returns=returns)
+    # One group of all answers: the critic replaces the other answers to a prompt as the baseline.
+    return Estimate(learning, torch.where(rollout.scored, scores, torch.nan)[None], total)

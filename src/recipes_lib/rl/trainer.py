@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError
-from recipes_lib.rl.advantages import KLController, find_flat_groups
+from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.collect import OFF_POLICY_SHARE
 from recipes_lib.rl.engines.engine import EngineGuard, build_collector
 from recipes_lib.rl.methods import METHODS, Method
@@ -294,7 +294,15 @@ class PolicyTrainer:
         ended = time.perf_counter()
 
         # Before the policy is updated, its KL divergence is no signal for the coefficient.
-        next_kl_coef = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else kl_coef
+        ppo = self._config.ppo
+        target = ppo.kl_target_per_sequence if is_warm else None
+        next_kl_coef = adapt_kl_coef(
+            kl_coef,
+            figures["objective/kl_seq"],
+            len(rollout),
+            target_per_sequence=target,
+            horizon=ppo.kl_horizon,
+        )
         self.state = dataclasses.replace(
             state,
             iteration=iteration + 1,
@@ -382,14 +390,6 @@ class PolicyTrainer:
     def _find_prompt(self, number: int) -> int:
         """Position of an answer's prompt in the training set."""
         return choose_prompts(len(self._prompts.train), number, 1, self._args.seed, self.schedule.group)[0]
-
-    def _control_kl(self, kl_per_sequence: float, num_answers: int) -> float:
-        config = self._config.ppo
-        controller = KLController(
-            self.state.kl_coef, target_per_sequence=config.kl_target_per_sequence, horizon=config.kl_horizon
-        )
-        controller.update(kl_per_sequence, num_answers)
-        return controller.kl_coef
 
     def _evaluate(self) -> None:
         """Answer the sample prompts; after a stop request they are answered on resume."""
