@@ -493,7 +493,9 @@ def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Probl
     if init == "olora" and stores_transposed(model, config):
         yield Problem(key, f"olora cannot read the weights of {type(model).__name__}", "write init_lora_weights: pissa")
     if init in ("pissa", "olora"):
-        largest = min(min(layer.weight.shape) for layer in find_targets(model, config).values())
+        # Targets that are no layers have a problem of their own already.
+        layers = [layer for layer in find_targets(model, config).values() if isinstance(layer, nn.Linear | Conv1D)]
+        largest = min((min(layer.weight.shape) for layer in layers), default=config.lora_r)
         if config.lora_r > largest:
             found = f"{init} finds at most {largest} directions in the smallest layer, and lora_r is {config.lora_r}"
             yield Problem("lora_r", found, f"write {largest} or less")

@@ -324,7 +324,7 @@ def encode_answers(
     if problems:
         raise DataError(*problems)
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    begin = _find_begin(tokenizer)
+    begin, ends = _find_begin(tokenizer), {tokenizer.eos_token_id, *_list_special(tokenizer)}
     for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
         if _is_plain(answer) and ids[:1] != begin:
             ids[:0] = begin
@@ -332,7 +332,8 @@ def encode_answers(
             continue
         if _is_plain(answer):
             ids.append(tokenizer.eos_token_id)
-        while ids[-2:-1] == ids[-1:]:
+        # End tokens alone: a text may end with the same token twice.
+        while len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in ends:
             ids.pop()
     return encoded
 
@@ -358,7 +359,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     template = _compile(tokenizer.get_chat_template())
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = [*_list_special(tokenizer).values()]
     if marked:  # The template marks the end of the answer itself.
         text = text[: marked[-1][1]]
     elif text.rstrip().endswith(tuple(special)):
@@ -370,6 +371,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     # The end of turn and perhaps the end of text, with line breaks around them: the template added these.
     end = f"(?:{'|'.join(map(re.escape, special))})"
     return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
+
+
+def _list_special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Special tokens by id."""
+    return {at: str(token) for at, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 @functools.cache
