@@ -77,9 +77,11 @@ def build_model_config(
     known = {field.name for field in dataclasses.fields(config_class)} | set(aliases)
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(*(_explain_unknown(key, model_type, known) for key in unknown))
+    # Rounded up.
     rows = -(-count_ids(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     derived: dict[str, Any] = {"vocab_size": rows, "max_position_embeddings": max_length}
     derived |= {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
+    # Some architectures have two names for a value, such as `n_embd` and `hidden_size`.
     spelled = {aliases.get(key, key) for key in given}
     given |= {
         aliases.get(key, key): value

@@ -337,6 +337,7 @@ def without_report() -> Iterator[None]:
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
     """Return the problem and its remedy."""
+    # transformers wraps the Hub's errors in errors of its own.
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

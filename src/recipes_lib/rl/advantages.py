@@ -53,6 +53,7 @@ def compute_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) ->
     and the summarisation paper put it one position later, which costs a factor ``lam``.
     """
     rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    # Index of the last token, (B, 1): answers are padded on the right.
     last = mask.long().sum(dim=1, keepdim=True) - 1
     return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
 
@@ -76,6 +77,7 @@ def compute_advantages(
     """
     advantages = torch.zeros_like(rewards)
     carried, next_values = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    # Backwards in time, all answers at once; masked tokens hand both carried values on unchanged.
     for t in reversed(range(rewards.shape[1])):
         deltas = rewards[:, t] + gamma * next_values - values[:, t]
         is_token = mask[:, t]
@@ -99,6 +101,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """
     count = mask.sum().clamp(min=1)
     mean = torch.where(mask, values, 0.0).sum() / count
+    # Around the mean: mean of squares less squared mean would cancel in float32.
     variance = torch.where(mask, (values - mean) ** 2, 0.0).sum() / count
     white = (values - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
@@ -123,6 +126,7 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
         advantages = advantages / (_compute_deviation(grouped) + GROUP_EPSILON)
     elif scale == "batch":
         advantages = advantages / (_compute_deviation(rewards[None]) + GROUP_EPSILON)
+    # NaN: answers that are not scored, and a group with a single scored one, whose deviation is 0 / 0.
     return advantages.flatten().nan_to_num(nan=0.0)
 
 
@@ -132,6 +136,7 @@ def find_flat_groups(rewards: Tensor) -> Tensor:
     Args:
         rewards: ``(groups, answers)``; NaN of an answer that is not scored, which tells nothing apart.
     """
+    # NaN is neither the lowest nor the highest.
     lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
     highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
     # A group without any reward has the difference -inf, and so counts as flat.
@@ -151,6 +156,7 @@ def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: 
     """
     grouped = rewards.view(-1, group)
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
+    # (groups, group) to (B,). Without scored siblings this is 0 / 0, which becomes 0 at the end.
     advantages = rewards - ((grouped.nansum(dim=1, keepdim=True) - grouped) / others).flatten()
     if normalize:
         advantages = (advantages - advantages.nanmean()) / (_compute_deviation(advantages[None])[0] + GROUP_EPSILON)

@@ -186,8 +186,11 @@ class _Worker:
     def _start(self) -> Connection:
         ours, theirs = Pipe()
         command = [sys.executable, "-m", __name__, self._path, str(theirs.fileno())]
+        # Without the terminal's input, which belongs to the user.
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        # Held open here, it would keep the death of the worker from ending the connection.
         theirs.close()
+        # Also at the end of the interpreter.
         weakref.finalize(self, self._process.kill)
         self._connection = ours
         if not ours.poll(_SECONDS_TO_IMPORT):
@@ -234,6 +237,7 @@ def _leave_with(parent: int) -> None:
     """End this process when its parent ends, even while the function runs."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
+    # A thread can end its process by nothing else while the function runs.
     os._exit(1)
 
 

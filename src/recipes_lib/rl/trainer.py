@@ -357,6 +357,7 @@ class PolicyTrainer:
         if limit > 1:
             left_out = len(is_flat) - count // group
             figures |= {"rollout/num_gen_batches": len(batches), "rollout/num_groups_left_out": left_out}
+            # Groups with a signal first (False sorts before True), cut off, and in their own order again.
             kept = sorted(sorted(range(len(is_flat)), key=is_flat.__getitem__)[: count // group])
             rollout = rollout.take([number * group + place for number in kept for place in range(group)])
         return rollout, figures, num_answers, num_tokens

@@ -70,6 +70,7 @@ class UpdateGuard:
         name = next((name for name, rows in bad.items() if rows.any()), None)
         if name is None:
             return
+        # Every rank has the same rollout, so all of them decide alike without a collective operation.
         rows = torch.stack(list(bad.values())).any(dim=0).nonzero().flatten().tolist()
         why = f"the {_SPOKEN[name]} of {int(bad[name].sum())} of {len(rollout)} answers are not finite"
         self._stop({}, StepInputs(*self._describe([rollout.take(rows)])), step=step, facts={}, why=why)
@@ -237,6 +238,7 @@ class Sums:
         if get_world_size() > 1:
             for values, operation in ((self.sums, distributed.ReduceOp.SUM), (self.largest, distributed.ReduceOp.MAX)):
                 if values:
+                    # One collective for all sums, one for all maxima: every rank has the same names in the same order.
                     joined = torch.stack(list(values.values()))
                     distributed.all_reduce(joined, op=operation)
                     values.update(zip(values, joined, strict=True))
@@ -318,6 +320,7 @@ class Updater:
                 normaliser = self._compute_normaliser(rollout, batch)
                 losses = [self._learn_policy(policy, part, normaliser, sums, with_entropy) for part in parts]
                 figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.policy.learning_rate}
+                # A loss that is not finite is left to the judge, who writes a dump of the batch.
                 is_finite = math.isfinite(figures["loss"])
                 if not steps and is_finite:
                     verify_first_minibatch(figures, self.dtype)
@@ -443,6 +446,7 @@ class Updater:
             yield step, rows
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
+        # Not from a running generator: a resumed run has the same minibatches.
         seeds = [[self.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(self.schedule.passes)]
         order = np.concatenate([np.random.default_rng(seed).permutation(num_answers) for seed in seeds]).tolist()
         size = self.schedule.answers_per_step
@@ -451,6 +455,7 @@ class Updater:
 
     def _share(self, batch: Rollout) -> Iterator[Rollout]:
         """Yield this process's micro-batches: answers sorted by length, assigned round-robin to processes."""
+        # Round-robin over lengths: little padding in a micro-batch, and the same work on every rank.
         by_length = [row for rows in batch.cut(1) for row in rows]
         mine = by_length[self.rank :: self.world_size]
         for start in range(0, len(mine), self.batch_size):
@@ -469,7 +474,9 @@ def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     handles = []
     for parameter in parameters:
         if parameter.grad is None:
+            # Every rank must take part in each all-reduce, also with a share that did not reach this parameter.
             parameter.grad = torch.zeros_like(parameter)
+        # All are started before the first is awaited, so that transfers overlap.
         handles.append(distributed.all_reduce(parameter.grad, async_op=True))
     for handle in handles:
         handle.wait()

@@ -101,6 +101,7 @@ def add_adapter(
         fan_in_fan_out=stores_transposed(model, config),
         ensure_weight_tying=tied,
     )
+    # The same fresh weights on every process, and no draw taken from the run's own generator.
     with torch.random.fork_rng(), _without_old_name():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))

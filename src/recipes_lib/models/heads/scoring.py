@@ -323,6 +323,7 @@ def encode_answers(
             problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
     if problems:
         raise DataError(*problems)
+    # Rendered text has its special tokens already.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
     begin, ends = _find_begin(tokenizer), {tokenizer.eos_token_id, *_list_special(tokenizer)}
     for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
@@ -402,6 +403,7 @@ def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[in
     """Yield batches of rows of similar length."""
     batch: list[int] = []
     for index in by_length:
+        # Rows come shortest first, so the last one is the width of the batch.
         if batch and (len(batch) + 1) * len(rows[index]) > MAX_BATCH_TOKENS:
             yield batch
             batch = []

@@ -66,6 +66,7 @@ class ContinuousBatchingBackend:
         self._options = dict(options or {})
         self._build_options(0)
         self._generation = build_plain_generation(sampling.stop_ids, sampling.pad_id, sampling.response_length)
+        # Without top_k, whose default of 50 would sample from another distribution than training reads.
         self._generation.update(do_sample=True, temperature=sampling.temperature, top_k=0)  # type: ignore[no-untyped-call]
         self._model: Any = None
         self._is_copy = False
@@ -91,6 +92,7 @@ class ContinuousBatchingBackend:
         Raises:
             RuntimeError: The engine failed.
         """
+        # A function of the run's seed and of the first answer's number.
         options = self._build_options(int(uniforms[0, 0] * 2**31))
         requests = [list(prompt) for prompt in prompts]
         with self._model.continuous_batching_context_manager(
@@ -111,6 +113,7 @@ class ContinuousBatchingBackend:
         step = None
         while len(answers) < count:
             result = manager.get_result(timeout=_SECONDS_TO_WAIT)
+            # The decoding thread can end by an error that no request carries.
             if result is None and not manager.is_running():
                 raise RuntimeError(f"continuous batching ended after {len(answers)} of {count} answers")
             if result is not None and result.error is not None:
@@ -205,6 +208,7 @@ class EngineGuard:
         """
         name = self._generator.name
         gap = float((rollout.logps - rollout.engine_logps)[rollout.mask].abs().mean())
+        # Also if it is NaN.
         if not gap <= MAX_GAP:
             raise DivergedError(
                 f"before step {step} log-probabilities of {name} and of the policy differ by {gap:.2g} nats a token, "

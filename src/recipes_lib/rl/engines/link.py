@@ -33,6 +33,7 @@ def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from iterate_weights(policy)
         return
     for unit, names in _find_units(policy):
+        # A collective operation, which all ranks reach in the same order.
         unit.unshard()
         for name, tensor in iterate_weights(policy, names):
             yield name, tensor.clone()
@@ -47,6 +48,7 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
     prefixes[""] = policy
     units: dict[str, set[str]] = {}
     for name, _ in base.named_parameters():
+        # The innermost unit: FSDP2 leaves a parameter to the nearest sharded module around it.
         owner = max((prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}." if prefix else "")), key=len)
         units.setdefault(owner, set()).add(name)
     for prefix, names in units.items():

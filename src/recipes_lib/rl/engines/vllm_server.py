@@ -69,6 +69,7 @@ class VLLMBackend:
             for name, tensor in iterate_policy(policy)
         ]
         if not self._is_main:
+            # Gathering a layer is collective: these ranks take part, and keep nothing.
             for _ in iterate_policy(policy):
                 pass
             return
