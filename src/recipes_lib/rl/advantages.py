@@ -179,24 +179,21 @@ def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) ->
     return float(1 - (kept_returns - kept_values).var(unbiased=False) / variance)
 
 
-def adapt_kl_coef(
-    kl_coef: float, kl_per_sequence: float, num_answers: int, *, target_per_sequence: float | None, horizon: float
-) -> float:
-    """Return the KL coefficient of the next iteration.
+def adapt_kl_coef(kl_coef: float, kl_per_sequence: float, num_answers: int, config: PPOConfig) -> float:
+    """Return the KL coefficient of the next iteration; the same one without ``kl_target_per_sequence``.
 
     Args:
         kl_coef: The coefficient so far.
         kl_per_sequence: Mean KL of the last answers, in nats per answer.
         num_answers: Number of these answers.
-        target_per_sequence: KL of a whole answer, in nats, that is aimed at; ``None`` keeps the coefficient.
-        horizon: Answers over which the coefficient follows.
+        config: The KL that is aimed at, and the answers over which the coefficient follows.
 
     Source: Ziegler et al. 2019, section 2.2: the relative error is cut off at 0.2.
     """
-    if target_per_sequence is None:
+    if config.kl_target_per_sequence is None:
         return kl_coef
-    error = min(max(kl_per_sequence / target_per_sequence - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * num_answers / horizon)
+    error = min(max(kl_per_sequence / config.kl_target_per_sequence - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_answers / config.kl_horizon)
 
 
 @dataclass(frozen=True, slots=True)

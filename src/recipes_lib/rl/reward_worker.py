@@ -73,14 +73,10 @@ def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any],
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     """Call a function with keyword arguments, await it if it is ``async``, and convert arrays and tensors to lists."""
     result = function(**given)
-    if inspect.isawaitable(result):
-        result = asyncio.run(_wait_for(result))
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
     # By its method, because the worker imports neither torch nor numpy.
     return result.tolist() if hasattr(result, "tolist") else result
-
-
-async def _wait_for(result: Any) -> Any:
-    return await result
 
 
 class _LostError(Exception):

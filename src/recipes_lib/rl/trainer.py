@@ -179,13 +179,9 @@ class PolicyTrainer:
             target_kl=self.method.target_kl,
             max_length=config.rewards.response_length,
             temperature=config.rewards.temperature,
-            batch_size=args.per_device_train_batch_size,
-            rank=self._rank,
-            world_size=self._world_size,
-            seed=args.seed,
+            args=args,
             precision=self._collector.precision,
             dtype=self._dtype,
-            device=args.device,
             guard=self._guard,
             progress=self._log.progress,
         )
@@ -294,15 +290,8 @@ class PolicyTrainer:
         ended = time.perf_counter()
 
         # Before the policy is updated, its KL divergence is no signal for the coefficient.
-        ppo = self._config.ppo
-        target = ppo.kl_target_per_sequence if is_warm else None
-        next_kl_coef = adapt_kl_coef(
-            kl_coef,
-            figures["objective/kl_seq"],
-            len(rollout),
-            target_per_sequence=target,
-            horizon=ppo.kl_horizon,
-        )
+        kl, ppo = figures["objective/kl_seq"], self._config.ppo
+        next_kl_coef = adapt_kl_coef(kl_coef, kl, len(rollout), ppo) if is_warm else kl_coef
         self.state = dataclasses.replace(
             state,
             iteration=iteration + 1,

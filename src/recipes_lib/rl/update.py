@@ -73,7 +73,8 @@ class UpdateGuard:
         # Every rank has the same rollout, so all of them decide alike without a collective operation.
         rows = torch.stack(list(bad.values())).any(dim=0).nonzero().flatten().tolist()
         why = f"the {_SPOKEN[name]} of {int(bad[name].sum())} of {len(rollout)} answers are not finite"
-        self._stop({}, StepInputs(*self._describe([rollout.take(rows)])), step=step, facts={}, why=why)
+        inputs = StepInputs(*self._describe([rollout.take(rows)]))
+        stop_before_update({}, inputs, output_dir=self.output_dir, step=step, facts={}, why=why)
 
     def judge(
         self,
@@ -107,10 +108,9 @@ class UpdateGuard:
         batches, row_ids = self._describe(parts)
         inputs = StepInputs(batches, row_ids, losses=list(losses))
         facts = {"learner": learner, "loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
-        self._stop(parameters, inputs, step=step, facts=facts, learner=learner)
-
-    def _stop(self, parameters: Mapping[str, Tensor], inputs: StepInputs, why: str = "", **more: Any) -> None:
-        stop_before_update(parameters, inputs, output_dir=self.output_dir, why=why, **more)
+        stop_before_update(
+            parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, why="", learner=learner
+        )
 
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
         """Return all values of each part's answers, their tokens, and the positions of their prompts."""
@@ -266,13 +266,10 @@ class Updater:
         target_kl: At 1.5 times this KL a token from the policy that answered, the updates of an iteration end.
         max_length: Longest answer that the run allows.
         temperature: Of the log-probabilities.
-        batch_size: Answers of a forward and backward pass on one process.
-        rank: Of this process.
-        world_size: Number of processes.
-        seed: Decides with the iteration which answers form a minibatch.
+        args: Answers of a forward and backward pass, rank and world size, the device of the models, and the seed, which
+            decides with the iteration which answers form a minibatch.
         precision: Gives the context in which products are computed.
         dtype: Of those products.
-        device: Of the models.
         guard: Judges every step.
         progress: What the terminal shows.
     """
@@ -286,13 +283,9 @@ class Updater:
     target_kl: float | None
     max_length: int
     temperature: float
-    batch_size: int
-    rank: int
-    world_size: int
-    seed: int
+    args: TrainingArguments
     precision: Callable[[], Any]
     dtype: torch.dtype
-    device: torch.device
     guard: UpdateGuard
     progress: TrainingProgress
 
@@ -386,11 +379,11 @@ class Updater:
         WATCHDOG.beat()
         assert part.advantages is not None
         mask, old, engine, advantages, ref = (
-            send(tensor, self.device)
+            send(tensor, self.args.device)
             for tensor in (part.loss_mask, part.logps, part.engine_logps, part.advantages, part.ref_logps)
         )
         with self.precision():
-            sequences = lay_out(part, self.device)
+            sequences = lay_out(part, self.args.device)
             logps, entropy = compute_response_logps(
                 policy, sequences, temperature=self.temperature, with_entropy=with_entropy
             )
@@ -423,8 +416,9 @@ class Updater:
         assert part.returns is not None
         assert self.critic is not None
         with self.precision():
-            values = compute_response_values(critic, lay_out(part, self.device))
-        before, returns, mask = (send(tensor, self.device) for tensor in (part.values, part.returns, part.loss_mask))
+            values = compute_response_values(critic, lay_out(part, self.args.device))
+        learnt = (part.values, part.returns, part.loss_mask)
+        before, returns, mask = (send(tensor, self.args.device) for tensor in learnt)
         result = compute_value_loss(
             values,
             before,
@@ -447,7 +441,7 @@ class Updater:
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
         # Not from a running generator: a resumed run has the same minibatches.
-        seeds = [[self.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(self.schedule.passes)]
+        seeds = [[self.args.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(self.schedule.passes)]
         order = np.concatenate([np.random.default_rng(seed).permutation(num_answers) for seed in seeds]).tolist()
         size = self.schedule.answers_per_step
         for start in range(0, len(order), size):
@@ -457,9 +451,9 @@ class Updater:
         """Yield this process's micro-batches: answers sorted by length, assigned round-robin to processes."""
         # Round-robin over lengths: little padding in a micro-batch, and the same work on every rank.
         by_length = [row for rows in batch.cut(1) for row in rows]
-        mine = by_length[self.rank :: self.world_size]
-        for start in range(0, len(mine), self.batch_size):
-            yield batch.take(mine[start : start + self.batch_size])
+        mine, size = by_length[self.args.process_index :: self.args.world_size], self.args.per_device_train_batch_size
+        for start in range(0, len(mine), size):
+            yield batch.take(mine[start : start + size])
 
 
 def _per_token(figures: Figures, num_tokens: int) -> Figures:

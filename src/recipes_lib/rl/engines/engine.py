@@ -31,7 +31,6 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_autocast, get_compute_dtype
 
 KEY: Final = "transformers_continuous_batching_config"
-_OWN: Final = ("return_logprobs", "seed")
 _SECONDS_TO_WAIT: Final = 1.0
 
 
@@ -127,10 +126,7 @@ class ContinuousBatchingBackend:
         return answers
 
     def _build_options(self, seed: int) -> ContinuousBatchingConfig:
-        own = [name for name in _OWN if name in self._options]
         try:
-            if own:
-                raise TypeError(f"{' and '.join(own)} are not the user's to set")
             return ContinuousBatchingConfig(**self._options, return_logprobs=True, seed=seed)
         except TypeError as error:
             remedy = "write fields of transformers' ContinuousBatchingConfig, or delete the line"
