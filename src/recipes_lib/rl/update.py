@@ -78,26 +78,22 @@ class UpdateGuard:
 
     def judge(
         self,
-        learner: str,
-        parameters: Mapping[str, Tensor],
+        learner: Learner,
         parts: Sequence[Rollout],
         losses: Sequence[Tensor],
         *,
         step: int,
         loss: float,
-        learning_rate: float,
         norm: float,
     ) -> None:
         """Check a step after the reduction of its gradients, before they are clipped.
 
         Args:
-            learner: Whose step it is.
-            parameters: Its own, with their gradients.
+            learner: Whose step it is, with the gradients.
             parts: This process's micro-batches.
             losses: Its share of each.
             step: Number of the step, from 1.
             loss: Of all processes.
-            learning_rate: Of the update.
             norm: Of the gradients.
 
         Raises:
@@ -107,9 +103,10 @@ class UpdateGuard:
             return
         batches, row_ids = self._describe(parts)
         inputs = StepInputs(batches, row_ids, losses=list(losses))
-        facts = {"learner": learner, "loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
+        name = learner.name
+        facts = {"learner": name, "loss": loss, "grad_norm": norm, "learning_rate": learner.learning_rate}
         stop_before_update(
-            parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, why="", learner=learner
+            learner.parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, why="", learner=name
         )
 
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
@@ -323,7 +320,7 @@ class Updater:
                     is_over = True
                     self.policy.discard()
                 else:
-                    judge = self._build_judge(self.policy, parts, losses, step, figures)
+                    judge = partial(self.guard.judge, self.policy, parts, losses, step=step, loss=figures["loss"])
                     figures["grad_norm"] = self.policy.step(judge)
                 steps.append(figures)
                 WATCHDOG.finish_step()
@@ -348,24 +345,10 @@ class Updater:
                 sums, parts = Sums(), list(self._share(batch))
                 losses = [self._learn_critic(critic, part, batch.num_targets, sums) for part in parts]
                 figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.critic.learning_rate}
-                judge = self._build_judge(self.critic, parts, losses, step, figures)
+                judge = partial(self.guard.judge, self.critic, parts, losses, step=step, loss=figures["loss"])
                 steps.append({**figures, "grad_norm": self.critic.step(judge)})
                 WATCHDOG.finish_step()
         return steps
-
-    def _build_judge(
-        self, learner: Learner, parts: list[Rollout], losses: list[Tensor], step: int, figures: Figures
-    ) -> Callable[..., None]:
-        return partial(
-            self.guard.judge,
-            learner.name,
-            learner.parameters,
-            parts,
-            losses,
-            step=step,
-            loss=figures["loss"],
-            learning_rate=figures["lr"],
-        )
 
     def _compute_normaliser(self, rollout: Rollout, batch: Rollout) -> float:
         """Divisor of the losses of a step."""
