@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
-from numbers import Real
 from typing import Any, Final
 
 from recipes_lib.data.final_numbers import read_final_number
@@ -73,7 +72,9 @@ def _list_lines(tests: str | Sequence[str] | None) -> Sequence[str]:
 
 def _write(value: str | float | None) -> str:
     """A column's value as text; numbers in full, because ``1e+20`` would be read as 20."""
-    return f"{Decimal(str(value)):f}" if isinstance(value, Real | Decimal) else value or ""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{Decimal(str(value)):f}"
 
 
 def _run(program: str | None) -> float | None:
