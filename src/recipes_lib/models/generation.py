@@ -129,7 +129,7 @@ class GenerateBackend:
         engine_logps = torch.zeros(len(prompts), length, device=device)
         cache = build_cache(policy, ids.shape[1] + length)
         while len(rows) and done < length:
-            # A new call of generate for the rows that are left; the cache goes on, so no prompt is read again.
+            # A new call of generate for the rows that are left; with the same cache, so that no prompt is read again.
             half = HalfEnded(self._sampling.stop_ids, rows)
             sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
             sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
