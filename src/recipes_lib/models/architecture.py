@@ -83,6 +83,7 @@ def build_model_config(
     derived |= {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
     # Some architectures have two names for a value, such as `n_embd` and `hidden_size`.
     spelled = {aliases.get(key, key) for key in given}
+    # A special token that the tokenizer lacks is written as None: a class has defaults of its own, such as 2.
     given |= {
         aliases.get(key, key): value
         for key, value in derived.items()

@@ -298,6 +298,7 @@ class RoomyLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in new buffers."""
+        # A copy of the rows; it is moved into a new buffer by the next update, and the old one is freed.
         super().batch_select_indices(indices)
         self._rooms = []
 

@@ -160,6 +160,7 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
         found = f"layers {list(layers)} are asked for, and {type(model).__name__} has 1 to {count}"
         raise ConfigError(Problem("--layers", found, "name layers that it has"))
     kept = nn.ModuleList(whole[number - 1] for number in layers)
+    # The list is replaced where it is held, whatever the architecture calls it.
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is whole:

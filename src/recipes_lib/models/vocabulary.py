@@ -221,6 +221,7 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
         return
     # Evenly over the vocabulary, its first and last token among them.
     probe = torch.linspace(0, len(ids) - 1, min(NUM_PROVED, len(ids))).long()
+    # Logits of the student's tokens alone, in its order: (64, V).
     expected = _compute_logits(model, ids[probe])[:, ids]
     is_tied = embedding.weight is projection.weight
     _take_rows(projection, ids)

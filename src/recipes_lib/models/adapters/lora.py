@@ -445,6 +445,7 @@ def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
 
     Source: ``peft.utils.transformers_weight_conversion``; ``tests/models/adapters/test_adapter_experts.py``.
     """
+    # As in get_peft_model, which converts targets of experts to target_parameters.
     settings = LoraConfig(target_modules=targets)
     try:
         convert_peft_config_for_transformers(settings, model, None)

@@ -169,6 +169,7 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
     parts = [part for pair in pairs for part in pair]
     lengths = torch.tensor([len(part) for part in parts])
     numbers = torch.arange(len(parts)).repeat_interleave(lengths)
+    # Both answers continue from the end of the prompt.
     positions = [
         first + torch.arange(len(part))
         for prompt, *answers in pairs

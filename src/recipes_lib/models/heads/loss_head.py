@@ -192,6 +192,7 @@ def verify_loss_head(model: Any) -> None:
     ours = sums.nll_sum / sums.num_targets
     if sums.aux_loss is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
+    # In half precision, the model's own loss rounds its logits.
     tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
     if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
         raise ConfigError(

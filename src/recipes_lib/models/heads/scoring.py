@@ -359,6 +359,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
         raise ValueError(f"the last message is of the role {chat[-1]['role']!r}, and what is scored is the assistant's")
     template = _compile(tokenizer.get_chat_template())
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
+    # Without tools, documents and generation prompt; `marked` are spans of characters.
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
     special = [*_list_special(tokenizer).values()]
     if marked:  # The template marks the end of the answer itself.
