@@ -270,27 +270,26 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: f
     least = config.with_training({**keys, "activation_checkpointing_kwargs": None})
     length = config.tokens.max_length or 0
     tried = [
-        (
-            f"max_length: {part} would",
-            dataclasses.replace(least, tokens=dataclasses.replace(config.tokens, max_length=part)),
-            number,
-        )
+        (f"max_length: {part}", dataclasses.replace(least, tokens=dataclasses.replace(config.tokens, max_length=part)))
         for part in (length // 2, length // 4)
         if part
     ]
-    if config.recipe in ("sft", "dpo", "reward", *RL_RECIPES) and not config.adapter.use_peft:
-        adapter = dataclasses.replace(config.adapter, use_peft=True)
-        tried.append(
+    if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
+        adapter, model = dataclasses.replace(config.adapter, use_peft=True), config.model
+        frozen = dataclasses.replace(least, adapter=adapter, model=dataclasses.replace(model, dtype="bfloat16"))
+        quantized = dataclasses.replace(config.quantization, load_in_4bit=True, load_in_8bit=False)
+        tried += [
+            ("an adapter on 16-bit weights (`use_peft: true`, `dtype: bfloat16`)", frozen),
             (
-                "an adapter would (`use_peft: true`, or recipes/lora.py)",
-                dataclasses.replace(least, adapter=adapter),
-                number,
-            )
-        )
-    tried += [(f"{number * factor} of these GPUs would", least, number * factor) for factor in (2, 4, 8, 16)]
-    for told, changed, count in tried:
+                "an adapter on 4-bit weights (`use_peft: true`, `load_in_4bit: true`)",
+                dataclasses.replace(frozen, quantization=quantized),
+            ),
+        ]
+    counted = [(told, changed, number) for told, changed in tried]
+    counted += [(f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16)]
+    for told, changed, count in counted:
         if any(plan_memory(changed, model_config, layout).fits(memory) for layout in list_layouts(count)):
-            return told
+            return f"{told} would fit"
     return "name GPUs with more memory"
 
 
