@@ -23,7 +23,7 @@ COMMUNICATION_BYTES: Final = 1_500_000_000
 _RESERVED: Final = 0.05
 """Share of what PyTorch has allocated that its allocator cannot use, with expandable segments."""
 _MARGIN: Final = 0.1
-"""Share of a device that ``auto`` leaves free: plans are not yet compared with GPUs, and an OOM ends the run."""
+"""Share of a device that ``auto`` leaves free: plans have missed measurements by as much, and an OOM ends the run."""
 _LOGIT_BYTES: Final = 16
 """Of each logit of a chunk: the logit, its copy in 16 bits, exponentials, products."""
 KINDS: Final = ("weights", "gradients", "optimizer states")
