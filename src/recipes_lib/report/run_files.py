@@ -116,7 +116,11 @@ def list_scores(facts: Record) -> Iterator[Score]:
 
 def read_number(record: Record, name: str) -> float | None:
     """Return a figure of a record, NaN and infinities included; ``None`` if it is missing or not a number."""
-    return parse_number(record.get(name))
+    number = parse_number(record.get(name))
+    try:
+        return None if number is None else float(number)
+    except OverflowError:  # JSON has integers of any size.
+        return math.inf
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
@@ -133,6 +137,10 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
 
 def format_duration(seconds: float) -> str:
     """Return a duration as ``1 h 2 min``, ``2 min 3 s`` or ``3 s``."""
+    if not math.isfinite(seconds):
+        return "unknown time"
+    if seconds < 1:
+        return "under 1 s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
