@@ -87,6 +87,7 @@ def find_device(name: str) -> Device | None:
     """
     # MIG, a part of a GPU: sevenths of its multiprocessors, and memory with a like share of the bandwidth.
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
+    # Not the memory in the name of a MIG profile, which has a dot before it: that is the part's.
     told = re.search(r"(?<!\.)\b(\d+) ?GB\b", name, re.IGNORECASE)
     for known, row in _read_devices().items():
         if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", name, re.IGNORECASE):

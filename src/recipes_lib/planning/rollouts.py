@@ -116,9 +116,12 @@ def estimate_iteration(
     size = whole.active
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    # Keys and values that a token reads: of its prompt and, on average, of half the answer.
     row = _NARROW * 2 * text.num_hidden_layers * heads * width * (prompt + answer / 2)
     host = 0 if is_continuous else _HOST_SECONDS * text.num_hidden_layers
+    # A decoding step is bound by the memory's bandwidth, by its products, or by the host that launches kernels.
     token = max((_NARROW * size + batch * row) / device.bandwidth, 2 * size * batch / peak, host)
+    # Forward passes without gradients recompute nothing, so they reach more of the peak than updates do.
     plain = config.with_training(list_keys("none"))
     reading = mfu * find_overhead(plain)[0] / find_overhead(config)[0]
 
@@ -130,6 +133,7 @@ def estimate_iteration(
     trained = compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
     readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
     sent = time_traffic(count_traffic(config, model_config, whole.total, layout), layout, device)
+    # Forward passes gather each micro-batch anew; for sampling the policy is gathered, or sent to the engine, once.
     gathering = time_traffic(Traffic(model=count_gathered(whole.total, layout)), layout, device).model
     num_passes_read = len(readers) * math.ceil(each / config.read("per_device_eval_batch_size"))
     per_step = held.num_rows * config.read("gradient_accumulation_steps") * layout.num_processes

@@ -84,6 +84,7 @@ def search(
     num_flops = count_step(config.with_training(whole), model_config, 1).num_flops
     size = compute_model_size(model_config).total
     for layout in layouts:
+        # The batch is the method's: what cannot divide it is no candidate.
         if num_rows % layout.num_processes:
             continue
         rows = num_rows // layout.num_processes
@@ -94,6 +95,7 @@ def search(
             if not compiled:
                 continue
             sized = config.with_training(batch)
+            # Weights, gradients and states do not depend on the micro-batch: planned once a layout, by the smallest.
             if memory is None:
                 plain = sized.with_training(list_keys("none"))
                 memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)

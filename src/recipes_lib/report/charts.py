@@ -53,6 +53,7 @@ _DISTILLATION_PARTS = (
 )
 """Figures of distillation, each with its heading and unit."""
 STYLE = {
+    # Text stays text: searchable, and in the font of the page.
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.5,
@@ -249,6 +250,7 @@ def _draw_sets(run: RunFiles) -> list[Line]:
 
 def draw_chart(plan: Plan, folder: Path) -> Chart:
     """Draw a chart with data, and write its PNG to the existing ``folder``."""
+    # Ids in an SVG are random without a salt, and the same run would make another page each time.
     with mpl.rc_context({**STYLE, "svg.hashsalt": plan.name}):
         figure, axes = _draw_figure(plan, is_wide=plan.is_wide)
         svg = save_figure(figure, folder / f"{plan.name}.png")

@@ -346,7 +346,7 @@ def _judge_end(run: RunFiles) -> list[str]:
 
 def _judge_rollbacks(run: RunFiles) -> list[str]:
     told = []
-    # A stranger's record may hold anything.
+    # An untrusted record may hold anything.
     with suppress(TypeError, KeyError, ValueError):
         for rollback in run.facts.get("rollbacks") or []:
             first, last = rollback["steps"][:2]
