@@ -16,9 +16,10 @@ import yaml
 from transformers import AutoConfig
 
 from recipes_lib.cli import main
-from recipes_lib.commands.planning.plan_search import list_starts, write_plan
+from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, write_plan
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
+from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.search import search
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -79,6 +80,16 @@ def test_the_best_is_told_with_its_keys_and_written(tell, tmp_path: Path) -> Non
 )
 def test_what_cannot_be_is_told_with_what_would(tell, flags, changes, words) -> None:
     assert words in tell(*flags, code=2, **changes)
+
+
+@pytest.mark.parametrize(("gigabytes", "words"), [(24, "16-bit weights"), (12, "`load_in_4bit: true`")])
+def test_the_nearest_change_is_an_adapter_on_as_many_bits_as_fit(tiny_model_dir: Path, gigabytes, words) -> None:
+    """Fine-tuning of 8B on two small GPUs: no shorter row helps."""
+    shape = AutoConfig.for_model(**{**read_shapes()["meta-llama/Llama-3.1-8B"], "vocab_size": 32_000})
+    flags = [f"--{key}={value}" for key, value in {**KEYS, "model_name_or_path": tiny_model_dir}.items()]
+    device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
+    told = describe_misfit(load_config("sft", flags), shape, "2x4090", device, 2, 80.0)
+    assert words in told.remedy
 
 
 def test_a_flag_that_the_plan_changes_is_not_repeated(tell, tmp_path: Path) -> None:
