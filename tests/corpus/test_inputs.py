@@ -1,9 +1,7 @@
 """Every kind of source as documents, cut into tasks without a loss; what cannot be read is counted."""
 
 import gzip
-import io
 import json
-import random
 
 import datasets
 import numpy as np
@@ -13,7 +11,7 @@ from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, join_chat
+from recipes_lib.corpus.documents import CHAT, PART_END, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Part, Read, SpreadSource, count_input_bytes, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.errors import DataError, Problem
@@ -109,67 +107,6 @@ def test_parquet_text_and_paragraphs(tmp_path):
     assert [d.text for d in whole] == ["a\nb\n\nc\n"]
     paragraphs = read({"name": str(tmp_path / "t.txt"), "text_documents": "paragraph"})[0]
     assert [d.text for d in paragraphs] == ["a\nb", "c"]
-
-
-def write_warc(path, records):
-    from warcio.statusandheaders import StatusAndHeaders
-    from warcio.warcwriter import WARCWriter
-
-    with path.open("wb") as file:
-        writer = WARCWriter(file, gzip=path.suffix == ".gz")
-        for kind, body in records:
-            headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html")], protocol="HTTP/1.0")
-            http = headers if kind == "response" else None
-            record = writer.create_warc_record(
-                f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
-            )
-            writer.write_record(record)
-
-
-@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet.gz"])
-def test_warc_and_wet_records(tmp_path, name):
-    kind = "conversion" if "wet" in name else "response"
-    bodies = ["<html>ä</html>".encode(), "<p>naïve café, déjà vu, à la carte</p>".encode("latin-1")]
-    write_warc(tmp_path / name, [("warcinfo", b"x"), *((kind, body) for body in bodies)])
-    documents, _, _ = read({"name": str(tmp_path / name)})
-    assert [d.metadata.get(HTML, False) for d in documents] == [kind == "response"] * 2
-    assert documents[0].text == "<html>ä</html>"
-    assert "caf" in documents[1].text
-    assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
-    assert len({d.id for d in documents}) == 2
-
-
-def test_a_warc_file_that_breaks_off_is_counted(tmp_path):
-    write_warc(tmp_path / "a.warc.gz", [("response", b"<p>one</p>" * 500), ("response", b"<p>two</p>" * 500)])
-    data = (tmp_path / "a.warc.gz").read_bytes()
-    (tmp_path / "b.warc").write_bytes(gzip.decompress(data)[:3000] + b"garbage")
-    (tmp_path / "c.warc").write_bytes(b"this is no archive at all")
-    (tmp_path / "d.warc.gz").write_bytes(data[: len(data) // 3])
-    documents, ledger, _ = read({"name": str(tmp_path), "label": "crawl"})
-    assert [document.text for document in documents] == ["<p>one</p>" * 500, "<p>two</p>" * 500]
-    assert ledger.tallies[READ].removed == {"cannot be read": 3}
-    assert [note.partition(":")[0] for note in ledger.notes] == [
-        f"crawl/{name}" for name in ("b.warc", "c.warc", "d.warc.gz")
-    ]
-
-
-@pytest.mark.parametrize("damage", [b"garbage", b"\x1f\x8b\x08", b"\nWARC/1.0\r\n"])
-@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
-def test_a_damaged_warc_record_costs_no_other(tmp_path, name, damage):
-    random.seed(0)
-    bodies = [b"<p>%d %s</p>" % (number, random.randbytes(2000).hex().encode()) for number in range(6)]
-    starts, whole = [], b""
-    for body in bodies:
-        write_warc(tmp_path / name, [("response", body)])
-        starts.append(len(whole))
-        whole += (tmp_path / name).read_bytes()
-    for at in (starts[2], starts[2] + 700):
-        (tmp_path / name).write_bytes(whole[:at] + damage * 9 + whole[at + 9 * len(damage) :])
-        documents, ledger, _ = read({"name": str(tmp_path / name)})
-        texts = [document.text.encode() for document in documents]
-        # Where only the text is damaged and nothing compressed, nobody can know.
-        assert [text for text in texts if text in bodies] == bodies[:2] + bodies[3:], (at, ledger.notes)
-        assert len(texts) == 6 or ledger.tallies[READ].removed["cannot be read"] >= 1
 
 
 def test_html_files_in_any_encoding(tmp_path):

@@ -54,7 +54,9 @@ from recipes_lib.corpus.pii import PII, choose_hiding
 from recipes_lib.corpus.quality import LoadScorer, Perplexity, Quality, choose_thresholds
 from recipes_lib.corpus.text_classifier import Classifier, Toxicity
 from recipes_lib.corpus.text_steps import Extract, FixText, Language
+from recipes_lib.corpus.web_archive import read_warc
 from recipes_lib.data.sources.formats import canonicalize
+from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
@@ -233,7 +235,10 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
         "lines": config.repeated_lines_unit if has_lines else None,
         "quoted": [config.pii != "off", config.pii_kinds],
-        "code": _hash_code(Read, Apply, WriteClean, Hashes, MinHash, canonicalize, enumerate_lines),
+        "code": _hash_code(
+            *(Read, read_warc, enumerate_lines, canonicalize, clean_messages),
+            *(Apply, WriteClean, Hashes, MinHash),
+        ),
     }
     folder = work / f"clean-{compute_key(content)[:16]}"
     ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, choose_hiding(config))

@@ -6,10 +6,7 @@ import hashlib
 import io
 import itertools
 import json
-import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -27,6 +24,7 @@ from recipes_lib.corpus.documents import (
     count_bytes,
     split_chat,
 )
+from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, load_source
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
@@ -42,12 +40,8 @@ _HTML: Final = (".html", ".htm", ".xhtml")
 _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
 _PARQUET: Final = ".parquet"
-_MAX_HTML_BYTES: Final = 1 << 28
 MAX_DOCUMENT_BYTES: Final = 1 << 27
 """Longer documents are removed: the steps take up to twenty bytes of memory for a byte of text."""
-_WARC_BLOCK: Final = 1 << 20
-_WARC_HEAD: Final = 1 << 9
-"""Bytes in which the first line of a compressed record is."""
 _PLACES: Final = 20
 """Places of a source that are read in turn for a sample."""
 
@@ -403,79 +397,10 @@ def read_page(path: Path, label: str) -> Document | Problem:
     from trafilatura.utils import decode_file
 
     with path.open("rb") as file:
-        data = file.read(_MAX_HTML_BYTES + 1)
-    if len(data) > _MAX_HTML_BYTES:
-        return Problem(label, f"more than {_MAX_HTML_BYTES:,} bytes are no web page")
+        data = file.read(MAX_PAGE_BYTES + 1)
+    if len(data) > MAX_PAGE_BYTES:
+        return Problem(label, f"more than {MAX_PAGE_BYTES:,} bytes are no web page")
     return Document(text=decode_file(data), id=label, metadata={HTML: True})
-
-
-def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
-    """Yield the pages of a WARC file and the texts of a WET file; each damaged stretch is a problem.
-
-    datatrove's ``WarcReader`` ends the task at a damaged record, does not count pages that it cannot decode, and needs
-    libmagic; its ``JsonlReader`` logs a broken line without counting it, and leaves a file at its first byte that is no
-    UTF-8.
-    """
-    from warcio.archiveiterator import ArchiveIterator
-    from warcio.exceptions import ArchiveLoadFailed
-
-    number, start = 0, 0
-    with path.open("rb") as file:
-        while start >= 0:
-            file.seek(start)
-            records, found = ArchiveIterator(file), ""
-            try:
-                for record in records:
-                    number += 1
-                    # warcio reads the rest of the file into such a record.
-                    if record.rec_headers.get_header("Content-Length") is None:
-                        found = "it has no length"
-                        break
-                    if record.rec_type in ("response", "conversion"):
-                        yield from _read_record(record, f"{label}:{number}")
-            except (ArchiveLoadFailed, OSError, EOFError, ValueError, zlib.error) as error:
-                number, found = number + 1, ascii(str(error))[1:-1]
-            start = _find_record(file, max(start, records.offset) + 1) if found else -1
-            if found:
-                yield Problem(f"{label}:{number}", f"not a whole WARC record: {found:.120}")
-        if number == 0:
-            yield Problem(label, "holds no whole WARC record")
-
-
-def _find_record(file: io.BufferedReader, start: int) -> int:
-    """Return where the next record of a WARC file starts, or its gzip member; -1: there is none."""
-    overlap = b""
-    file.seek(start)
-    while block := file.read(_WARC_BLOCK):
-        data, first = overlap + block, file.tell() - len(block) - len(overlap)
-        for found in re.finditer(rb"\nWARC/1\.|\x1f\x8b\x08", data):
-            # Compressed data contain the three bytes of gzip by chance.
-            if found[0][:1] == b"\n":
-                return first + found.start() + 1
-            head = data[found.start() : found.start() + _WARC_HEAD]
-            with suppress(zlib.error):
-                if zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, 5) == b"WARC/":
-                    return first + found.start()
-        overlap = data[-_WARC_HEAD:]
-    return -1
-
-
-def _read_record(record: Any, where: str) -> Iterator[Document | Problem]:
-    from trafilatura.utils import decode_file
-
-    headers, is_page = record.rec_headers, record.rec_type == "response"
-    payload = headers.get_header("WARC-Identified-Payload-Type") or "html"
-    if is_page and "html" not in payload:
-        return
-    content = record.content_stream().read(_MAX_HTML_BYTES)
-    # warcio does not report a record that is shorter than its length.
-    if record.raw_stream.limit:
-        yield Problem(where, "not a whole WARC record, or too long for a page")
-        return
-    metadata = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
-    metadata |= {HTML: True} if is_page else {}
-    name = headers.get_header("WARC-Record-ID") or where
-    yield Document(text=decode_file(content), id=name.strip("<>"), metadata=metadata)
 
 
 @dataclass(frozen=True)
