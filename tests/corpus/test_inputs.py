@@ -2,9 +2,12 @@
 
 import gzip
 import json
+import lzma
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets.packaged_modules.json.json import Json
 from datasets.splits import SplitDict, SplitInfo
@@ -50,9 +53,6 @@ def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, tas
 
 @pytest.mark.parametrize("task_bytes", [1, 700, 5000, 10**6])
 def test_row_groups_of_a_large_parquet_file_are_read_once_each_with_the_same_ids(tmp_path, task_bytes):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path, rows = tmp_path / "a.parquet", [f"text {at}" for at in range(200)]
     pq.write_table(pa.table({"text": rows}), path, row_group_size=30)
     parts = list(split_source(load_source(str(path)), "a", task_bytes))
@@ -88,6 +88,13 @@ def test_a_json_array_is_not_cut(tmp_path):
     assert len(list(split_source(load_source(str(path)), "a", 100))) == 1
 
 
+def test_a_compressed_file_is_not_cut_whatever_its_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(gzip.compress(b"".join(b'{"text": "%d"}\n' % at for at in range(500))))
+    (part,) = split_source(load_source(str(path)), "a", 100)
+    assert len(list(part.source.rows())) == 500
+
+
 def test_small_files_share_a_task_in_their_order(tmp_path):
     for at in range(5):
         (tmp_path / f"{at}.txt").write_text(f"file {at}")
@@ -97,9 +104,6 @@ def test_small_files_share_a_task_in_their_order(tmp_path):
 
 
 def test_parquet_text_and_paragraphs(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.table({"text": ["one", "two"], "score": [1, 2]}), tmp_path / "p.parquet")
     assert [d.metadata["score"] for d in read({"name": str(tmp_path / "p.parquet")})[0]] == [1, 2]
     (tmp_path / "t.txt").write_text("a\nb\n\nc\n")
@@ -107,6 +111,40 @@ def test_parquet_text_and_paragraphs(tmp_path):
     assert [d.text for d in whole] == ["a\nb\n\nc\n"]
     paragraphs = read({"name": str(tmp_path / "t.txt"), "text_documents": "paragraph"})[0]
     assert [d.text for d in paragraphs] == ["a\nb", "c"]
+
+
+DOLMA = {"id": "1", "text": "one", "source": "cc", "added": "2023", "metadata": {"url": "u", "n": [1]}}
+PILE = {"text": "one", "meta": {"pile_set_name": "Pile-CC"}}
+C4 = {"text": "one", "timestamp": "2019-04-25T12:57:54Z", "url": "u"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "columns"),
+    [
+        ("v1_5r2-0000.json.gz", DOLMA, None),
+        ("en_head.jsonl.zst", {"raw_content": "one", "url": "u", "quality_signals": "{}"}, {"text": "raw_content"}),
+        ("c4-train.00000-of-01024.json.gz", C4, None),
+        ("00.jsonl.zst", PILE, None),
+        ("wiki.json.xz", PILE, None),
+    ],
+)
+def test_public_corpora_are_read_as_they_are_published(tmp_path, name, row, columns):
+    data = "".join(json.dumps(row | {"text": f"text {at}"} if columns is None else row) + "\n" for at in range(5))
+    codecs = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
+    (tmp_path / name).write_bytes(bytes(codecs[name[name.rindex(".") :]](data.encode())))
+    documents, ledger, _ = read({"name": str(tmp_path / name), **({"columns": columns} if columns else {})})
+    assert [document.text for document in documents] == [f"text {at}" if columns is None else "one" for at in range(5)]
+    assert not ledger.tallies[READ].removed
+    told = {key: value for key, value in row.items() if key not in ("text", "id", "source", "raw_content")}
+    assert {key: documents[0].metadata[key] for key in told} == told
+
+
+def test_the_rows_of_fineweb_keep_their_nested_metadata(tmp_path):
+    row = {"text": "one", "id": "<urn:uuid:1>", "score": 2.5, "meta": {"lang": {"en": [0.9]}, "none": None}}
+    pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "000_00000.parquet")
+    documents, _, _ = read({"name": str(tmp_path)})
+    assert [document.id for document in documents] == ["<urn:uuid:1>"] * 3
+    assert documents[0].metadata["meta"] == {"lang": {"en": [0.9]}}
 
 
 def test_html_files_in_any_encoding(tmp_path):
@@ -122,9 +160,11 @@ def test_a_folder_of_pages_and_other_data_is_refused(tmp_path):
     (tmp_path / "a.html").write_text("<p>one</p>")
     (tmp_path / "README.md").write_text("about")
     assert len(read({"name": str(tmp_path), "label": "x"})[0]) == 1
-    (tmp_path / "b.txt").write_text("two")
-    with pytest.raises(DataError, match="mixes pages and other data"):
-        read({"name": str(tmp_path), "label": "x"})
+    for name in ("b.txt", "b.jsonl.gz"):
+        (tmp_path / name).write_text("two")
+        with pytest.raises(DataError, match=f"mixes pages and other data: a.html, {name}"):
+            read({"name": str(tmp_path), "label": "x"})
+        (tmp_path / name).unlink()
 
 
 def test_what_cannot_be_read_is_counted_or_an_error(tmp_path):

@@ -28,7 +28,14 @@ from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, load_source
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
-from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, compute_digest
+from recipes_lib.data.sources.local_files import (
+    IGNORED_NAMES,
+    READERS,
+    FileSource,
+    compute_digest,
+    find_codec,
+    find_suffix,
+)
 from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import BrokenFileError, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
@@ -169,7 +176,7 @@ def _find_pages(path: Path) -> list[Path]:
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
     files = [file for file in files if file.is_file() and not file.name.startswith(".")]
     pages = [file for file in files if file.name.lower().endswith((*_HTML, *_WARC))]
-    others = [file for file in files if file.suffix.lower() in READERS and file.name not in IGNORED_NAMES]
+    others = [file for file in files if find_suffix(file) in READERS and file.name not in IGNORED_NAMES]
     if pages and others:
         found = f"the folder mixes pages and other data: {pages[0].name}, {others[0].name}"
         raise DataError(Problem(str(path), found, "put them into two folders, and name both as sources"))
@@ -211,17 +218,18 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
     """Positions that split a file into ``num`` ranges, fewer if it has fewer row groups; empty if unsplittable."""
     if num < 2:
         return []
-    if path.suffix in _LINES and not _is_array(path):
-        return [*(_find_line(path, size * at // num) for at in range(num)), size]
-    if path.suffix == _PARQUET:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            num_groups = pq.read_metadata(path).num_row_groups
-        except (pa.ArrowException, OSError):  # The reader reports the error.
+    try:
+        if find_codec(path) is not None:
             return []
-        return sorted({num_groups * at // num for at in range(num + 1)})
+        if path.suffix in _LINES and not _is_array(path):
+            return [*(_find_line(path, size * at // num) for at in range(num)), size]
+        if path.suffix == _PARQUET:
+            import pyarrow.parquet as pq
+
+            num_groups = pq.read_metadata(path).num_row_groups
+            return sorted({num_groups * at // num for at in range(num + 1)})
+    except (OSError, ValueError, BrokenFileError):  # The reader reports the error.
+        pass
     return []
 
 
