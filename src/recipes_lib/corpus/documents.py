@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -306,5 +307,14 @@ def _to_row(document: Document) -> dict[str, Any]:
         "text": document.text,
         "id": document.id,
         "source": document.metadata["source"],
-        "metadata": json.dumps(metadata, ensure_ascii=False, default=str),
+        "metadata": json.dumps(spell_finite(metadata), ensure_ascii=False, allow_nan=False, default=str),
     }
+
+
+def spell_finite(value: Any) -> Any:
+    """Return metadata with null in place of NaN and infinities, for which JSON has no word: tables mean no value."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: spell_finite(item) for name, item in value.items()}
+    return [spell_finite(item) for item in value] if isinstance(value, list | tuple) else value

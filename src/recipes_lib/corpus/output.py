@@ -14,7 +14,16 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import MAX_SAMPLES, CorpusConfig
-from recipes_lib.corpus.documents import CHAT, HTML, Ledger, count_bytes, join_chat, read_shard, write_shard
+from recipes_lib.corpus.documents import (
+    CHAT,
+    HTML,
+    Ledger,
+    count_bytes,
+    join_chat,
+    read_shard,
+    spell_finite,
+    write_shard,
+)
 from recipes_lib.corpus.duplicates import (
     KEPT,
     NEAR,
@@ -245,5 +254,5 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
             metadata = {name: value for name, value in document.metadata.items() if name not in ("source", CHAT)}
             chat = document.metadata.get(CHAT)
             columns = {"text": document.text} if chat is None else join_chat(chat, document.text)
-            columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
-            file.write(json.dumps(columns, ensure_ascii=False) + "\n")
+            columns |= {"id": document.id, "source": document.metadata["source"], "metadata": spell_finite(metadata)}
+            file.write(json.dumps(columns, ensure_ascii=False, allow_nan=False) + "\n")

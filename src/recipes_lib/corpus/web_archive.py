@@ -112,7 +112,7 @@ def _split_records(blocks: Iterator[bytes]) -> Iterator[bytes | str]:
 
     while fill(1):
         # Blank lines end a record; the file may end with more of them.
-        if data[:1] in (b"\r", b"\n"):
+        if data.startswith((b"\r", b"\n")):
             del data[: len(data) - len(data.lstrip(b"\r\n"))]
             continue
         size, found = _measure(data, fill)

@@ -280,13 +280,9 @@ def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return built
 
 
-def _refuse_constant(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not JSON")
-
-
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant)
-_LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row, allow_nan=False) does"
-_DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file, allow_nan=False), or one JSON object a line"
+_DECODER: Final = json.JSONDecoder(object_pairs_hook=_build_object)
+_LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row) does"
+_DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSON object a line"
 
 
 _MAX_CELL_CHARACTERS: Final = 1 << 28  # The csv module's own limit of 131,072 is below the length of long documents.
@@ -298,12 +294,19 @@ _ARROW_FILE: Final = b"ARROW1"
 def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Entry]:
     """Read a table with column names in the first line; every cell is text, including empty ones.
 
+    A first line without commas, but with semicolons, tabs or bars, says that these delimit the cells. Columns without a
+    name, as of pandas' index, are called ``Unnamed: 0`` and so on, as by pandas and ``datasets``.
+
     Raises:
         BrokenFileError: The header is not usable, or what follows cannot be read.
     """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     broken: list[Problem] = []
-    reader = csv.reader(_note_broken(enumerate_lines(file, name), broken), delimiter=delimiter, strict=True)
+    lines = _note_broken(enumerate_lines(file, name), broken)
+    head = next(lines, "")
+    if delimiter == "," and "," not in head:
+        delimiter = max(",;\t|", key=head.count)
+    reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     number = 1
     while True:
@@ -320,7 +323,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
         elif not cells:  # a blank line
             pass
         elif columns is None:
-            columns = cells
+            columns = [cell or f"Unnamed: {at}" for at, cell in enumerate(cells)]
             _check_header(columns, f"{name}:{number}")
         elif len(cells) == len(columns):
             yield RawRow(name, number, "line", dict(zip(columns, cells, strict=True)))
@@ -341,9 +344,8 @@ def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Ite
 
 def _check_header(columns: list[str], where: str) -> None:
     repeated = next((column for column in columns if columns.count(column) > 1), None)
-    if "" in columns or repeated is not None:
-        found = f"two columns are named `{repeated}`" if repeated else f"column {columns.index('') + 1} has no name"
-        raise BrokenFileError(Problem(where, found, "name each column once in the first line"))
+    if repeated is not None:
+        raise BrokenFileError(Problem(where, f"two columns are named `{repeated}`", "give each column its own name"))
 
 
 def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -> Iterator[Entry]:
