@@ -139,7 +139,7 @@ def open_file(path: Path) -> BufferedReader:
         OSError: It cannot be opened.
     """
     codec = find_codec(path)
-    if codec == "xz":  # Which pyarrow has not.
+    if codec == "xz":  # pyarrow does not have it.
         return BufferedReader(cast(RawIOBase, lzma.open(path)))
     if codec is not None:
         import pyarrow as pa
