@@ -583,3 +583,10 @@ def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
     config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
     assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 115, "cpus_per_task": 2}
     assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}
+
+
+def test_workers_are_the_cores_of_this_process_where_the_system_tells_them(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    assert cleaning._count_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cleaning._count_cores() == os.cpu_count()

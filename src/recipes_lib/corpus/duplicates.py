@@ -40,6 +40,7 @@ _SLICE_ROWS: Final = 1 << 26
 _BLOCK_ROWS: Final = 1 << 20
 _MAX_COMPARISONS: Final = 1000
 """Kept candidates that a document is compared with, the first ones: templates that differ in each page have more."""
+_MAX_OPEN_FILES: Final = 256
 _ARRAYS: Final = ("exact", "bands", "num_shingles", "shingles", "num_lines", "lines")
 
 Ordinals = npt.NDArray[np.int64]
@@ -133,27 +134,33 @@ class HashTable:
     def __init__(self, folders: Sequence[HashFolder]) -> None:
         """Open them."""
         self.tasks = [(folder, rank) for folder in folders for rank in range(folder.num_tasks)]
-        self._arrays: dict[str, list[npt.NDArray[Any]]] = {
-            name: [np.load(_array_path(folder.path, rank, name), mmap_mode="r") for folder, rank in self.tasks]
-            for name in _ARRAYS
-        }
-        sizes = [len(array) for array in self._arrays["exact"]]
-        self.starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
-        self._shingle_starts = [np.concatenate(([0], np.cumsum(array))) for array in self._arrays["num_shingles"]]
+        # A map holds a file descriptor, and processes are often limited to 1,024: a corpus has six arrays a task.
+        self._open = functools.lru_cache(maxsize=_MAX_OPEN_FILES)(self._map)
+        self.starts = np.cumsum([0, *(len(array) for array in self._iterate("exact"))], dtype=np.int64)
+        self._shingle_starts = [np.concatenate(([0], np.cumsum(array))) for array in self._iterate("num_shingles")]
 
     def __len__(self) -> int:
         """Number of documents."""
         return int(self.starts[-1])
 
-    def concatenate(self, name: str) -> npt.NDArray[Any]:
-        """Return the concatenated array of all documents."""
-        return np.concatenate(self._arrays[name])
+    def _map(self, name: str, task: int) -> npt.NDArray[Any]:
+        folder, rank = self.tasks[task]
+        array: npt.NDArray[Any] = np.load(_array_path(folder.path, rank, name), mmap_mode="r")
+        return array
+
+    def _iterate(self, name: str) -> Iterator[npt.NDArray[Any]]:
+        return (self._open(name, task) for task in range(len(self.tasks)))
+
+    def find_long(self) -> npt.NDArray[np.bool_]:
+        """Mask of the documents with at least one n-gram, ``bool (N,)``; the others are similar to none."""
+        masks = [np.diff(starts) > 0 for starts in self._shingle_starts]
+        return np.concatenate([np.zeros(0, np.bool_), *masks])
 
     def read_band(self, band: int, chosen: npt.NDArray[np.bool_], salts: HashArray | None = None) -> HashArray:
         """Return the key of one band for the chosen documents, xor its salt."""
         keys = np.empty(int(np.count_nonzero(chosen)), np.uint64)
         filled = 0
-        for start, array in zip(self.starts, self._arrays["bands"], strict=False):
+        for start, array in zip(self.starts, self._iterate("bands"), strict=False):
             here = chosen[start : start + len(array)]
             found = array[here, band]
             if salts is not None:
@@ -165,7 +172,7 @@ class HashTable:
     def read_digests(self, number: int, num_slices: int) -> tuple[Ordinals, HashArray]:
         """Return documents and digests, ``(n, 2)``, of one slice of all digests."""
         ordinals, digests = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.uint64)]
-        for start, array in zip(self.starts, self._arrays["exact"], strict=False):
+        for start, array in zip(self.starts, self._iterate("exact"), strict=False):
             # By the half that has no salt: documents of different sources differ in the other.
             rows = np.flatnonzero(array[:, 1] % np.uint64(num_slices) == number)
             ordinals.append(start + rows)
@@ -175,17 +182,19 @@ class HashTable:
     def read_keys(self, ordinal: int) -> HashArray:
         """Return the band keys of one document."""
         task, row = self._locate(ordinal)
-        return np.asarray(self._arrays["bands"][task][row])
+        return np.array(self._open("bands", task)[row])
 
     def read_shingles(self, ordinal: int) -> ShingleArray:
         """Return the sorted set of one document's shingles."""
         task, row = self._locate(ordinal)
         start, stop = self._shingle_starts[task][row : row + 2]
-        return np.unique(self._arrays["shingles"][task][start:stop])
+        return np.unique(self._open("shingles", task)[start:stop])
 
     def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
         """Yield for every task the hashes of its lines, and the document of each."""
-        for start, sizes, lines in zip(self.starts[:-1], self._arrays["num_lines"], self._arrays["lines"], strict=True):
+        for start, sizes, lines in zip(
+            self.starts[:-1], self._iterate("num_lines"), self._iterate("lines"), strict=True
+        ):
             yield np.asarray(lines), np.repeat(np.arange(start, start + len(sizes)), sizes)
 
     def _locate(self, ordinal: int) -> tuple[int, int]:
@@ -237,8 +246,7 @@ def _find_exact(table: HashTable, salts: HashArray | None, found: Duplicates) ->
 
 
 def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, found: Duplicates) -> None:
-    # A text shorter than an n-gram has no shingles, and is similar to no other.
-    is_active = (found.status == KEPT) & (table.concatenate("num_shingles") > 0)
+    is_active = (found.status == KEPT) & table.find_long()
     active = np.flatnonzero(is_active)
     labels = np.arange(len(table), dtype=np.int64)
     for band in range(config.near_duplicates_bands):

@@ -254,5 +254,5 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
             metadata = {name: value for name, value in document.metadata.items() if name not in ("source", CHAT)}
             chat = document.metadata.get(CHAT)
             columns = {"text": document.text} if chat is None else join_chat(chat, document.text)
-            columns |= {"id": document.id, "source": document.metadata["source"], "metadata": spell_finite(metadata)}
-            file.write(json.dumps(columns, ensure_ascii=False, allow_nan=False) + "\n")
+            columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
+            file.write(json.dumps(spell_finite(columns), ensure_ascii=False, allow_nan=False) + "\n")
