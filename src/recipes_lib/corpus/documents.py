@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
@@ -19,9 +19,6 @@ from datatrove.pipeline.base import PipelineStep
 from recipes_lib.config.corpus_keys import Mode
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import replacing
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MAX_SAMPLE_CHARACTERS: Final = 1500
 _BATCH_ROWS: Final = 500
@@ -32,6 +29,7 @@ CHAT: Final = f"{PART_END}chat"
 """Key of the metadata: the columns of a chat. No column of a dataset is called so."""
 HTML: Final = f"{PART_END}html"
 """Key of the metadata: the text is HTML still."""
+_SHARD_COLUMNS: Final = ("text", "id", "source", "metadata")
 _TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -257,15 +255,8 @@ def count_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def build_schema() -> pa.Schema:
-    """Return the columns of a shard: ``text``, ``id``, ``source``, and ``metadata`` as JSON."""
-    import pyarrow as pa
-
-    return pa.schema([(name, pa.large_string()) for name in ("text", "id", "source", "metadata")])
-
-
 def write_shard(path: Path, documents: Iterator[Document]) -> int:
-    """Atomically write documents as a Parquet file; return their number.
+    """Atomically write documents as a Parquet file, metadata as JSON; return their number.
 
     Raises:
         OSError: The file cannot be written.
@@ -273,7 +264,8 @@ def write_shard(path: Path, documents: Iterator[Document]) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema, count = build_schema(), 0
+    # Large strings: those of a batch together can pass the 2 GiB to which the offsets of others are limited.
+    schema, count = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS]), 0
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from datatrove.data import Document
 
 from recipes_lib.corpus.documents import hash_name
-from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext
+from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record, replace_record, replacing
 
@@ -173,13 +173,8 @@ def load_classifier(path: str) -> Predict:
         ConfigError: There is none, or it cannot be read.
     """
     if not Path(path).is_dir():
-        return functools.partial(_predict_fasttext, load_fasttext(path))
+        return functools.partial(predict_fasttext, load_fasttext(path))
     return read_linear(Path(path)).score
-
-
-def _predict_fasttext(model: Any, text: str) -> dict[str, float]:
-    labels, scores = model.predict(text[:MAX_CLASSIFIED].replace("\n", " "), k=-1)
-    return {label.removeprefix("__label__"): float(score) for label, score in zip(labels, scores, strict=True)}
 
 
 def read_linear(folder: Path) -> LinearClassifier:

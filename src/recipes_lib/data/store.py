@@ -22,7 +22,7 @@ import numpy as np
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import fsync, hash_file, read_record, try_lock
+from recipes_lib.files import fsync, hash_file, read_record, replace_record, try_lock
 
 if TYPE_CHECKING:
     import datasets
@@ -223,10 +223,10 @@ def publish_set(
         OSError: The disk is full or ``root`` cannot be written.
     """
     target = _set_path(root, key)
-    write_json(staging / MANIFEST_FILE, manifest)
+    replace_record(staging / MANIFEST_FILE, manifest)
     files = sorted(path for path in staging.rglob("*") if path.is_file() and not path.name.startswith("."))
     entries = {str(path.relative_to(staging)): _describe(path) for path in files if path.name != COMPLETE_FILE}
-    write_json(staging / COMPLETE_FILE, {"key": key, "files": entries})
+    replace_record(staging / COMPLETE_FILE, {"key": key, "files": entries})
     for folder in sorted({path.parent for path in files}):
         fsync(folder)
     _publish(staging, target, key, check_bytes=check_bytes)
@@ -360,14 +360,6 @@ def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> N
                     for batch in batches:
                         stream.write_batch(batch)
                 os.fsync(file.fileno())
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON values, and return after fsync."""
-    with path.open("w") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

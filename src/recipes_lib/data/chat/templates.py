@@ -235,7 +235,9 @@ def _weave(tree: nodes.Template, environment: Environment) -> Template:
     woven.filters = {**environment.filters, **_HOOKS}
     tree = _Weaver().visit(tree)
     tree.set_environment(woven)
-    return Template.from_code(woven, woven.compile(tree), {**environment.globals, "strftime_now": _frozen_strftime})
+    return Template.from_code(
+        woven, woven.compile(tree), {**environment.globals, "strftime_now": TEMPLATE_DATE.strftime}
+    )
 
 
 _HOOKS: Final[dict[str, Callable[..., None]]] = {
@@ -309,7 +311,3 @@ def _canonical(message: Message) -> dict[str, Any]:
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def _frozen_strftime(form: str) -> str:
-    return TEMPLATE_DATE.strftime(form)

@@ -286,7 +286,8 @@ _DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSO
 
 
 _MAX_CELL_CHARACTERS: Final = 1 << 28  # The csv module's own limit of 131,072 is below the length of long documents.
-_BATCH_ROWS: Final = 1024
+_BATCH_ROWS: Final = 32
+"""Rows converted at once. 1,024 rows of a megabyte took twice the memory of 32, and no row less time."""
 _ARROW_FILE: Final = b"ARROW1"
 """What an Arrow file begins with, and a stream does not."""
 

@@ -252,8 +252,6 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
     Below 1 it is a probability per document, so that no document needs to be known beforehand. From 1 on it is a number
     of different documents: those with the smallest draws, each with all copies; this reads ``rows``.
 
-    Rows without a digest are skipped: they cannot be encoded either.
-
     Args:
         rows: The documents; read only for a number of them.
         size: A share, a number, or ``None`` to hold nothing out.
