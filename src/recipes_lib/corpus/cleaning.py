@@ -371,6 +371,7 @@ def run_local(jobs: Sequence[Job], num_workers: int) -> None:
         pool: ProcessPoolExecutor | None = None
         for together in (cleaning, *([job] for job in jobs if job not in cleaning)):
             if num_workers > 1 and pool is None and sum(job.num_tasks for job in together) > 1:
+                # Not by fork: a lock that a thread of a library holds at that moment would stay locked in the child.
                 pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
             run_together(together, pool)
 
@@ -386,6 +387,7 @@ def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
     executors = [
         LocalPipelineExecutor(list(job.pipeline), job.num_tasks, workers=1, logging_dir=str(job.folder)) for job in jobs
     ]
+    # datatrove leaves a mark for every completed task in `logging_dir`, which is named after the content.
     missing = [(executor, rank) for executor in executors for rank in executor.get_incomplete_ranks()]
     name = jobs[0].name if len(jobs) == 1 else jobs[0].name.partition(" ")[0]
     num_tasks, started = sum(job.num_tasks for job in jobs), time.monotonic()
@@ -458,6 +460,7 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
             raise DataError(Problem(str(job.folder / "logs"), found, "see the logs there, then run the same command"))
     if is_slurm:
         try:
+            # Only the last one: datatrove submits those that it depends on first.
             previous.run()
         except FileNotFoundError as error:
             raise ConfigError(Problem("executor", "there is no sbatch here", "submit from a login node")) from error

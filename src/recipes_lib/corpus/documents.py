@@ -47,6 +47,7 @@ def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return the columns of a chat with the texts after the steps."""
+    # In the order in which `split_chat` took them: both walk the columns in the same way.
     parts = iter(text.split(PART_END))
     return {
         name: _replace_texts(value, lambda _: next(parts)) if name in _TEXT_COLUMNS else value
@@ -156,6 +157,7 @@ class Samples:
         kept = self._kept.setdefault(name, [])
         if sample["hash"] in [-key for key, _ in kept]:
             return
+        # Negated, because heapq keeps the smallest first, and the largest hash is the one to drop.
         heapq.heappush(kept, (-sample["hash"], sample))
         if len(kept) > self.limit:
             heapq.heappop(kept)
@@ -230,6 +232,7 @@ class Apply(PipelineStep):  # type: ignore[misc]
                 reason = "nothing left"
             tally.documents_in += 1
             tally.bytes_in += count_bytes(before)
+            # By identity: a step that changes metadata replaces the mapping, one that only adds notes does not.
             is_changed = document.text != before or document.metadata is not metadata
             if is_changed:
                 tally.changed += 1

@@ -246,6 +246,7 @@ def _find_exact(table: HashTable, salts: HashArray | None, found: Duplicates) ->
 
 
 def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, found: Duplicates) -> None:
+    # An exact duplicate is removed already, and would only be compared with what its original is compared with.
     is_active = (found.status == KEPT) & table.find_long()
     active = np.flatnonzero(is_active)
     labels = np.arange(len(table), dtype=np.int64)
@@ -255,6 +256,7 @@ def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, 
     components = labels[members]
     order = np.argsort(components, kind="stable")
     borders = np.flatnonzero(np.diff(components[order], prepend=-1, append=-1))
+    # Candidates are in one component, so that components can be judged one after the other; inside, in document order.
     greedy = _KeepFirst(table, config, salts)
     for start, stop in itertools.pairwise(borders):
         for ordinal, kept_as in greedy.remove(members[order[start:stop]]):
@@ -295,7 +297,10 @@ def _unite(labels: Ordinals, first: Ordinals, second: Ordinals) -> None:
         ours, theirs = labels[first], labels[second]
         apart = ours != theirs
         first, second = first[apart], second[apart]
+        # The larger root points to the smaller one, so labels only fall. `minimum.at`, because a root can occur in
+        # several pairs, of which an assignment would keep the last.
         np.minimum.at(labels, np.maximum(ours, theirs)[apart], np.minimum(ours, theirs)[apart])
+        # Pointer jumping: every round halves the length of the chains.
         while not np.array_equal(labels[labels], labels):
             labels[:] = labels[labels]
 
@@ -312,6 +317,7 @@ class _KeepFirst:
         if not self._config.near_duplicates_verify:
             yield from ((int(member), int(members[0])) for member in members[1:])
             return
+        # Kept documents by band and key: only those that share a whole band are candidates.
         kept: dict[tuple[int, int], list[int]] = {}
         for member in map(int, members):
             keys = self._table.read_keys(member)
@@ -340,6 +346,7 @@ def find_repeated_lines(table: HashTable, status: npt.NDArray[np.uint8], least: 
             collected.append((lines[chosen], owners[chosen]))
         keys = np.concatenate([lines for lines, _ in collected])
         owners = np.concatenate([own for _, own in collected])
+        # By line, then by document: the first of each run is the first document of a line.
         order = np.lexsort((owners, keys))
         keys, owners = keys[order], owners[order]
         is_new = np.ones(len(keys), bool)  # Count each document once per line.
@@ -390,6 +397,8 @@ ShingleArray = npt.NDArray[np.uint32]
 
 _PIECE: Final = 1 << 20
 """Characters hashed at once: some 40 bytes of memory each."""
+# Both odd, so that a product with them modulo 2^64 can be inverted and loses nothing: the golden ratio, as in
+# splitmix64, and a constant of MurmurHash3's finaliser.
 _FACTOR: Final = 0x9E3779B97F4A7C15
 _MIX: Final = np.uint64(0xFF51AFD7ED558CCD)
 _UNSPACED: Final = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF))
@@ -426,6 +435,7 @@ def _tables() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], HashArray,
         kinds[first : last + 1] *= 2
     powers = np.full(_PIECE + 1, _FACTOR, np.uint64)
     inverses = np.full(_PIECE + 1, pow(_FACTOR, -1, 1 << 64), np.uint64)
+    # The products overflow on purpose: all of this is modulo 2^64.
     powers[0] = inverses[0] = 1
     return kinds, folded, np.cumprod(powers), np.cumprod(inverses)
 
@@ -462,6 +472,8 @@ def _hash_piece(codes: npt.NDArray[np.uint32], offset: int) -> Words:
     starts = np.flatnonzero((kind > 0) & ((before != 1) | alone))
     ends = np.flatnonzero((kind > 0) & ((after != 1) | alone)) + 1
     # A word's hash is a polynomial in its codes, by differences of prefix sums modulo 2^64.
+    # The difference of two prefix sums has the factor of the word's position, which the inverse takes out: equal words
+    # have equal hashes wherever they are.
     prefix = np.zeros(len(codes) + 1, np.uint64)
     np.cumsum(folded[codes] * powers[: len(codes)], out=prefix[1:])
     hashes = (prefix[ends] - prefix[starts]) * inverses[starts]
@@ -487,6 +499,7 @@ def hash_shingles(text: str, size: int) -> ShingleArray:
 
     Two documents of n distinct n-grams share about n^2 / 2^32 of these by chance, a fraction of n / 2^32.
     """
+    # The upper half: in a product modulo 2^64, the low bits depend on the low bits of its factors only.
     return (hash_ngrams(hash_words(text).hashes, size) >> np.uint64(32)).astype(np.uint32)
 
 
@@ -511,6 +524,7 @@ class MinHash:
         # In blocks that fit the CPU cache, so that memory does not grow with the document.
         block = max(1, (1 << 20) // len(minima))
         for start in range(0, len(shingles), block):
+            # a x + b modulo 2^32, by overflow: (hash functions, n-grams)
             values = np.multiply.outer(self._factors, shingles[start : start + block])
             values += self._offsets
             np.minimum(minima, values.min(axis=1), out=minima)

@@ -201,6 +201,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
             # The path relative to the folder, because files of two folders can have the same name.
             short = f"{label}{name.removeprefix(source.name.rstrip('/'))}"
             size = path.stat().st_size
+            # Two borders are one range, which is the file.
             borders = _find_borders(path, size, -(-size // task_bytes))
             if len(borders) < 3:
                 yield Part(short, source=replace(source, files={name: path}), num_bytes=size)
@@ -243,6 +244,7 @@ def _find_line(path: Path, offset: int) -> int:
     if offset == 0:
         return 0
     with path.open("rb") as file:
+        # One byte before: if that is a line end, the line begins at the offset itself.
         file.seek(offset - 1)
         file.readline()
         return file.tell()
@@ -446,6 +448,7 @@ class SpreadSource:
         elif isinstance(inner, HubSource):
             size = inner.num_bytes
         parts = [part.source or inner for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
+        # Every stride-th part first: the first rows then come from all over the source.
         stride = -(-len(parts) // places)
         waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
         while waiting:

@@ -102,6 +102,7 @@ class Quality:
             if not document.text.strip():
                 return f"{name} nothing left"
             try:
+                # datatrove's filters return a boolean, or a pair of it and a reason.
                 keeps, reason = get_filter_result(quality_filter.filter(document))
             except ZeroDivisionError:  # For a text without words.
                 keeps, reason = False, "no words"

@@ -106,6 +106,7 @@ def count_languages(sample: list[str]) -> Counter[str]:
     """Return the number of texts in each language; short and uncertain ones are excluded."""
     step, languages = Language([], 0.0, {}, None), Counter[str]()
     for text in sample:
+        # A text of few words is of an uncertain language; `maxsplit` stops at the number that matters.
         if len(text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE)) > _MIN_WORDS_FOR_LANGUAGE:
             document = Document(text=text, id="")
             try:

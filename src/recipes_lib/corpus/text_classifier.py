@@ -57,6 +57,7 @@ class LinearClassifier:
     def predict(self, texts: Sequence[str]) -> Array:
         """Return the probabilities, ``(N, labels)``."""
         logits = np.asarray(_hash_words(texts, len(self.weight), self.num_words) @ self.weight) + self.bias
+        # Softmax; without the maximum the exponential of a large logit overflows.
         weights: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         return weights
@@ -129,6 +130,7 @@ def train_classifier(texts: Texts) -> LinearClassifier:
 
     labels, rows = tuple(texts), [text for those in texts.values() for text in those]
     targets = np.repeat(np.arange(len(labels)), [len(those) for those in texts.values()])
+    # `balanced`: a class of ten times as many texts would otherwise be the guess for every uncertain one.
     model = LogisticRegression(C=_INVERSE_REGULARIZATION, class_weight="balanced", max_iter=1000)
     model.fit(_hash_words(rows, _BUCKETS, _WORDS), targets)
     weight, bias = model.coef_, model.intercept_

@@ -40,6 +40,7 @@ class Extract:
             import trafilatura  # noqa: F401 - once here, not in the time of every new process
 
             self._sandbox = ExtractorSandbox(timeout=self._seconds, warmup_text="")
+        # A page that hangs or crashes the parser ends the process of the sandbox, not the task.
         found["pages"] += 1
         try:
             text = self._sandbox.process_document(document.text, _extract)

@@ -164,6 +164,7 @@ class RowEncoder:
         added = tokenizer.added_tokens_decoder
         self._special = {id_: str(token) for id_, token in added.items() if token.special}
         self._bos_id: int | None = tokenizer.bos_token_id
+        # Observed, because the post-processor decides, and not every tokenizer has `add_bos_token`.
         adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bos: list[int] = [self._bos_id] if adds_bos else []
         self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
@@ -226,6 +227,7 @@ class RowEncoder:
         Raises:
             DataError: As ``render_prompt``.
         """
+        # Templates write their own BOS; a second one would come from the tokenizer.
         ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
         array = np.array(ids, dtype=np.uint32)
         return array if row.messages is not None else self._with_bos(array)
@@ -485,6 +487,7 @@ class ByteEnds:
             for text, start, text_places in zip(texts, starts, places, strict=False)
             for at in (*text_places, len(text))
         ]
+        # A boundary is exact where some number of tokens ends at that very byte.
         found = ends.searchsorted(wanted)
         exact = (ends.take(found, mode="clip") == wanted).tolist()
         counts, cuts, done = found.tolist(), list[list[int] | None](), 0

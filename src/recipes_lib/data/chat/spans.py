@@ -280,6 +280,7 @@ class SpanFinder:
     ) -> None:
         self._template = template
         self._eos_token = eos_token
+        # Longest first: one token can be the beginning of another. `(?!)` matches nothing.
         any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(any_special)
         self._at_end = re.compile(rf"(?:{any_special})\Z")
@@ -411,10 +412,12 @@ class SpanFinder:
         if turn.startswith(header):
             return len(header)
         # The generation prompt differs from this rendering, for example where reasoning of old turns is dropped.
+        # Not the end token, whose name could contain the text of a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
         common = min([shared, *(at for at in content if at >= 0)])
+        # A special token is in the header as a whole, or not at all.
         for token in self._special.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()

@@ -42,6 +42,7 @@ class SavedSource:
         import datasets
 
         try:
+            # The format is stored with the dataset: that of torch or numpy would give tensors for lists.
             dataset = datasets.load_from_disk(str(self.folder)).with_format(None)
             yield from _enumerate_rows(dataset, self.name)
         except Exception as error:  # Any error of the library on a damaged folder.

@@ -66,6 +66,7 @@ def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]
         BrokenFileError: The file is UTF-16.
     """
     number, offset = 0, 0
+    # One byte more, which tells a line that is too long from one that just fits.
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number, size = number + 1, len(raw)
         where = f"{name}:{number}"
@@ -273,6 +274,7 @@ def _explain(error: BaseException) -> str:
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Python keeps the last of equal keys without a word.
     built = dict(pairs)
     if len(built) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -307,6 +309,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
     head = next(lines, "")
     if delimiter == "," and "," not in head:
         delimiter = max(",;\t|", key=head.count)
+    # Without `strict`, a quote that is never closed takes the rest of the file into one cell, without an error.
     reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     number = 1
@@ -367,6 +370,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
         table = pq.ParquetFile(file)
         _check_header(table.schema_arrow.names, name)
         groups = range(table.num_row_groups) if groups is None else groups
+        # Rows are numbered over the whole file, also in a part of it.
         index = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
         for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups)):
             for columns in batch.to_pylist():
