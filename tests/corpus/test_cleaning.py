@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
@@ -453,6 +453,8 @@ def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
     own = replace(config, output_dir=str(tmp_path / "out"))
     manifest = make_corpus(own)
     shard = tmp_path / "out" / manifest["shards"][0]["path"]
+    with pytest.raises(ConfigError, match="lies in the source"):
+        make_corpus(replace(build_config(tmp_path), sources=[{"name": str(tmp_path)}]))
     with pytest.raises(ConfigError, match="which the corpus replaces"):
         make_corpus(replace(own, sources=[{"name": str(shard.parent)}]))
     assert shard.is_file()
@@ -590,3 +592,23 @@ def test_workers_are_the_cores_of_this_process_where_the_system_tells_them(monke
     assert cleaning._count_cores() == 2
     monkeypatch.delattr(os, "sched_getaffinity")
     assert cleaning._count_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])
+def test_an_error_of_a_task_waits_for_no_task_that_has_not_begun(error):
+    class Pool:
+        """Runs nothing; the first task has failed."""
+
+        def submit(self, function, *arguments):
+            future = Future()
+            if arguments[1] == 0:
+                future.set_exception(error)
+            return future
+
+        def shutdown(self, *, cancel_futures):
+            self.is_cancelled = cancel_futures
+
+    pool = Pool()
+    with pytest.raises(type(error)):
+        list(cleaning._run_tasks([(None, rank) for rank in range(3)], pool, "cleaning"))
+    assert pool.is_cancelled

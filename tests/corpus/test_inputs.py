@@ -154,6 +154,9 @@ def test_html_files_in_any_encoding(tmp_path):
     documents, _, _ = read({"name": str(tmp_path), "label": "pages"})
     assert ["caf" in documents[0].text, documents[1].text] == [True, "<p>zwei</p>"]
     assert [d.id for d in documents] == ["pages/a.html", "pages/sub/b.HTM"]
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "c.html").write_text("<p>hidden</p>")
+    assert len(read({"name": str(tmp_path), "label": "pages"})[0]) == 2
 
 
 def test_a_folder_of_pages_and_other_data_is_refused(tmp_path):

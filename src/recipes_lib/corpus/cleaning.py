@@ -59,7 +59,7 @@ from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import hash_file, read_record, replace_record, try_lock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
@@ -156,13 +156,16 @@ def _count_cores() -> int:
 
 
 def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
-    """Raise for a folder `data`, which finishing replaces, that is not of a corpus, or that contains a source."""
+    """Raise for a folder `data`, which finishing replaces, that is of no corpus, or in a source, or around one."""
     data = work.with_name("data")
     if data.exists() and not work.exists() and not work.with_name(MANIFEST).exists():
         remedy = "name another output_dir: a corpus replaces what is there"
         raise ConfigError(Problem(str(data), "this folder is there already, and is of no corpus", remedy))
     for entry in config.sources:
         place = Path(entry["name"])
+        if place.is_dir() and data.resolve().is_relative_to(place.resolve()):
+            found = f"output_dir lies in the source {entry['name']}, which would then contain its own corpus"
+            raise ConfigError(Problem(config.output_dir, found, "name another output_dir"))
         if place.exists() and place.resolve().is_relative_to(data.resolve()):
             found = f"this source lies in {data}, which the corpus replaces"
             raise ConfigError(Problem(entry["name"], found, "name another output_dir"))
@@ -416,7 +419,8 @@ def _run_tasks(
     except BrokenProcessPool as error:
         found = f"{name}: a worker process was killed, perhaps for its memory"
         raise ConfigError(Problem("workers", found, "lower `workers`, and run again: what is done stays")) from error
-    except UserError:
+    except BaseException:
+        # Closing the pool would wait for all tasks, for hours after Ctrl-C; now for those that run.
         pool.shutdown(cancel_futures=True)
         raise
 

@@ -173,8 +173,9 @@ def _find_pages(path: Path) -> list[Path]:
     Raises:
         DataError: Other data files lie beside them.
     """
-    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    files = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    # As of other kinds of files, those in hidden folders are no data.
+    below = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path).as_posix()}")
+    files = [path] if path.is_file() else sorted(file for file in below if file.is_file())
     pages = [file for file in files if file.name.lower().endswith((*_HTML, *_WARC))]
     others = [file for file in files if find_suffix(file) in READERS and file.name not in IGNORED_NAMES]
     if pages and others:
