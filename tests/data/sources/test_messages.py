@@ -44,8 +44,9 @@ def test_every_role_becomes_a_template_role(written: str) -> None:
 
 
 def test_a_call_without_arguments_has_none() -> None:
-    call = {"type": "function", "function": {"name": "now"}}
-    (message,) = clean_messages([{"role": "assistant", "tool_calls": [call]}], "messages")
+    calls = [{"type": "function", "function": {"name": "now", **written}} for written in ({}, {"arguments": ""})]
+    first, message = clean_messages([{"role": "assistant", "tool_calls": [call]} for call in calls], "messages")
+    assert first == message
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
 
 

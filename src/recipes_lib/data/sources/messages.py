@@ -252,8 +252,8 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _parse_json(arguments, f"{place}.function.arguments")
+    if isinstance(arguments, str):  # Of a call without any, OpenAI's is empty.
+        arguments = _parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
     return check_json({**call, "function": {**function, "arguments": arguments}}, place)

@@ -1,4 +1,8 @@
-"""File readers: JSON, JSON Lines, CSV, TSV, Parquet, Arrow and text to rows; errors have line and column."""
+"""File readers: JSON, JSON Lines, CSV, TSV, Parquet, Arrow and text to rows; errors have line and column.
+
+``datasets`` 5.2 ends at the first broken line or byte, and of CSV it reads ``NA`` as null and ``007`` as 7. datatrove
+0.10 skips a broken line without counting it, and ends a file at the first byte that is not UTF-8.
+"""
 
 from __future__ import annotations
 
