@@ -109,6 +109,15 @@ def test_a_cut_gzip_member_is_one_damaged_record(tmp_path, cut):
     assert ledger.tallies[READ].removed == {"cannot be read": 1}
 
 
+@pytest.mark.parametrize("header", [b"WARC-Target-URI", b"WARC-Type", b"Content-Type", b"HTTP/1.0"])
+def test_a_record_whose_headers_are_damaged_costs_no_other(tmp_path, header):
+    write_warc(tmp_path / "a.warc", [("response", b"<p>one</p>")])
+    whole = (tmp_path / "a.warc").read_bytes()
+    (tmp_path / "a.warc").write_bytes(whole + whole.replace(header, b"x" * len(header)) + whole)
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents[:: len(documents) - 1]] == ["<p>one</p>"] * 2
+
+
 def test_a_page_about_warc_is_one_document(tmp_path):
     page = b"A record:\r\n\r\nWARC/1.0\r\nWARC-Type: response\r\nContent-Length: 3\r\n\r\nabc\r\n\r\nends"
     write_warc(tmp_path / "a.wet", [("conversion", page), ("conversion", b"two")])

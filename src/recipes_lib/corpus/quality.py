@@ -177,6 +177,7 @@ class Perplexity:
         if not self._bounds:
             found[f"from {math.floor(bits * 10) / 10:.1f} bits per byte"] += 1
             return None
+        # The bound itself belongs to the worse bucket.
         bucket = PERPLEXITY_BUCKETS[bisect.bisect_right(self._bounds, bits)]
         document.metadata["perplexity_bucket"] = bucket
         found[bucket] += 1

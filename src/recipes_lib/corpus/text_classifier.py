@@ -109,6 +109,7 @@ def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], di
         for part in parts:
             part[label] = []
         for text in those:
+            # By content, and by 56 bits as `hash_name` gives: copies are on one side in every run.
             parts[hash_name(text) < share * (1 << 56)][label].append(text)
     few = {label: len(those) for label, those in parts[1].items() if len(those) < _MIN_HELD_OUT}
     if few:

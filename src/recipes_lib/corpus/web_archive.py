@@ -157,17 +157,17 @@ def _measure(data: bytearray, fill: Callable[[int], bool]) -> tuple[int, str]:
 
 def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
     from trafilatura.utils import decode_file
-    from warcio.exceptions import ArchiveLoadFailed
     from warcio.recordloader import ArcWarcRecordLoader
 
     try:
+        # warcio takes apart HTTP headers, chunks and content encodings.
         record = ArcWarcRecordLoader().parse_record_stream(io.BytesIO(data), known_format="warc")
         headers, is_page = record.rec_headers, record.rec_type == "response"
         payload = headers.get_header("WARC-Identified-Payload-Type") or "html"
         if record.rec_type not in ("response", "conversion") or (is_page and "html" not in payload):
             return
         content = record.content_stream().read(MAX_PAGE_BYTES + 1)
-    except (ArchiveLoadFailed, OSError, EOFError, ValueError, zlib.error) as error:
+    except Exception as error:  # Of a damaged header any, as an AttributeError without WARC-Target-URI (warcio 1.8).
         yield Problem(where, f"not a whole WARC record: {ascii(str(error))[1:-1]:.120}")
         return
     if len(content) > MAX_PAGE_BYTES:

@@ -171,6 +171,7 @@ class RowEncoder:
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
         self._proof = Proof(tokenizer)
+        # Tokenizers can have another template for rows with tools.
         self._finders: dict[bool, SpanFinder] = {}
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow]:
@@ -430,6 +431,7 @@ def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArra
     decoders = set(_iterate_types(json.loads(backend.to_str())["decoder"]))
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace"}:
         return None
+    # Ids without a token stay 0: vocabularies have holes, and embeddings more rows.
     lengths = np.zeros(count_ids(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = len(token) if "ByteLevel" in decoders else _count_bytes(token)
@@ -478,6 +480,7 @@ class ByteEnds:
             For each text one number a place; ``None`` where a token lies on both sides of a place, or where the tokens
             are not the text as it stands.
         """
+        # All texts of a batch at once: one search instead of one for each row.
         last = np.cumsum([0, *map(len, ids)])
         # Entry n is the byte position, counted over all texts, at which the first n tokens end.
         ends = np.concatenate([[0], self._lengths[np.concatenate([*ids, np.empty(0, np.uint32)])]]).cumsum()

@@ -331,6 +331,7 @@ class SpanFinder:
     @cached_property
     def _ends(self) -> Collection[str]:
         """End tokens of answers: those that the template adds after one, in the last turn and in earlier turns."""
+        # Two answers: templates can end the last turn in another way than earlier ones.
         speakers = ("user", "assistant", "user", "assistant")
         row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in speakers])
         try:
@@ -380,6 +381,7 @@ class SpanFinder:
             start += self._header_length(row, message, text[start : turns[0].end])
             if rendered.turns[-1].end == end < len(text) and self._terminated(text, end, len(text)):
                 end = len(text)  # A final EOS after the loop.
+            # A message that is written in several stretches: what others write in between is no target.
             for turn, next_turn in pairwise(turns):
                 spans.append(Span(message, start, _rstripped(text, start, turn.end)))
                 start = next_turn.start
@@ -460,6 +462,7 @@ class SpanFinder:
     def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Verify that target spans contain no text of other messages: changing those must not change the spans."""
         written = [targets.text[span.start : span.end] for span in targets.spans]
+        # Joined, so that one search a message is enough; a hit only makes a suspect.
         answers = "\n".join(written)
         suspects = {
             index

@@ -81,6 +81,7 @@ class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
     """Examples in an order by epoch: ``datasets`` calls ``shuffle_data_sources`` from the second epoch on."""
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> _EpochIterable:
+        # From 1, since 0 is the first epoch.
         return _EpochIterable(self.generate_examples_fn, {"epoch_seed": int(generator.integers(1, 2**32))})
 
 

@@ -196,6 +196,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
         }
         columns["row_id"] = pa.array(side.examples.row_ids[rows])
         if has_margins:
+            # Rows without a margin have NaN there.
             columns["margin"] = pa.array(np.nan_to_num(side.columns["margins"][rows]))
         return pa.record_batch(columns)
 

@@ -193,6 +193,7 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
         except DataError as error:
             if row_format is not None:
                 yield error.problems[0]
+            # Kept until a row has a layout: then these are broken ones; if none has, the first is told alone.
             elif len(without_layout) < _MAX_WITHOUT_LAYOUT:
                 without_layout += error.problems
             else:

@@ -115,6 +115,7 @@ def _match(columns: Iterable[str]) -> list[DatasetFormat]:
 
 def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
     """Return the columns that are known by another name: the only one with this meaning, and none has the name."""
+    # Two columns of one meaning, or one beside its own name: which is meant is not guessed.
     meanings = [spellings.get(column, column) for column in present]
     return {column: spellings[column] for column in present if meanings.count(spellings.get(column, "")) == 1}
 
@@ -146,6 +147,7 @@ def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index
     Raises:
         DataError: The row is broken; names its place and the first thing that is wrong.
     """
+    # Readers know the layout's names only.
     if row_format.renamed:
         raw = {row_format.renamed.get(column, column): value for column, value in raw.items()}
     try:

@@ -330,6 +330,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
         if remembered.get("file") == before:
             return bytes.fromhex(str(remembered["sha256"]))
         digest = bytes.fromhex(hash_file(file))
+        # Not while it is being written, and not within one tick of a coarse clock, where a change keeps the time.
         if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
             with suppress(OSError):  # Without a cache the next process reads the file again.
                 entry.parent.mkdir(parents=True, exist_ok=True)
