@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources.canonical import load_source, read_rows
-from recipes_lib.data.sources.local_files import READERS
+from recipes_lib.data.sources.local_files import COMPRESSIONS, READERS
 from recipes_lib.errors import DataError, Problem
 
 GOOD = b'{"text": "fine"}\n'
@@ -382,7 +382,7 @@ def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.Mon
         list(read_rows(load_source(str(path))))
 
 
-@pytest.mark.parametrize("suffix", [*READERS, ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("suffix", [*READERS, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300) | st.text(alphabet='{}[]",:\\ntu0\n\r é\0', max_size=60).map(str.encode))
 def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_path: Path) -> None:
@@ -401,6 +401,32 @@ def test_damaged_parquet_is_rows_or_one_error(position: int, damage: bytes, tmp_
     for problem in find_problems(path):
         assert problem.where.startswith(str(path))
         assert problem.remedy
+
+
+SMALL_ARROW = arrow(pa.table({"messages": [[user(), assistant()]] * 3, "score": [0.5, None, 2.0]}))
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 4, b"\x00\x00\x00\x80", b"\x00\x00\x00\x10\x00\x00\x00\x10"])
+def test_no_damaged_length_or_offset_of_an_arrow_file_ends_the_process(damage: bytes, tmp_path: Path) -> None:
+    for position in range(0, len(SMALL_ARROW), 4):
+        path = tmp_path / "d.arrow"
+        path.write_bytes(SMALL_ARROW[:position] + damage + SMALL_ARROW[position + len(damage) :])
+        for problem in find_problems(path):
+            assert problem.where.startswith(str(path))
+            assert problem.remedy
+
+
+def test_no_damaged_offset_of_a_saved_dataset_ends_the_process(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["one", "two", "three"]}).save_to_disk(str(tmp_path))
+    (path,) = tmp_path.glob("*.arrow")
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 4):
+        path.write_bytes(whole[:position] + b"\x00\x00\x00\x80" + whole[position + 4 :])
+        for problem in find_problems(tmp_path):
+            assert problem.where.startswith(str(tmp_path))
+            assert problem.remedy
 
 
 JSON = st.recursive(
