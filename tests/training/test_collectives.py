@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import pytest
+
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training import collectives
 
 
@@ -12,3 +17,19 @@ def test_one_process_is_rank_0_of_1_and_has_its_own_values() -> None:
     assert collectives.gather_objects({"a": 1}) == [{"a": 1}]
     assert collectives.broadcast_object("seen") == "seen"
     assert collectives.sum_over_processes([1, 2.5]) == [1, 2.5]
+
+
+def test_what_the_main_process_computes_or_refuses_every_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collectives.compute_on_main(lambda: 7) == 7
+    with pytest.raises(ConfigError, match="no key"):
+        collectives.compute_on_main(lambda: refuse())
+    # On another rank nothing is computed; what rank 0 sends is returned or raised.
+    monkeypatch.setattr(collectives, "get_rank", lambda: 1)
+    for sent in (7, ConfigError(Problem("judge", "no key"))):
+        monkeypatch.setattr(collectives, "broadcast_object", lambda value, sent=sent: (sent, value)[0])
+        with pytest.raises(ConfigError, match="no key") if isinstance(sent, ConfigError) else nullcontext():
+            assert collectives.compute_on_main(lambda: refuse()) == 7
+
+
+def refuse() -> int:
+    raise ConfigError(Problem("judge", "no key"))

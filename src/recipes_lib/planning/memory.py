@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
@@ -46,6 +47,7 @@ from recipes_lib.planning.compute import (
     has_live_reference,
     has_live_teacher,
     read_shapes,
+    reads_teacher,
 )
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
@@ -144,7 +146,8 @@ def plan_memory(
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     text = narrowed.get_text_config()
     logit_bytes = count_logit_bytes(config, text, is_half=is_half)
-    plan = MemoryPlan(layout, about, components, phases, num_predicted, text.vocab_size, logit_bytes)
+    part = TEACHER_PART if reads_teacher(config) else 1
+    plan = MemoryPlan(layout, about, components, phases, num_predicted, text.vocab_size, logit_bytes, part)
     if config.read("activation_checkpointing") == AUTO:
         plan = dataclasses.replace(plan, choices=choices)
     if ENGINE in components:
@@ -165,8 +168,8 @@ def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig, *, i
     narrow = 2 * is_half
     # The derivative of a cap on the logits; a square of them too while it is computed, where the losses of tokens peak.
     slope = 4 if getattr(model_config, "final_logit_softcapping", None) else 0
-    if has_live_teacher(config):
-        is_mixture = config.distillation.distillation_beta not in (0, 1)
+    if reads_teacher(config):
+        is_mixture = config.recipe == "distill" and config.distillation.distillation_beta not in (0, 1)
         return (44 if is_mixture else 28) + 2 * (narrow + slope)
     if config.recipe == "distill":
         return 8 + narrow + slope
@@ -236,6 +239,10 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     keeps_master = layout.is_deepspeed and is_half
     trained = _count_trained(_find_trained(model), config, keeps_master=keeps_master)
     models = {"model": trained, **{name: Held(_count_stored(config, other)) for name, other in frozen.items()}}
+    if config.forgetting.ewc_lambda:
+        models["EWC reference"] = Held(trained.weights)
+        if config.forgetting.ewc_fisher == "diagonal":
+            models["Fisher information"] = Held(trained.weights)
     width = _count_width(config, model_config, is_half)
     temporary = _count_exchange(config, model, layout, is_half=is_half)
     if layout.shards.weights != 1:
@@ -244,7 +251,8 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         # micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
-    choices = count_choices(config, model_config, layout, _list_checkpointing(config), is_half=is_half)
+    kept = count_kept(config, model_config, layout, is_half=is_half)
+    choices = count_choices(config, model_config, layout, kept, _list_checkpointing(config), is_half=is_half)
     return "", models, temporary, choices
 
 
@@ -252,6 +260,7 @@ def count_choices(
     config: RecipeConfig,
     model_config: PreTrainedConfig,
     layout: Layout,
+    kept: Activations,
     kinds: Mapping[str, Checkpointing],
     *,
     is_half: bool,
@@ -262,10 +271,10 @@ def count_choices(
         config: The run, of a recipe with upstream's trainer.
         model_config: What a process computes of the model that is trained.
         layout: How its processes hold the model.
+        kept: From ``count_kept``.
         kinds: By name.
         is_half: As for ``plan_memory``.
     """
-    kept = count_kept(config, model_config, layout, is_half=is_half)
     width = _count_width(config, model_config, is_half)
     return {
         name: {
@@ -342,8 +351,7 @@ def count_kept(
     batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
     with torch.device("meta"):
         # Under autocast hidden states have the dtype of the weights, under FSDP2 and ZeRO the compute dtype.
-        casts_weights = is_half and (layout.shards.weights != 1 or layout.is_deepspeed)
-        dtype = "bfloat16" if casts_weights else config.model.dtype
+        dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
         model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
         add_loss_head(model)
         if config.adapter.use_peft:
@@ -360,6 +368,8 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "frozen base", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     elif has_live_reference(config):
         yield "reference", _build(AutoModelForCausalLM, model_config, config.model.dtype)
+    elif config.forgetting.kl_to_base:
+        yield "base model", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     if has_live_teacher(config):
         teacher = choose_teacher(config)
         yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.quantities import format_duration
 from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
 """Colours, one for each run: the most that can be distinguished."""
@@ -143,7 +144,8 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
         if value is None or base is None
         else "="
         if value == base
-        else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base else "")
+        # A share of what is negative, or of nothing, would have the wrong sign, or none.
+        else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base > 0 else "")
         for value in values[1:]
     ]
     # Counts are shown exactly, other figures with five digits.

@@ -116,7 +116,11 @@ def list_scores(facts: Record) -> Iterator[Score]:
 
 def read_number(record: Record, name: str) -> float | None:
     """Return a figure of a record, NaN and infinities included; ``None`` if it is missing or not a number."""
-    return parse_number(record.get(name))
+    number = parse_number(record.get(name))
+    try:
+        return None if number is None else float(number)
+    except OverflowError:  # JSON has integers of any size.
+        return math.inf
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
@@ -129,13 +133,6 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
     """Return the steps at which a figure was NaN or infinite."""
     pairs = ((record["step"], read_number(record, name)) for record in records)
     return [step for step, value in pairs if value is not None and not math.isfinite(value)]
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration as ``1 h 2 min``, ``2 min 3 s`` or ``3 s``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _read_facts(path: Path) -> Record:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, distributed
+
+from recipes_lib.errors import UserError
 
 T = TypeVar("T")
 Group = distributed.ProcessGroup | None
@@ -56,6 +58,24 @@ def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
         distributed.broadcast_object_list(shared, group=group, group_src=source)
     received: T = shared[0]
     return received
+
+
+def compute_on_main(compute: Callable[[], T]) -> T:
+    """Return what ``compute`` returns on rank 0; all ranks must call.
+
+    Raises:
+        UserError: Rank 0 raised it: every rank raises it, so that none waits for the others.
+    """
+    found: T | UserError | None = None
+    if get_rank() == 0:
+        try:
+            found = compute()
+        except UserError as error:
+            found = error
+    shared = broadcast_object(found)
+    if isinstance(shared, UserError):
+        raise shared
+    return cast("T", shared)
 
 
 def sum_over_processes(values: Sequence[float], group: Group = None) -> list[float]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils.generic import ModelOutput
 
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, list_first
 from recipes_lib.losses.distillation import (
     DistillationSums,
     DistillationTargets,
@@ -142,6 +142,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
                     "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
                 )
             )
+    # The function and not the bound method, which would call the original from within a deep copy.
     original_forward = cast(types.MethodType, model.forward).__func__
 
     # generate() validates its arguments against the signature of the class's forward.
@@ -180,9 +181,11 @@ def verify_loss_head(model: Any) -> None:
         model: What ``add_loss_head`` was given; when its weights are sharded every process must call.
 
     Raises:
-        ConfigError: The losses differ: between backbone and logits the model does something that is unknown here.
+        ConfigError: The model's own loss is not finite, or the losses differ: between backbone and logits the model
+            does something that is unknown here.
     """
     config = unwrap_adapter(model).config.get_text_config()
+    # Any eight tokens that the vocabulary has.
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
@@ -190,6 +193,9 @@ def verify_loss_head(model: Any) -> None:
     ours = sums.nll_sum / sums.num_targets
     if sums.aux_loss is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
+    if not own.loss.isfinite():  # NaN is close to nothing, and would be told as a difference.
+        raise ConfigError(Problem("model_name_or_path", *_explain_loss(model, float(own.loss))))
+    # In half precision, the model's own loss rounds its logits.
     tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
     if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
         raise ConfigError(
@@ -199,6 +205,17 @@ def verify_loss_head(model: Any) -> None:
                 "its architecture changes the logits in a way that is not supported; choose another model",
             )
         )
+
+
+def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
+    """Return why a model's own loss is not finite, and the remedy."""
+    broken = [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]
+    if broken:
+        return f"weights are NaN or infinite: {list_first(broken)}", "name an earlier checkpoint, or another model"
+    return (
+        f"its loss on eight tokens is {loss}, though its weights are finite",
+        "load it with another `dtype`",
+    )
 
 
 def score_beside_teacher(
@@ -383,6 +400,7 @@ def _compute_logps(
     if attention_mask is not None:
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
     hidden, aux_loss = _run_backbone(model, inputs)
+    # (B, L, D) to (N, D): nothing else is projected to the vocabulary.
     chosen = hidden.flatten(0, 1)[predictors]
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
@@ -423,6 +441,7 @@ def _is_causal(model: Any) -> bool:
 
 def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Last hidden states, ``(B, L, D)``, and the load-balancing loss if the model has one."""
+    # A cache would switch off the isolation of packed documents.
     inputs["use_cache"] = False
     config = model.config.get_text_config()
     is_flat, is_alone = "cu_seq_lens_q" in inputs, inputs.pop("one_document_a_row", False) and _is_causal(model)
