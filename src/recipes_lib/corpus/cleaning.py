@@ -163,12 +163,12 @@ def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
         raise ConfigError(Problem(str(data), "this folder is there already, and is of no corpus", remedy))
     for entry in config.sources:
         place = Path(entry["name"])
-        if place.is_dir() and data.resolve().is_relative_to(place.resolve()):
-            found = f"output_dir lies in the source {entry['name']}, which would then contain its own corpus"
-            raise ConfigError(Problem(config.output_dir, found, "name another output_dir"))
         if place.exists() and place.resolve().is_relative_to(data.resolve()):
             found = f"this source lies in {data}, which the corpus replaces"
             raise ConfigError(Problem(entry["name"], found, "name another output_dir"))
+        if place.is_dir() and data.resolve().is_relative_to(place.resolve()):
+            found = f"output_dir lies in the source {entry['name']}, which would then contain its own corpus"
+            raise ConfigError(Problem(config.output_dir, found, "name another output_dir"))
 
 
 @contextmanager
