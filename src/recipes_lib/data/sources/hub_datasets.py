@@ -46,7 +46,7 @@ class SavedSource:
             dataset = datasets.load_from_disk(str(self.folder)).with_format("arrow")
             decode, index = find_decoder(dataset.data.schema), 0
             for batch in dataset.iter(batch_size=_BATCH_ROWS):
-                batch.validate(full=True)  # As in `read_arrow`: a stranger's file must not end the process.
+                batch.validate(full=True)  # As in `read_arrow`: an untrusted file must not end the process.
                 for columns in batch.to_pylist():
                     yield RawRow(self.name, index, "row", spell_as_json(decode(columns)))
                     index += 1
