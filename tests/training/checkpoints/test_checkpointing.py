@@ -276,6 +276,27 @@ def test_the_best_is_that_of_the_steps_that_are_saved(tiny_model_dir, tmp_path, 
     assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
 
 
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_the_last_weights_never_pass_for_the_best_ones(tiny_model_dir, tmp_path, what):
+    losses, last = iter([1.0, 5.0]), {}
+    keys = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    trainer, _ = make_trainer(
+        tiny_model_dir,
+        tmp_path,
+        make_packs(),
+        hooks=[lambda model, step: {"loss": next(losses)}],
+        **SAVES | keys | {"max_steps": 4},
+    )
+    lines, best = [], tmp_path / "checkpoint-2"
+    trainer.observer.progress.say = lines.append
+    remove = {"folder": lambda: shutil.rmtree(best), "file": (best / "model.safetensors").unlink}[what]
+    trainer.add_callback(Telling(4, lambda: (remove(), last.update(weights_of(trainer)))))
+    trainer.train()
+    assert_equal_weights(weights_of(trainer), last)
+    assert trainer.state.best_model_checkpoint is None
+    assert any(line.startswith("the best weights, checkpoint-2, cannot be loaded: ") for line in lines)
+
+
 def test_experts_are_resumed_and_not_skipped(tiny_model_dir, tmp_path):
     # Upstream would load weights by the names of publication, under which a model has no experts, and only warn.
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_local_experts": 2}

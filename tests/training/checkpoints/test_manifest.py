@@ -1,8 +1,10 @@
 """Only a checkpoint that is whole may be resumed."""
 
+import errno
 import hashlib
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +94,21 @@ def test_what_is_to_stay_for_ever_stays(tmp_path):
         make_checkpoint(tmp_path, step)
     rotate(tmp_path, 1, (2,), keep_every=4)
     assert steps_in(tmp_path) == sorted(f"checkpoint-{step}" for step in (2, 4, 8, 12))
+
+
+def test_what_cannot_be_deleted_is_told_and_the_others_go(tmp_path, monkeypatch):
+    for step in (1, 2, 3, 4):
+        make_checkpoint(tmp_path, step)
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name == "checkpoint-2":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert rotate(tmp_path, 1, ()) == ["checkpoint-2 (Device or resource busy)"]
+    assert steps_in(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_what_is_not_whole_takes_no_place_and_is_never_deleted(tmp_path):

@@ -101,7 +101,10 @@ def test_the_live_line_shows_step_total_figures_and_evaluations(monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", "160")
     terminal = Terminal()
     progress = LiveProgress(terminal)
+    progress.start(50, 20)
+    # Behind a rollback training begins again, and there is one bar.
     progress.start(50, 10)
+    assert len(progress._display.tasks) == 1
     progress.advance(11)
     progress.show({**TRAIN, "step": 11})
     assert list(progress.track([1, 2], "evaluate", 2)) == [1, 2]
@@ -117,7 +120,17 @@ def test_the_live_line_shows_step_total_figures_and_evaluations(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(842, "842"), (12345, "12.3k"), (4.56e6, "4.56M"), (7e9, "7B"), (15.6e12, "15.6T"), (0, "0")],
+    [
+        (842, "842"),
+        (12345, "12.3k"),
+        (4.56e6, "4.56M"),
+        (7e9, "7B"),
+        (15.6e12, "15.6T"),
+        (0, "0"),
+        (999.4, "999"),
+        (999.6, "1k"),
+        (999_700, "1M"),
+    ],
 )
 def test_counts_are_short(number: float, expected: str) -> None:
     assert format_count(number) == expected

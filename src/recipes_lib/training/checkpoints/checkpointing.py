@@ -17,10 +17,11 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.models.parallel.tensor_parallel import saving_unsharded, was_sharded_on_loading
-from recipes_lib.training.checkpoints.manifest import STAGING
+from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
+from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
@@ -159,31 +160,34 @@ class CheckpointingTrainer(Trainer):
         self._disregard_unsaved()  # Besides ``save_steps``, a stop request or a decay saves.
         step = self.state.global_step
         staged = self._saver.open(step, folder)
-        # Upstream would delete while this one is not known to be whole.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._staging, self._tasks = staged.parent, []
         try:
-            Trainer._save_checkpoint(self, model, None)
+            with self._deleting_nothing():
+                Trainer._save_checkpoint(self, model, None)
         finally:
             self._staging = None
-            self.args.save_total_limit = limit
         if self.state.best_global_step == step or self._best_checkpoint.is_dir():
             # Upstream looks for the best one where it writes.
             self.state.best_model_checkpoint = str(self._best_checkpoint)
         if self.args.should_save:
+            # Once more: upstream has written it before the line above.
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            # A pickle, which nothing reads; run.json says more.
+            (staged / "training_args.bin").unlink(missing_ok=True)
         # The random states of all processes are there.
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
-        verify_layout = self.layout.build_verification(self.model)
-
-        def verify() -> None:
-            verify_layout(staged)
-            if self.args.should_save:
-                # A pickle, which nothing reads; run.json says more.
-                (staged / "training_args.bin").unlink(missing_ok=True)
-
+        verify = partial(self.layout.build_verification(self.model), staged)
         return Staged(staged, step, tasks, verify, is_shared=self.layout.is_shared)
+
+    @contextmanager
+    def _deleting_nothing(self) -> Iterator[None]:
+        """Keep upstream from deleting old checkpoints: ``rotate`` does, once the new one is known to be whole."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save into a checkpoint as the layout does; elsewhere the main process saves the whole model."""
@@ -263,14 +267,16 @@ class CheckpointingTrainer(Trainer):
         """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
         self.finish_saving()
         self.accelerator.wait_for_everyone()
-        # The folder of a run that was resumed may have had another path when the best one was saved.
-        if self._best_checkpoint.is_dir():
-            self.state.best_model_checkpoint = str(self._best_checkpoint)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            # transformers 5.23 only warns of one that is gone, and the last weights would pass for the best ones. All
+            # processes load it or none: one alone would wait for the others.
+            fault = broadcast_object(find_wrong_size(self._best_checkpoint))
+            if fault is not None:
+                self._tell(f"the best weights, {self._best_checkpoint.name}, cannot be loaded: {fault}")
+            # The folder of a run that was resumed may have had another path when it was saved.
+            self.state.best_model_checkpoint = None if fault else str(self._best_checkpoint)
+        with self._deleting_nothing():
             return super()._finalize_training(*args)  # type: ignore[no-untyped-call]
-        finally:
-            self.args.save_total_limit = limit
 
     # transformers 5.23 resumes with fresh random states on processes that the checkpoint knows nothing of.
     def _load_rng_state(self, checkpoint: str | None) -> None:

@@ -195,7 +195,9 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted(numbered, reverse=True)
 
 
-def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int], keep_every: int | None = None) -> None:
+def rotate(
+    output_dir: Path, keep_last: int | None, keep_steps: Collection[int], keep_every: int | None = None
+) -> list[str]:
     """Delete all but the newest complete checkpoints; call it when the newest one has its manifest, never before.
 
     What is not complete is neither counted nor deleted: it may be all that is left of something.
@@ -205,14 +207,22 @@ def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int],
         keep_last: Complete checkpoints to keep; ``None`` keeps all.
         keep_steps: Steps whose checkpoints stay besides.
         keep_every: Also keep the checkpoints at multiples of this many steps.
+
+    Returns:
+        Those that could not be deleted, each with the reason.
     """
+    kept: list[str] = []
     if keep_last is None:
-        return
+        return kept
     complete = [(step, path) for step, path in list_checkpoints(output_dir) if is_complete(path)]
     for step, path in complete[keep_last:]:
         if step not in keep_steps and not (keep_every and step % keep_every == 0):
-            _move_to_trash(path)
+            try:
+                _move_to_trash(path)
+            except OSError as error:
+                kept.append(f"{path.name} ({error.strerror})")
     clear_trash(output_dir)
+    return kept
 
 
 def supersede(output_dir: Path, after_step: int) -> None:

@@ -231,12 +231,7 @@ EXTENDABLE: Final = frozenset(
 
 
 def find_common_checkpoint(
-    config: RecipeConfig,
-    before: Mapping[str, Any],
-    differing: Collection[str],
-    *,
-    world_size: int,
-    world_size_before: int,
+    config: RecipeConfig, before: Mapping[str, Any], differing: Collection[str], world_size: int
 ) -> Path | None:
     """Return the newest complete checkpoint that the old and the extended run share.
 
@@ -247,8 +242,7 @@ def find_common_checkpoint(
         config: The run now.
         before: Its keys as they were, from ``run.json``.
         differing: Names of the keys that differ.
-        world_size: Data-parallel processes now.
-        world_size_before: Data-parallel processes then.
+        world_size: Data-parallel processes, whose steps take the rows that those of the old run took.
 
     Returns:
         ``None``: another key differs, the run is none of pretraining, or no such checkpoint is left.
@@ -259,7 +253,7 @@ def find_common_checkpoint(
         return None
     try:
         now = plan_pretraining(config, world_size)
-        then = plan_pretraining(_restore(config, before, differing), world_size_before)
+        then = plan_pretraining(_restore(config, before, differing), world_size)
     except (AssertionError, ConfigError):  # Epochs are counted by the data, which are not opened yet.
         return None
     checkpoints = list_checkpoints(Path(config.training["output_dir"]))

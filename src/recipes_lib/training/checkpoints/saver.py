@@ -321,6 +321,7 @@ class CheckpointSaver:
         self._copy = HostCopy()
         self._copies: bool | None = None  # Known when there are states to be copied.
         self._group: distributed.ProcessGroup | None = None  # Of the threads that write shards asynchronously.
+        self._record: dict[str, Any] = {}
 
     @property
     def is_main(self) -> bool:
@@ -390,7 +391,9 @@ class CheckpointSaver:
 
         def finish() -> None:
             publish(staged.folder)
-            rotate(self._output_dir, limit, keep, self._keep_every)
+            # One that somebody has mounted, or that is another user's, costs room and not the run.
+            if kept := rotate(self._output_dir, limit, keep, self._keep_every):
+                self._say(f"older checkpoints could not be deleted: {', '.join(kept)}")
 
         self._write(staged, then=finish)
 
@@ -436,7 +439,8 @@ class CheckpointSaver:
         if not self._args.should_save:
             return
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
-        shutil.rmtree(staged.folder.parent)
+        # A network file system keeps a name for what is still mapped into memory; the next start removes what is left.
+        shutil.rmtree(staged.folder.parent, ignore_errors=True)
         self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
         verify_disk(plan(size), str(self._output_dir))
 
@@ -459,15 +463,17 @@ class CheckpointSaver:
         if not (staged.is_shared or self.is_main):
             return
         facts = self._describe_run(staged.step) if self.is_main else {}
+        # No task writes these: what deletes the folder meanwhile takes them along, and tasks would make it anew.
+        written = [path for path in staged.folder.rglob("*") if path.is_file()] if self.is_main else []
 
         def job() -> None:
             if staged.is_shared:
-                self._complete_together(staged, facts)
+                self._complete_together(staged, written, facts)
             else:
                 for task in staged.tasks:
                     task()
                 staged.verify()
-                write_complete(staged.folder, **facts)
+                _complete(staged.folder, written, facts)
             if self.is_main:
                 then()
 
@@ -476,7 +482,7 @@ class CheckpointSaver:
         else:
             job()
 
-    def _complete_together(self, staged: Staged, facts: Mapping[str, Any]) -> None:
+    def _complete_together(self, staged: Staged, written: Sequence[Path], facts: Mapping[str, Any]) -> None:
         """Each process verifies what it wrote, in parallel; the main one writes the manifest from all results.
 
         No process waits for more than the largest share, nor for ever where another one fails.
@@ -490,7 +496,7 @@ class CheckpointSaver:
 
         def complete() -> None:
             if self.is_main:
-                write_complete(staged.folder, files, **facts)
+                _complete(staged.folder, written, facts, files)
                 if (wrong := find_wrong_size(staged.folder)) is not None:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
@@ -519,7 +525,8 @@ class CheckpointSaver:
 
     def _describe_run(self, step: int) -> dict[str, Any]:
         """Return additional fields of the manifest."""
-        record = read_run_record(self._output_dir)
+        # That of the first save: where somebody deletes the file, the run is known by its checkpoints alone.
+        self._record = record = self._record or read_run_record(self._output_dir)
         return {
             "step": step,
             "world_size": self._args.world_size,
@@ -530,6 +537,19 @@ class CheckpointSaver:
             # By which the run is resumed where its own record is lost.
             "run": {key: record[key] for key in RECORDED if key in record},
         }
+
+
+def _complete(
+    folder: Path, written: Sequence[Path], facts: Mapping[str, Any], files: Mapping[str, Any] | None = None
+) -> None:
+    """As ``write_complete``, if the files that were there before the tasks still are.
+
+    Raises:
+        FileNotFoundError: One of them is gone.
+    """
+    if gone := [path for path in written if not path.exists()]:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone[0]))
+    write_complete(folder, files, **facts)
 
 
 def write_state(state: Any, path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from recipes_lib.files import parse_number, parse_record, replace_text
+from recipes_lib.files import parse_number, parse_record, replace_text, spell_numbers
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.collectives import sum_over_processes
 
@@ -182,12 +182,8 @@ class MetricsWriter:
         """
         if not self._is_main:
             return
-        # JSON has no numbers for these; float() reads the strings back.
-        finite = {
-            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in event.items()
-        }
-        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        line = (json.dumps(spell_numbers(event), allow_nan=False) + "\n").encode()
+        # Opened for each event: a file that was renamed or deleted meanwhile gets no more lines where nobody looks.
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size

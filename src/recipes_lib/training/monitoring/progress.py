@@ -77,7 +77,8 @@ def describe_event(event: Mapping[str, Any]) -> str:
 def format_count(number: float) -> str:
     """Return a count in at most five characters: ``842``, ``12.3k``, ``4.56M``."""
     for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= scale:
+        # From where three digits round up to the scale: ``999.6`` would be written ``1e+03``.
+        if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"
 
@@ -152,7 +153,9 @@ class LiveProgress(TrainingProgress):
         self._training: TaskID | None = None
 
     def start(self, num_steps: int, step: int) -> None:
-        """Draw the bar."""
+        """Draw the bar; after a rollback in place of the one before."""
+        if self._training is not None:
+            self._display.remove_task(self._training)
         self._training = self._display.add_task("train", total=num_steps, completed=step, figures="")
         self._display.start()
 
