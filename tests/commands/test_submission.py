@@ -126,7 +126,11 @@ def test_what_is_wrong_is_told_before_anything_is_submitted(
         assert told in capsys.readouterr().err
         assert cluster.read_calls() == []
 
-    fails("`recipes job --to ...`", "--executor", "skypilot")
+    fails("--volume: skypilot needs it", "--executor", "skypilot", "--gpu", "H100")
+    fails("--image: it is not supported for slurm", "--image", "me/recipes")
+    one_machine = ("--executor", "skypilot", "--gpu", "H100", "--volume", "s3://runs", "--num_nodes", "2")
+    fails("a pipeline on skypilot is one machine", *one_machine)
+    fails("there is no sky here", *one_machine[:-2])
     fails("--hours: is 0", "--hours", "0")
     fails("needs one, which is neither done nor queued", "--only", "three")
     monkeypatch.setenv("SQUEUE_FAILS", "1")
@@ -169,3 +173,52 @@ def test_independent_stages_run_at_the_same_time_and_a_whole_run_beside_them_is_
     assert (first.wait(timeout=60), second.returncode) == (0, 0)
     record = json.loads((cluster.output_dir / "pipeline.json").read_text())["stages"]
     assert {name: entry["status"] for name, entry in record.items()} == {"writer": "done", "reader": "done"}
+
+
+CLOUD = """#!{python}
+import os, subprocess, sys, yaml
+open(os.environ["SLURM"] + "/calls", "a").write(" ".join(sys.argv[1:-1]) + "\\n")
+job = yaml.safe_load(open(sys.argv[-1]))
+if "spec" in job:
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    words = pod["containers"][0]["command"]
+else:
+    words = ["bash", "-c", job["run"]]
+print("ended with", subprocess.run([word.replace("cd /app", ":") for word in words]).returncode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("executor", "program", "submit"),
+    [("kubernetes", "kubectl", "apply -f"), ("skypilot", "sky", "jobs launch --yes -d --secret HF_TOKEN")],
+)
+def test_on_a_cloud_one_job_runs_the_stages_in_order(
+    cluster: Cluster,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    executor: str,
+    program: str,
+    submit: str,
+) -> None:
+    (cluster.folder / program).write_text(CLOUD.format(python=sys.executable))
+    (cluster.folder / program).chmod(0o755)
+    (cluster.folder / "recipes" / "pipelines").mkdir(parents=True)
+    monkeypatch.chdir(cluster.folder)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    cluster.pipeline = Path("recipes/pipelines/p.yaml")
+    gate = PIPELINE + "  four: {run: [mkdir, '${output_dir}/four'], require: {eval_loss: '< 3'}}\n"
+    cluster.pipeline.write_text(gate)
+    flags = ("--executor", executor, "--image", "me/recipes", "--volume", "runs", "--gpu", "H100")
+    (cluster.output_dir / "two").mkdir(parents=True)
+    assert cluster.run(*flags, "--secret", "HF_TOKEN", "--until", "three") == 0
+    assert cluster.read_calls() == [submit]
+    assert "ended with 1" in capsys.readouterr().out
+    (cluster.output_dir / "two").rmdir()
+    assert cluster.run(*flags, "--until", "three") == 0
+    told = capsys.readouterr().out
+    assert "ended with 0" in told
+    assert f"3 stages submitted as one job: {cluster.output_dir}/jobs/{executor}.yaml" in told
+    assert (cluster.output_dir / "three").is_dir()
+    # A gate that fails is final: the cluster must not start the job again.
+    assert cluster.run(*flags) == 0
+    assert "ended with 2" in capsys.readouterr().out

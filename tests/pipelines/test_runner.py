@@ -16,7 +16,7 @@ import pytest
 from recipes_lib.errors import ConfigError
 from recipes_lib.files import try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
-from recipes_lib.pipelines.runner import find_broken_gates, fingerprint, read_figure, run_pipeline
+from recipes_lib.pipelines.runner import find_broken_gates, fingerprint, read_figure, read_state, run_pipeline
 
 # Appends its arguments to a log, and writes the output of a run.
 WORK = """
@@ -106,6 +106,33 @@ def test_a_failing_stage_ends_it_with_its_code_and_resumes(bench: Bench, monkeyp
     assert bench.log == ["a", "b", "b", "c"]
     # It was the same command, whose output is its to resume.
     assert not list((bench.folder / "out").glob("*.replaced-*"))
+
+
+@pytest.mark.parametrize(
+    ("status", "launch", "code", "state"),
+    [
+        ("preempted", "fsdp2", 75, "stopped"),
+        ("stalled", "fsdp2", 4, "failed"),
+        ("diverged", "fsdp2", 3, "failed"),
+        ("refused", "fsdp2", 2, "failed"),
+        ("failed", "fsdp2", 1, "failed"),
+        ("preempted", "", 1, "failed"),
+    ],
+)
+def test_the_record_of_a_launched_run_decides_the_code_where_the_launcher_says_1(
+    bench: Bench, status: str, launch: str, code: int, state: str
+) -> None:
+    record = bench.folder / "out" / "a" / "run.json"
+    write = f"mkdir -p '{record.parent}'; echo '{{\"status\": \"{status}\"}}' > '{record}'; exit 1"
+    pipeline = bench.load()
+    stage = replace(pipeline.stages[0], launch=launch, words=("bash", "-c", write))
+    pipeline = replace(pipeline, stages=(stage,))
+    assert run_pipeline(pipeline, [stage], bench.said.append) == code
+    assert read_state(bench.folder / "out" / "pipeline.json")["a"]["status"] == state
+    # A record from before says nothing of this attempt.
+    os.utime(record, (1, 1))
+    stage = replace(stage, words=("false",))
+    assert run_pipeline(replace(pipeline, stages=(stage,)), [stage], bench.said.append) == 1
 
 
 def test_a_gate_stops_what_depends_on_it_every_time(bench: Bench) -> None:

@@ -121,6 +121,7 @@ class PublishedRun(NamedTuple):
 
 
 CARD = "model card"
+LLAMA_8B = build_llama(4096, 14336, 32, (32, 8), 128_256)
 MISTRAL = build_llama(4096, 14336, 32, (32, 8), 32_000)
 NANOCHAT = GPT2Config(vocab_size=65_536, n_positions=2048, n_embd=1280, n_layer=20, n_head=10)
 """Of the same matrices, but for positions."""
@@ -129,7 +130,7 @@ RUNS = (
                  "Touvron et al. 2023, table 2", "the share is of H100s, of half the bandwidth a FLOP/s"),
     PublishedRun("Llama 2 70B", build_llama(8192, 28672, 80, (64, 8), 32_000), 4096, 2e12, "A100-80GB", 1_720_320,
                  "Touvron et al. 2023, table 2", "as above"),
-    PublishedRun("Llama 3 8B", build_llama(4096, 14336, 32, (32, 8), 128_256), 8192, 15e12, "H100", 1_300_000, CARD,
+    PublishedRun("Llama 3 8B", LLAMA_8B, 8192, 15e12, "H100", 1_300_000, CARD,
                  "not explained: the card does not say what the hours include"),
     PublishedRun("Llama 3 70B", build_llama(8192, 28672, 80, (64, 8), 128_256), 8192, 15e12, "H100", 6_400_000, CARD,
                  "likely traffic between GPUs and failures, which these hours leave out"),
@@ -161,6 +162,7 @@ def build_mpt(width: int, num_layers: int, num_heads: int) -> GPT2Config:
     return GPT2Config(vocab_size=50_368, n_embd=width, n_layer=num_layers, n_head=num_heads)
 
 
+TITAN = "torchtitan, table 3, at the shares of 8 GPUs, table 1"
 FOUNDRY = "llm-foundry, `scripts/train/benchmarking`"
 SPEEDS = (
     PublishedSpeed("MPT 1B", build_mpt(2048, 24, 16), 2048, "H100", 45_455, 0.4182, FOUNDRY),
@@ -172,6 +174,8 @@ SPEEDS = (
     PublishedSpeed("MPT 13B", build_mpt(5120, 40, 40), 2048, "A100-80GB", 2_262, 0.5957, FOUNDRY),
     PublishedSpeed("OLMo 2 32B", build_llama(5120, 27_648, 64, (40, 8), 100_352), 4096, "H100", 1_800, 0.38,
                    "announcement, in round numbers"),
+    PublishedSpeed("Llama 3.1 8B eager on 128", LLAMA_8B, 8192, "H100", 5_605, Kind(False, False).published, TITAN),
+    PublishedSpeed("Llama 3.1 8B compiled on 128", LLAMA_8B, 8192, "H100", 6_514, SHARE, TITAN),
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """``recipes job``: scripts and manifests that start a run on a cluster; stages of pipelines as batch jobs.
 
-A job of a stage runs ``recipes run --only STAGE``, so that caching, gates and resuming are those of a local run.
+A SLURM job of a stage runs ``recipes run --only STAGE``, so that caching, gates and resuming are those of a local run;
+on SkyPilot and Kubernetes, which have no dependencies between jobs, one job runs all stages on one machine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from recipes_lib.commands.launch import PORT
 from recipes_lib.config.loader import parse_command, split_recipe
-from recipes_lib.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, EXIT_USER, ConfigError, Problem
+from recipes_lib.errors import (
+    EXIT_BUG,
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    EXIT_STALLED,
+    EXIT_USER,
+    ConfigError,
+    Problem,
+)
 from recipes_lib.files import read_record, replace_record
 from recipes_lib.pipelines.pipeline import Pipeline, Stage
 from recipes_lib.pipelines.runner import find_done
@@ -49,22 +59,27 @@ _CONSTANTS: Final = {
     "exit_bug": EXIT_BUG,
     "exit_user": EXIT_USER,
     "exit_preempted": EXIT_PREEMPTED,
+    "exit_diverged": EXIT_DIVERGED,
+    "exit_stalled": EXIT_STALLED,
 }
 """Constants of the templates; ``retries`` is the number of restarts after a failure of unknown cause."""
 
 
 class Cluster(NamedTuple):
-    """A cluster type: its template, required flags and unsupported flags."""
+    """A cluster type: its template, required flags, unsupported flags, and what submits a file of a pipeline."""
 
     template: str
     needed: tuple[str, ...]
     unsupported: tuple[str, ...]
+    submit: tuple[str, ...] = ()
 
 
 CLUSTERS: Final = {
-    "slurm": Cluster("slurm.sh", (), ("image", "volume")),
-    "kubernetes": Cluster("kubernetes.yaml", ("image", "volume"), ("cpus_per_gpu",)),
-    "skypilot": Cluster("skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours")),
+    "slurm": Cluster("slurm.sh", (), ("image", "volume"), ("sbatch", "--parsable")),
+    "kubernetes": Cluster("kubernetes.yaml", ("image", "volume"), ("cpus_per_gpu",), ("kubectl", "apply", "-f")),
+    "skypilot": Cluster(
+        "skypilot.yaml", ("gpu", "volume"), ("cpus_per_gpu", "hours"), ("sky", "jobs", "launch", "--yes", "-d")
+    ),
     "hf-jobs": Cluster("hf_jobs.sh", ("gpu", "image", "volume"), ("cpus_per_gpu",)),
 }
 
@@ -85,8 +100,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--hardware", help="file of accelerate_configs/ (default: single_gpu, or ddp on several GPUs)")
     add_machine_flags(parser)
     parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
-    parser.add_argument("--image", help="container image")
-    parser.add_argument("--volume", help="persistent storage, a claim or a bucket; mounted at /data")
+    add_cloud_flags(parser)
     parser.add_argument("--name", help="name of the job (default: that of output_dir)")
     options, overrides = parser.parse_known_args(argv)
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
@@ -112,6 +126,12 @@ def add_machine_flags(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--hours", type=int, help=f"time limit of a job (default: {HOURS})")
 
 
+def add_cloud_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags that say from what a machine of a cloud starts, and where it writes."""
+    parser.add_argument("--image", help="container image")
+    parser.add_argument("--volume", help="persistent storage, a claim or a bucket; mounted at /data")
+
+
 def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the template variables of a run, from the flags.
 
@@ -127,12 +147,12 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     config = parse_command(recipe, ["--config", options.config, *overrides])
     if isinstance(config, str):
         raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))
-    if problems := list(_find_problems(options)):
+    if problems := list(_find_problems(options, options.to, options.config)):
         raise ConfigError(*problems)
     output_dir = str(config.training["output_dir"])
     if options.to != "slurm" and not Path(output_dir).is_absolute():
         output_dir = f"{DATA}/{output_dir}"
-    name = options.name or re.sub("[^a-z0-9]+", "-", Path(output_dir).name.lower()).strip("-")
+    name = options.name or _derive_name(Path(output_dir).name)
     if not re.fullmatch("[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?", name):
         found = f"{name!r} is no name for every cluster"
         remedy = "write --name with up to 42 lower-case letters, digits and hyphens"
@@ -147,6 +167,10 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
     derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}
     derived["starter"] = list(SRUN)
     return vars(options) | derived | {"hours": options.hours or HOURS}
+
+
+def _derive_name(text: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def write_job(to: str, job: Mapping[str, Any]) -> str:
@@ -195,28 +219,28 @@ def find_wrong_requests(options: argparse.Namespace) -> Iterator[Problem]:
             )
 
 
-def _find_problems(options: argparse.Namespace) -> Iterator[Problem]:
+def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[Problem]:
+    """Yield what a cluster cannot take of the flags of a job that reads a file."""
     yield from find_wrong_requests(options)
-    for flag in CLUSTERS[options.to].needed:
+    for flag in CLUSTERS[to].needed:
         if getattr(options, flag) is None:
-            yield Problem(f"--{flag}", f"{options.to} needs it", f"write --{flag} ... (docs/cloud.md)")
-    for flag in CLUSTERS[options.to].unsupported:
+            yield Problem(f"--{flag}", f"{to} needs it", f"write --{flag} ... (docs/cloud.md)")
+    for flag in CLUSTERS[to].unsupported:
         if getattr(options, flag) is not None:
-            yield Problem(f"--{flag}", f"it is not supported for {options.to}", "remove it")
-    if options.to == "hf-jobs" and options.num_nodes > 1:
+            yield Problem(f"--{flag}", f"it is not supported for {to}", "remove it")
+    if to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
-    yield from _find_wrong_names(options)
+    yield from _find_wrong_names(options, file)
 
 
-def _find_wrong_names(options: argparse.Namespace) -> Iterator[Problem]:
+def _find_wrong_names(options: argparse.Namespace, file: str) -> Iterator[Problem]:
     for flag in ("gpu", "image", "volume"):
         value = getattr(options, flag)
         if value is not None and not re.fullmatch(r"[\w./:@-]+", value, re.ASCII):
             found = f"{value!r} is not a name that a cluster gives"
             yield Problem(f"--{flag}", found, "use letters, digits and . _ / : @ -")
-    if options.image and not options.config.startswith(("recipes/", f"{DATA}/")):
-        found = f"{options.config} is not in the image"
-        yield Problem("--config", found, f"put it on the volume and write its path there, {DATA}/...")
+    if options.image and not file.startswith(("recipes/", f"{DATA}/")):
+        yield Problem(file, "is not in the image", f"put it on the volume and write its path there, {DATA}/...")
 
 
 def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Sequence[Stage]) -> None:
@@ -228,17 +252,16 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
         chosen: Those to run, in order.
 
     Raises:
-        ConfigError: Another executor, no SLURM, wrong flags, a stage that is needed and neither done nor submitted, or
-            SLURM refuses a job.
+        ConfigError: No such cluster, wrong flags, a stage that is needed and neither done nor submitted, or the cluster
+            refuses a job.
     """
-    if options.executor != "slurm":
-        found = f"there is no executor {options.executor!r} for pipelines"
-        remedy = "use local or slurm; for other clusters, write one job per recipe with `recipes job --to ...`"
-        raise ConfigError(Problem("--executor", found, remedy))
-    if problems := list(find_wrong_requests(options)):
+    if problems := list(_find_problems(options, options.executor, str(options.pipeline))):
         raise ConfigError(*problems)
     folder = pipeline.output_dir / JOBS
     folder.mkdir(parents=True, exist_ok=True)
+    if options.executor != "slurm":
+        _submit_whole(options, pipeline, chosen)
+        return
     path = folder / RECORD
     jobs: dict[str, str] = read_record(path, {"jobs": dict})["jobs"] if path.is_file() else {}
     done, queued = find_done(pipeline), _list_queued()
@@ -256,6 +279,24 @@ def submit_stages(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     sys.stdout.write(f"scripts and output: {folder}\n")
 
 
+def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Sequence[Stage]) -> None:
+    """Submit one job that runs the chosen stages in order on one machine; restarted, it skips those that are done."""
+    if options.num_nodes > 1:
+        remedy = "remove it, or write a job for each recipe with `recipes job`"
+        raise ConfigError(Problem("--num_nodes", f"a pipeline on {options.executor} is one machine", remedy))
+    output_dir = pipeline.output_dir if pipeline.output_dir.is_absolute() else DATA / pipeline.output_dir
+    command = ["recipes", "run", str(options.pipeline), "--output_dir", str(output_dir)]
+    command += ["--from", chosen[0].name, "--until", chosen[-1].name]
+    job = vars(options) | {"name": _derive_name(options.pipeline.stem[:42]), "command": command, "output_dir": None}
+    script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
+    script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
+    secrets = (
+        [word for name in options.secrets for word in ("--secret", name)] if options.executor == "skypilot" else []
+    )
+    told = _ask([*CLUSTERS[options.executor].submit, *secrets, str(script)])
+    sys.stdout.write(f"{told.rstrip()}\n{len(chosen)} stages submitted as one job: {script}\n")
+
+
 def _find_needed_jobs(stage: Stage, done: set[str], live: Mapping[str, str]) -> list[str]:
     """Return the jobs that must succeed before a stage can start."""
     if missing := [need for need in stage.needs if need not in done and need not in live]:
@@ -269,7 +310,7 @@ def _submit(options: argparse.Namespace, pipeline: Pipeline, stage: Stage, neede
     folder = pipeline.output_dir / JOBS
     script = folder / f"{stage.name}.sh"
     script.write_text(write_job("slurm", _describe(options, pipeline, stage)), encoding="utf-8")
-    words = ["sbatch", "--parsable", f"--output={folder / f'{stage.name}-%j.out'}", "--kill-on-invalid-dep=yes"]
+    words = [*CLUSTERS["slurm"].submit, f"--output={folder / f'{stage.name}-%j.out'}", "--kill-on-invalid-dep=yes"]
     words += [f"--dependency=afterok:{':'.join(needed)}"] if needed else []
     told = _ask([*words, str(script)])
     if not (found := re.fullmatch(r"(\d+)(;\S*)?", told.strip())):
@@ -305,7 +346,7 @@ def _list_queued() -> set[str]:
 
 
 def _ask(words: Sequence[str]) -> str:
-    """Return what a command of SLURM prints.
+    """Return what a command of a cluster prints.
 
     Raises:
         ConfigError: It is not there, or it failed.
@@ -313,8 +354,8 @@ def _ask(words: Sequence[str]) -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)
     except OSError as error:
-        remedy = "run it on a login node of the cluster"
-        raise ConfigError(Problem("--executor slurm", f"there is no {words[0]} here", remedy)) from error
+        remedy = "install it, or run this on a machine that has it, such as a login node"
+        raise ConfigError(Problem("--executor", f"there is no {words[0]} here", remedy)) from error
     if done.returncode:
         found = f"failed: {done.stderr.strip()[:300] or f'exit code {done.returncode}'}"
         raise ConfigError(Problem(shlex.join(words), found, "correct it, and run the same command again"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recipes_lib.cli import COMMANDS
-from recipes_lib.commands.job import add_machine_flags, submit_stages
+from recipes_lib.commands.job import CLUSTERS, add_cloud_flags, add_machine_flags, submit_stages
 from recipes_lib.config.corpus_keys import parse_corpus_command
 from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
@@ -46,14 +46,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--plan", action="store_true", help="estimate memory, hours and cost of every stage, without running it"
     )
-    parser.add_argument("--gpu", default="H100", help="of --plan (default: %(default)s)")
+    parser.add_argument("--gpu", help="of --plan (default: H100), kubernetes and skypilot")
     told = "of --plan: processes of stages with a launch file (default: the file's)"
     parser.add_argument("--num_processes", type=int, help=told)
     parser.add_argument("--device_hour_price", type=float, metavar="P", help="of --plan: price of a GPU for an hour")
     parser.add_argument("--list", action="store_true", help="print the commands, without running them")
-    told = "where stages run: here, or as batch jobs that depend on each other (default: %(default)s)"
-    parser.add_argument("--executor", default="local", metavar="local|slurm", help=told)
-    add_machine_flags(parser.add_argument_group("of --executor slurm, for stages with a launch file"))
+    told = "where stages run: here, as SLURM jobs in order, or in one job of a cloud (default: %(default)s)"
+    executors = ("local", *(name for name, cluster in CLUSTERS.items() if cluster.submit))
+    parser.add_argument("--executor", default="local", choices=executors, help=told)
+    add_machine_flags(parser.add_argument_group("of other executors; of slurm, for stages with a launch file"))
+    add_cloud_flags(parser.add_argument_group("of --executor kubernetes and skypilot"))
     told = "words before the command of a stage with a launch file, such as 'srun --ntasks-per-node=1'"
     parser.add_argument("--launcher", default="", metavar="WORDS", help=told)
     options = parser.parse_args(list(argv))
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write("".join(f"{stage.name}: {shlex.join(stage.words)}\n" for stage in chosen))
         return EXIT_DONE
     if options.plan:
-        lines = plan_stages(options.pipeline, options.gpu, options.num_processes, options.device_hour_price)
+        lines = plan_stages(options.pipeline, options.gpu or "H100", options.num_processes, options.device_hour_price)
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         return EXIT_DONE
     if options.check:

@@ -17,7 +17,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.errors import EXIT_DIVERGED, EXIT_DONE, EXIT_PREEMPTED, ConfigError, DataError, Problem, suggest
+from recipes_lib.errors import (
+    EXIT_BUG,
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_PREEMPTED,
+    EXIT_STALLED,
+    EXIT_USER,
+    ConfigError,
+    DataError,
+    Problem,
+    suggest,
+)
 from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
@@ -26,6 +37,13 @@ _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", 
 """Files of an output that may change: they are not verified."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
 """Suffixes of files that are rewritten later, by an evaluation or by publishing."""
+_ENDS: Final = {
+    "preempted": EXIT_PREEMPTED,
+    "stalled": EXIT_STALLED,
+    "diverged": EXIT_DIVERGED,
+    "refused": EXIT_USER,
+}
+"""Status in ``run.json`` -> exit code."""
 
 
 def run_pipeline(
@@ -167,6 +185,9 @@ class _Progress:
         try:
             words = [*self.launcher, *stage.words] if stage.launch else stage.words
             code = run_child(words, self.pipeline.environment, self.root)
+            # Launchers of several processes return 1 however the run ended; its record says how.
+            if code == EXIT_BUG and stage.launch:
+                code = _read_end(self.root / stage.output, began) or EXIT_BUG
         finally:
             entry["seconds"] = round(spent + time.time() - began, 1)
             if code == EXIT_DONE:
@@ -240,6 +261,16 @@ def _list_files(output: Path) -> dict[str, int | None]:
         if file.is_file() and not any(fnmatch(part, sign) for part in name.parts for sign in _LOGS):
             files[str(name)] = None if file.suffix in _RECORDS else file.stat().st_size
     return files
+
+
+def _read_end(output: Path, began: float) -> int | None:
+    """Return the exit code for the status that a run has recorded since; ``None`` if it has recorded none."""
+    record = output / "run.json"
+    try:
+        is_newer = record.stat().st_mtime >= began
+        return _ENDS.get(str(read_record(record).get("status"))) if is_newer else None
+    except (OSError, DataError):
+        return None
 
 
 def _is_unfinished(output: Path) -> bool:

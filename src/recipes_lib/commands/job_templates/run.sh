@@ -1,8 +1,15 @@
-{#- Ends by an exit code that the record of the run decides: launchers report 1 for every end. -#}
-{%- set record = (output_dir ~ "/run.json") | quote -%}
+{#- Ends by an exit code that the record of the run decides: launchers report 1 for every end. A pipeline reads the
+records of its stages, and reports itself. -#}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
+{% if output_dir %}
+{% set record = (output_dir ~ "/run.json") | quote %}
 began=$(mktemp); {{ command | join_words }} && exit {{ exit_done }}
 [ {{ record }} -nt $began ] || exit {{ exit_bug }}
 if grep -qE '{{ resumable }}' {{ record }}; then exit {{ exit_preempted }}; fi
 if grep -qE '{{ final }}' {{ record }}; then exit {{ exit_user }}; fi
 exit {{ exit_bug }}
+{%- else %}
+{{ command | join_words }}; code=$?
+case $code in {{ exit_stalled }}) exit {{ exit_preempted }};; {{ exit_diverged }}) exit {{ exit_user }};; esac
+exit $code
+{%- endif %}
