@@ -130,6 +130,7 @@ def replacing(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield unfinished
+        let_readers_of_folder_read(unfinished)
         # Before the rename, which a file system may otherwise persist before the data.
         fsync(unfinished)
         unfinished.replace(path)
@@ -191,6 +192,13 @@ def replace_record(path: Path, record: Any) -> None:
     """
     # In ASCII: a path whose name is no UTF-8 has characters that no encoding writes.
     replace_text(path, json.dumps(record, indent=1, default=str))
+
+
+def let_readers_of_folder_read(file: Path) -> None:
+    """Give a file the read permissions of its folder: safetensors 0.8 writes files that their owner alone may read."""
+    # By the folder, which was made under the umask: that is read only by setting it, which other threads would see.
+    with suppress(OSError):  # A file system without permissions.
+        file.chmod(stat.S_IMODE(file.stat().st_mode) | file.parent.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def fsync(path: Path) -> None:

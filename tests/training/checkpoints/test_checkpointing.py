@@ -276,6 +276,18 @@ def test_the_best_is_that_of_the_steps_that_are_saved(tiny_model_dir, tmp_path, 
     assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_who_may_read_the_folder_may_read_the_weights(tiny_model_dir, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        trainer, _, _ = train(tiny_model_dir, tmp_path / "run", max_steps=2)
+        trainer.save_model(str(tmp_path / "final"))
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "run" / "checkpoint-2", tmp_path / "final"):
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
+
+
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_the_last_weights_never_pass_for_the_best_ones(tiny_model_dir, tmp_path, what):
     losses, last = iter([1.0, 5.0]), {}

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import DataError
-from recipes_lib.files import Fields, fsync, hash_file, is_inside, read_record, replace_record
+from recipes_lib.files import (
+    Fields,
+    fsync,
+    hash_file,
+    is_inside,
+    let_readers_of_folder_read,
+    read_record,
+    replace_record,
+)
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
@@ -65,6 +73,7 @@ def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[st
     described = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != COMPLETE and find_writer(path.name) % world_size == rank:
+            let_readers_of_folder_read(path)
             fsync(path)
             described[str(path.relative_to(checkpoint))] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     return described
