@@ -76,10 +76,13 @@ class DistillationTrainer(SFTTrainer):
         """
         super().__init__(data_collator=teaching.collate, train_dataset=teaching.rows, **kwargs)
         teacher = teaching.teacher
-        self.objective: Objective = build_objective(distillation)
+        self.objective = Objective(
+            alpha=distillation.distillation_alpha,
+            beta=distillation.distillation_beta,
+            temperature=distillation.distillation_temperature,
+        )
         self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
-        # Before the callback that writes the log, so that its figures are complete by then.
-        self.callback_handler.callbacks[1:1] = [self.figures, *self.answer_figures.callbacks]
+        self.add_figures(self.figures, *self.answer_figures.callbacks)
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
@@ -212,15 +215,6 @@ def prepare_teaching(
         return TeacherSource(teacher, data.train, collate, config.layers, answers)
     identity = identify_store(config, vocabulary, data.record)
     return TeacherSource(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
-
-
-def build_objective(distillation: DistillationConfig) -> Objective:
-    """Build the objective from the keys of a run."""
-    return Objective(
-        alpha=distillation.distillation_alpha,
-        beta=distillation.distillation_beta,
-        temperature=distillation.distillation_temperature,
-    )
 
 
 def verify_first_sums(

@@ -24,6 +24,7 @@ from recipes_lib.losses.distillation import (
 from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
 from recipes_lib.training.checkpoints.sharded import gather_trained_state, shard_like
+from recipes_lib.training.optim.optimizers import split_groups
 
 PROJECTIONS: Final = "feature_projections"
 """Under which they are a part of the student while it trains."""
@@ -214,15 +215,10 @@ class LayerDistillation:
         """Move the projections to their own parameter group, without weight decay, which would shrink them to 0.
 
         Args:
-            optimizer: As built over the student with them, not yet prepared by accelerate; it must not have stepped.
+            optimizer: As for ``split_groups``, over the student with them.
         """
         own = {id(parameter) for parameter in self._projections.parameters()}
-        for group in list(optimizer.param_groups):
-            moved = [parameter for parameter in group["params"] if id(parameter) in own]
-            if moved:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
-                rate = self.config.projection_learning_rate
-                optimizer.add_param_group({**group, "params": moved, "lr": rate, "weight_decay": 0.0})
+        split_groups(optimizer, own, lambda _: {"lr": self.config.projection_learning_rate, "weight_decay": 0.0})
 
     def add_to(self, staged: Staged, saver: CheckpointSaver) -> Staged:
         """Write the projections beside the student, if there are any; every process must call.

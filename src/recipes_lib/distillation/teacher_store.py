@@ -28,12 +28,12 @@ from recipes_lib.data.store import (
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.losses.distillation import TopLogps, compute_top_logps
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
-from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import choose_teacher, find_commit, load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
 from recipes_lib.training.evaluation.held_out import Rows
-from recipes_lib.training.trainers.trained_model import TEACHER
+from recipes_lib.training.trainers.trained_model import TEACHER, freeze
 
 FORMAT: Final = 1
 SHARD_TOKENS: Final = 2**18
@@ -361,10 +361,8 @@ def load_teacher(
         # Rows are permuted to the student's order, which is impossible on a sharded weight.
         with zero3_init_disabled():
             teacher = load_causal_lm(chosen, attention.implementation)
-        teacher.requires_grad_(False)
-        teacher.train(False)
         adopt_vocabulary(teacher, vocabulary, where)
-        add_loss_head(teacher)
+        freeze(teacher)
         verify_loss_head(teacher)
         if config.tokens.packing or attention.layout == "flat":
             prove_isolation(teacher, attention.layout)

@@ -245,9 +245,9 @@ def _mean_gap(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     return chosen - rejected
 
 
-def _smoothed(gap: Tensor, options: PreferenceOptions) -> Tensor:
+def _smoothed(gap: Tensor, label_smoothing: float) -> Tensor:
     """Expected ``-log sigmoid(gap)`` if ``label_smoothing`` of the pairs are the wrong way round."""
-    return -(1 - options.label_smoothing) * logsigmoid(gap) - options.label_smoothing * logsigmoid(-gap)
+    return -(1 - label_smoothing) * logsigmoid(gap) - label_smoothing * logsigmoid(-gap)
 
 
 def _chosen_nll(batch: PreferenceBatch) -> Tensor:
@@ -310,13 +310,13 @@ def _aot(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """AOT, paired (Melnyk et al. 2024, arXiv 2406.05882): by rank, the policy's margins exceed the reference's."""
     ref_chosen, ref_rejected = _reference(batch)
     margins, ref_margins = batch.chosen_logps - batch.rejected_logps, ref_chosen - ref_rejected
-    return _smoothed(options.beta * (margins.sort().values - ref_margins.sort().values), options)
+    return _smoothed(options.beta * (margins.sort().values - ref_margins.sort().values), options.label_smoothing)
 
 
 def _aot_unpaired(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """AOT, unpaired (Melnyk et al. 2024, arXiv 2406.05882): by rank, chosen log-ratios exceed rejected ones."""
     chosen, rejected = _log_ratios(batch)
-    return _smoothed(options.beta * (chosen.sort().values - rejected.sort().values), options)
+    return _smoothed(options.beta * (chosen.sort().values - rejected.sort().values), options.label_smoothing)
 
 
 def _apo_zero(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
@@ -425,5 +425,4 @@ def compute_bradley_terry(
     wide = torch.promote_types(chosen.dtype, torch.float32)
     chosen, rejected = chosen.to(wide), rejected.to(wide)
     gap = chosen - rejected if margins is None else chosen - rejected - margins
-    losses = -(1 - label_smoothing) * logsigmoid(gap) - label_smoothing * logsigmoid(-gap)
-    return losses + center_coefficient * (chosen + rejected).square()
+    return _smoothed(gap, label_smoothing) + center_coefficient * (chosen + rejected).square()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, distributed
+
+from recipes_lib.errors import UserError
 
 T = TypeVar("T")
 Group = distributed.ProcessGroup | None
@@ -56,6 +58,25 @@ def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
         distributed.broadcast_object_list(shared, group=group, group_src=source)
     received: T = shared[0]
     return received
+
+
+def compute_on_main(compute: Callable[[], T]) -> T:
+    """Return what the main process computes, while the others wait; all ranks must call.
+
+    Raises:
+        UserError: It raised one, which all of them raise.
+    """
+    answer: Any = None
+    if get_rank() == 0:
+        try:
+            answer = compute()
+        except UserError as error:  # Raised here alone, it would leave the others waiting in the broadcast.
+            answer = error
+    answer = broadcast_object(answer)
+    if isinstance(answer, UserError):
+        raise answer
+    computed: T = answer
+    return computed
 
 
 def sum_over_processes(values: Sequence[float], group: Group = None) -> list[float]:

@@ -25,7 +25,7 @@ from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, is_adapter
 from recipes_lib.training.collectives import Group, gather_objects, get_rank, is_distributed
 from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
 
@@ -42,7 +42,7 @@ def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
     Tied tensors are there once; those that are sharded are ``DTensor``.
     """
     reshard(model)
-    if hasattr(model, "peft_config"):
+    if is_adapter(model):
         return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     # Backwards, so that of two names it is the first that stays, as in ``named_parameters``.
     unique = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
@@ -118,7 +118,7 @@ def load_whole_model(folder: Path, model: Any) -> None:
         model: Sharded, as it is trained.
     """
     reshard(model)
-    _load(folder, read_adapter_state(model) if hasattr(model, "peft_config") else read_trained_state(model))
+    _load(folder, read_adapter_state(model) if is_adapter(model) else read_trained_state(model))
 
 
 def read_whole_weights(folder: Path) -> dict[str, Tensor]:
@@ -128,10 +128,9 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
         folder: Of the checkpoint; that it is undamaged is known.
     """
     source = folder / MODEL_SHARDS if (folder / MODEL_SHARDS).is_dir() else folder
-    described = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
-    weights: dict[str, Tensor] = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
-        for name, tensor in described.items()
+    weights = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in _read_described(source).items()
     }
     _load(source, weights)
     return weights
@@ -176,14 +175,15 @@ def load_optimizer_shards(
     """
     source = folder / OPTIMIZER_SHARDS
     states: dict[str, Tensor] = {}
-    for full_name, described in HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata.items():
+    for full_name, tensor in _read_described(source).items():
         if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and is_part:
             continue
-        parameter = parameters[name].detach()
-        dtype = described.properties.dtype  # type: ignore[union-attr]
-        is_alike = described.size == parameter.shape  # type: ignore[union-attr]
-        shape = described.size  # type: ignore[union-attr]
-        states[full_name] = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(shape, dtype=dtype)
+        parameter, dtype = parameters[name].detach(), tensor.properties.dtype
+        # What has the shape of its parameter is sharded like it; a step number is whole everywhere.
+        is_alike = tensor.size == parameter.shape
+        states[full_name] = (
+            torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(tensor.size, dtype=dtype)
+        )
     _load(source, states)
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, value in states.items():
@@ -354,6 +354,12 @@ def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     reader = HuggingFaceStorageReader(str(folder))
     with _told_of_processes() as options:
         load({name: tensor.detach() for name, tensor in tensors.items()}, storage_reader=reader, **options)
+
+
+def _read_described(folder: Path) -> dict[str, Any]:
+    """Whole size and dtype of each tensor, from the headers of the files alone."""
+    described: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return described
 
 
 @contextmanager

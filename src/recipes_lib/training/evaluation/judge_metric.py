@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import evaluate
 
-from recipes_lib.errors import UserError
 from recipes_lib.evaluation.endpoint import Endpoint
 from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import PROMPTS, PromptedJudge, compute_win_rate
-from recipes_lib.training.collectives import broadcast_object, get_rank
+from recipes_lib.training.collectives import compute_on_main
 
 
 class JudgePreference(evaluate.Metric):  # type: ignore[misc]
@@ -51,17 +51,7 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
         )
 
     def _compute(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
-        answer: Any = None
-        if get_rank() == 0:
-            try:
-                answer = self._ask(prompts, predictions, references)
-            except UserError as error:
-                answer = error
-        answer = broadcast_object(answer)
-        if isinstance(answer, UserError):
-            raise answer
-        figures: dict[str, float] = answer
-        return figures
+        return compute_on_main(partial(self._ask, prompts, predictions, references))
 
     def _ask(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
         questions = [Question(str(at), None, (), [prompt]) for at, prompt in enumerate(prompts)]

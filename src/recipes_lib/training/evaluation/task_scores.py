@@ -9,6 +9,7 @@ import io
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,9 +19,9 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import EvaluationConfig
-from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import RandomStates, preserve_training_state
-from recipes_lib.training.collectives import broadcast_object, get_rank
+from recipes_lib.training.collectives import compute_on_main
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
 
@@ -104,17 +105,7 @@ class EvaluateTasks(TrainerCallback):
         """
         if self.every is not None and step % self.every and step < self._last_step:
             return {}
-        answer: Any = None
-        if get_rank() == 0:
-            try:
-                answer = self._ask(model)
-            except UserError as error:
-                answer = error
-        answer = broadcast_object(answer)
-        if isinstance(answer, UserError):
-            raise answer
-        figures: dict[str, float] = answer
-        return figures
+        return compute_on_main(partial(self._ask, model))
 
     def _ask(self, model: nn.Module) -> dict[str, float]:
         from recipes_lib.evaluation.engines import CheckedModel, Remembering

@@ -306,8 +306,6 @@ def verify_accumulation(trainer: TrainerView) -> str:
     with trainer.uncounted_pass(), preserve_training_state(trainer.model_wrapped):
         apart, together = (_compute_objective(trainer, groups) for groups in ([[row] for row in rows], [rows]))
     dtype = get_rounding_dtype(trainer.model, trainer.args)
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = torch.float16  # It has as many digits.
     allowed = TOLERANCE[dtype] * max(1.0, abs(together))
     if not math.isfinite(together):
         raise DivergedError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Final
@@ -255,11 +255,24 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
     decays, anew. ``tests/training/optim/test_optimizers_loraplus.py``.
     """
     is_b = {id(parameter) for name, parameter in model.named_parameters() if ".lora_B." in name}
+    split_groups(optimizer, is_b, lambda group: {"lr": group["lr"] * ratio})
+
+
+def split_groups(
+    optimizer: torch.optim.Optimizer, moved: Set[int], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Move parameters into groups of their own, with the options of those that they were in.
+
+    Args:
+        optimizer: As built, not yet prepared by accelerate; it must not have stepped.
+        moved: The ``id`` of each parameter.
+        change: Gives the options of a new group that differ from the old one's.
+    """
     for group in list(optimizer.param_groups):
-        fast = [parameter for parameter in group["params"] if id(parameter) in is_b]
-        if fast:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in is_b]
-            optimizer.add_param_group({**group, "params": fast, "lr": group["lr"] * ratio})
+        own = [parameter for parameter in group["params"] if id(parameter) in moved]
+        if own:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+            optimizer.add_param_group({**group, "params": own, **change(group)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

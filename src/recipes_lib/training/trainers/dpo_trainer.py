@@ -50,6 +50,7 @@ from recipes_lib.training.trainers.pair_batches import (
 )
 from recipes_lib.training.trainers.pair_trainer import PairTrainer
 from recipes_lib.training.trainers.reference import ReferenceLogps, compute_reference_key, refuse_missing
+from recipes_lib.training.trainers.trained_model import freeze
 
 LN2_TOLERANCE: Final = 1e-4
 """Absolute tolerance of the first loss around ln 2."""
@@ -380,7 +381,7 @@ def prepare_reference(
     if config.preference.ref_model_name_or_path is not None:
         objective.reference = _load_reference(config, attention, model, max_length=data.max_length)
     elif not is_stored and not has_base:
-        objective.reference = _freeze(copy.deepcopy(model))
+        objective.reference = freeze(copy.deepcopy(model))
     if not is_stored:
         return None, data
     rows: dict[str, PairRows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
@@ -422,11 +423,5 @@ def _load_reference(
     if (settled.layout, settled.packing) != (attention.layout, attention.packing):
         found = f"{name} cannot take pairs laid out as the policy can: {settled.reason}"
         raise ConfigError(Problem(where, found, "write `shared_prompt: false`, or name another model"))
-    return _freeze(reference)
-
-
-def _freeze(model: PreTrainedModel) -> PreTrainedModel:
-    add_loss_head(model)
-    model.requires_grad_(False)
-    model.train(False)
-    return model
+    frozen: PreTrainedModel = freeze(reference)
+    return frozen

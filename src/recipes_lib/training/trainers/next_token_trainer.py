@@ -112,8 +112,7 @@ class SFTTrainer(NextTokenTrainer):
         self.base_figures = TermMetrics()
         if base is not None:
             base.prepare(self.accelerator)
-            # Before the one that writes, which puts down what the figures are by then.
-            self.callback_handler.callbacks.insert(1, self.base_figures)
+            self.add_figures(self.base_figures)
 
     def compute_loss(
         self,
@@ -175,8 +174,7 @@ class PretrainTrainer(NextTokenTrainer):
         super().__init__(**kwargs)
         # DeepSpeed has updated the weights by the time that it could look, and under ZeRO-3 no process has them.
         if not self.is_deepspeed_enabled:
-            # Before the one that writes, which puts down what the figures are by then.
-            self.callback_handler.callbacks.insert(1, WeightMonitor(self.measure_norm, self.list_counted))
+            self.add_figures(WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
 

@@ -98,8 +98,6 @@ def compute_rounding(num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
         num_tokens: Of each answer.
         dtype: Precision of the products.
     """
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = torch.float16  # It has as many digits.
     of_root, of_each = _ROUNDING[dtype]
     return of_root * num_tokens.float().sqrt() + of_each * num_tokens
 

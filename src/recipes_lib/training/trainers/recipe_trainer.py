@@ -123,8 +123,7 @@ class RecipeTrainer(CheckpointingTrainer):
         )
         settle_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
-        # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
-        self.callback_handler.callbacks[1:1] = observer.callbacks
+        self.add_figures(*observer.callbacks)
         self.add_callback(_LogParameterGroups(observer.progress.say))
         self._last_step = LastStep(self)
         for callback in (*checks, self._last_step):
@@ -140,10 +139,15 @@ class RecipeTrainer(CheckpointingTrainer):
         self.guard = StepGuard(self, observer.guards)
         if penalty is not None:
             penalty.prepare(self.accelerator, self.model)
-            # Before the one that writes, which puts down what the figures are by then.
-            self.callback_handler.callbacks.insert(1, penalty)
+            self.add_figures(penalty)
         # Last, so that ``checkpoint-0`` is exactly what the first step starts from.
         self.add_callback(self.guard)
+
+    def add_figures(self, *callbacks: TrainerCallback) -> None:
+        """Add callbacks that add figures to a logged step, before those that were added so far."""
+        # Callbacks are called in order. The first one decides what is due. Those of the observer, which write the
+        # figures, and the trackers behind them report what the logs hold by then.
+        self.callback_handler.callbacks[1:1] = callbacks
 
     @abstractmethod
     def count_terms(self, batch: Batch) -> torch.Tensor:
