@@ -35,21 +35,6 @@ Ids = npt.NDArray[np.int64]
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 
-def is_sampled_step(step: int, *, lmbda: float, seed: int) -> bool:
-    """Return whether a step is on-policy.
-
-    On-policy steps are evenly spaced, so that in any window their share is as close to ``lmbda`` as possible; the seed
-    sets the offset.
-
-    Args:
-        step: Its number in the run, from 0.
-        lmbda: Share of such steps, in ``[0, 1]``.
-        seed: Of the run.
-    """
-    phase = float(np.random.default_rng(seed).random())
-    return math.floor((step + 1) * lmbda + phase) > math.floor(step * lmbda + phase)
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """A document of a batch as a prompt.
@@ -114,8 +99,14 @@ class OnPolicyAnswers:
     collate: Collate
 
     def is_due(self, step: int) -> bool:
-        """Return whether step ``step``, from 0, is on-policy."""
-        return is_sampled_step(step, lmbda=self.lmbda, seed=self.seed)
+        """Return whether step ``step``, from 0, is on-policy.
+
+        On-policy steps are evenly spaced, so that in any window their share is as close to ``lmbda`` as possible; the
+        seed sets the offset.
+        """
+        phase = float(np.random.default_rng(self.seed).random())
+        # As Bresenham's lines: a step is due when the sum of the shares passes a whole number.
+        return math.floor((step + 1) * self.lmbda + phase) > math.floor(step * self.lmbda + phase)
 
     def replace(self, student: Any, batch: Batch, step: int) -> Batch:
         """Return a batch in which the last answer of each document is the student's, and the only target.

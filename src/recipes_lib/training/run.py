@@ -225,7 +225,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     # Upstream's bars for loading and saving would tear the progress line, once a process.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = _open(Path(config.training["output_dir"]), launch)
-    resume_from, _ = find_last_complete(output_dir)
+    resume_from = find_last_complete(output_dir)
     effective = flatten_config(config)
     previous = _fill_in(_read_previous(output_dir, resume_from), effective)
     finished = previous.get("status") == "done"

@@ -113,7 +113,7 @@ def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(
         with pytest.raises(Killed):
             killed.train()
 
-    checkpoint, _ = find_last_complete(tmp_path / "killed")
+    checkpoint = find_last_complete(tmp_path / "killed")
     assert checkpoint.name == ("checkpoint-28" if moment == "three steps later" else "checkpoint-25")
     again, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLED_BACK)
     again.train(resume_from_checkpoint=str(checkpoint))
@@ -134,7 +134,7 @@ def test_with_no_rollbacks_left_a_spike_ends_the_run(tiny_model_dir, tmp_path):
     with pytest.raises(DivergedError, match=r"step 30 was stopped before its update: .* after 1 rollbacks"):
         trainer.train()
     assert json.loads((tmp_path / "diverged" / "step-30" / "rank-0.json").read_text())["row_ids"] == [[66, 67]]
-    assert find_last_complete(tmp_path)[0].name == "checkpoint-25"
+    assert find_last_complete(tmp_path).name == "checkpoint-25"
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])

@@ -182,18 +182,13 @@ def clear_leftovers(output_dir: Path) -> None:
         shutil.rmtree(output_dir / name, ignore_errors=True)
 
 
-def find_last_complete(output_dir: Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint of a run and the newer ones that were skipped because they are not.
+def find_last_complete(output_dir: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run; ``None`` when there is none.
 
     Source: replaces transformers ``get_last_checkpoint``, which takes half-written folders;
     see ``tests/training/checkpoints/test_manifest.py``.
     """
-    skipped: list[Path] = []
-    for _, path in list_checkpoints(output_dir):
-        if is_complete(path):
-            return path, skipped
-        skipped.append(path)
-    return None, skipped
+    return next((path for _, path in list_checkpoints(output_dir) if is_complete(path)), None)
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
@@ -242,7 +237,7 @@ def supersede(output_dir: Path, after_step: int) -> None:
 
 
 def put_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that it is ignored, and return its path; only the user deletes it."""
+    """Rename a checkpoint so that it is ignored, and return its path; it replaces one that was put aside before it."""
     aside = path.with_name(f"{why}-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)

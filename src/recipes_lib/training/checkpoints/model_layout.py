@@ -42,7 +42,6 @@ from recipes_lib.training.checkpoints.sharded import (
     load_optimizer_shards,
     load_whole_model,
     load_whole_optimizer,
-    read_trained_shapes,
     read_trained_state,
     shard_like,
     verify_shards,
@@ -288,7 +287,8 @@ class ShardedLayout(ModelLayout):
         compare_own_shards(place, parameters, parameters, optimizer)
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
-        return read_trained_shapes(model)
+        # Of a ``DTensor`` the shape is that of the whole tensor.
+        return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
 
 
 class PipelineLayout(ShardedLayout):

@@ -299,6 +299,9 @@ class Staged:
 class CheckpointSaver:
     """Saves the checkpoints of a run, whatever is trained; what is in them is said by who stages them.
 
+    Attributes:
+        group: Of the processes that write a shared checkpoint asynchronously; ``None``: the default one.
+
     Source: ``tests/training/checkpoints/test_saver.py``, ``tests/training/checkpoints/test_checkpointing.py``.
     """
 
@@ -320,7 +323,7 @@ class CheckpointSaver:
         self._writer = CheckpointWriter()
         self._copy = HostCopy()
         self._copies: bool | None = None  # Known when there are states to be copied.
-        self._group: distributed.ProcessGroup | None = None  # Of the threads that write shards asynchronously.
+        self.group: distributed.ProcessGroup | None = None
         self._record: dict[str, Any] = {}
 
     @property
@@ -344,11 +347,6 @@ class CheckpointSaver:
         PartialState().wait_for_everyone()
         return staged
 
-    @property
-    def group(self) -> distributed.ProcessGroup | None:
-        """Group of the processes that write a shared checkpoint asynchronously; ``None``: the default one."""
-        return self._group
-
     def decide_to_copy(self, read_states: Callable[[], Sequence[Any]], *, is_shared: bool = False) -> None:
         """Decide with the first checkpoint whether there is memory for a copy, and log if there is not.
 
@@ -363,7 +361,7 @@ class CheckpointSaver:
         refusal = self._copy.explain_refusal(*read_states(), num_copies=num_copies)
         if is_shared:
             refusal = next(filter(None, gather_objects(refusal)), None)
-            self._group = None if refusal else new_host_group()
+            self.group = None if refusal else new_host_group()
         self._copies = refusal is None
         if refusal:
             self._say(f"training waits while a checkpoint is written: {refusal}")
@@ -477,7 +475,7 @@ class CheckpointSaver:
             if self.is_main:
                 then()
 
-        if self._group if staged.is_shared else self._copies:
+        if self.group if staged.is_shared else self._copies:
             self._writer.submit(job)
         else:
             job()
@@ -515,7 +513,7 @@ class CheckpointSaver:
             got = do()
         except Exception as error:  # It is raised when the others know.
             failure = error
-        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"), self._group)
+        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"), self.group)
         if failure is not None:
             raise failure
         failures = [f"process {rank}: {words}" for rank, (_, words) in enumerate(told) if words]

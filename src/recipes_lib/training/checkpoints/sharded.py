@@ -49,11 +49,6 @@ def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
     return dict(unique.values())
 
 
-def read_trained_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
-    """Return the full shape of every tensor of a checkpoint over all processes."""
-    return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
-
-
 def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole of what ``read_trained_state`` names, on the host of the main process; elsewhere nothing.
 

@@ -40,19 +40,14 @@ class AdapterChecks(TrainerCallback):
     Source: ``tests/training/guards/test_adapter_checks.py``.
     """
 
-    def __init__(
-        self, model: nn.Module, config: AdapterConfig, *, say: Callable[[str], None], may_be_idle: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, config: AdapterConfig, *, say: Callable[[str], None]) -> None:
         """Record the initial adapter.
 
         Args:
             model: Under its adapter, before a checkpoint is read and before it is wrapped.
             config: Says whether the adapter is a fresh one.
             say: Takes one line for each check that has passed.
-            may_be_idle: Whether there are steps from which nothing is to be learnt, as when all answers are worth the
-                same; in such a step all gradients are zero, and none is judged.
         """
-        self._may_be_idle = may_be_idle
         self._is_fresh = config.adapter_name_or_path is None
         self._say = say
         self._initial = {name: _summarise(parameter) for name, parameter in _find_trained(model).items()}
@@ -81,8 +76,6 @@ class AdapterChecks(TrainerCallback):
         if not self._unjudged:
             return
         verdicts = judge_gradients(kwargs["model"])
-        if self._may_be_idle and set(verdicts.values()) == {ZERO}:
-            return
         if args.fp16:  # The loss scaler is still looking for its scale, and skips such a step.
             verdicts = {name: fault for name, fault in verdicts.items() if fault != NOT_FINITE}
         if faults := [f"{name} ({fault})" for name, fault in verdicts.items() if fault]:
@@ -119,7 +112,6 @@ class AdapterChecks(TrainerCallback):
 
 
 NOT_FINITE: Final = "its gradient is not finite"
-ZERO: Final = "its gradient is zero"
 
 
 def judge_gradients(model: nn.Module) -> dict[str, str | None]:
@@ -137,7 +129,7 @@ def judge_gradients(model: nn.Module) -> dict[str, str | None]:
             verdicts[name] = "it has no gradient"
         else:
             norm = float(get_whole(parameter.grad.float().norm()))
-            verdicts[name] = None if 0 < norm < float("inf") else ZERO if norm == 0 else NOT_FINITE
+            verdicts[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
     return verdicts
 
 

@@ -41,17 +41,14 @@ class NextTokenTrainer(RecipeTrainer):
             **kwargs: As ``RecipeTrainer``; ``model`` is a causal language model, ``data_collator`` makes ``input_ids``,
                 ``labels`` and ``position_ids``, and the first token of each document is never a target.
         """
-        kwargs["data_collator"] = self.extend_collator(kwargs["data_collator"])
+        # Batches contain target positions: to find them on the device, the host would wait for it.
+        kwargs["data_collator"] = functools.partial(_collate, kwargs["data_collator"])
         super().__init__(**kwargs)
         self.add_loss_head()
 
     def add_loss_head(self) -> None:
         """Attach the loss head, so that the model returns its loss without logits."""
         add_loss_head(self.model)
-
-    def extend_collator(self, collate: Callable[[Any], Batch]) -> Callable[[Any], Batch]:
-        """Return a collator whose batches contain target positions, to avoid a device synchronisation."""
-        return functools.partial(_collate, collate)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return the number of targets."""

@@ -73,8 +73,6 @@ class RecipeTrainer(CheckpointingTrainer):
     router_aux_loss_coef = 0.0
     balances_experts = False
     """Whether the load of a mixture of experts is balanced where neither key nor model ask for it, as in TRL's SFT."""
-    has_own_objective = True
-    """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
     compares_rows = False
     """Whether the loss compares rows of a micro-batch, so that it depends on gradient accumulation."""
     model: PreTrainedModel
@@ -112,8 +110,8 @@ class RecipeTrainer(CheckpointingTrainer):
         self.order, self.penalty = order, penalty
         self.adapter = adapter or AdapterConfig()
         # Before upstream has touched a weight.
-        say, is_idle = observer.progress.say, not self.has_own_objective
-        checks = [AdapterChecks(model, self.adapter, say=say, may_be_idle=is_idle)] if self.adapter.use_peft else []
+        say = observer.progress.say
+        checks = [AdapterChecks(model, self.adapter, say=say)] if self.adapter.use_peft else []
         super().__init__(model=model, args=args, **options)
         verify_engine(
             self.launch,
@@ -132,10 +130,9 @@ class RecipeTrainer(CheckpointingTrainer):
         say(f"attention: {explain_choice(attention, model.config, args.device, get_compute_dtype(args))}")
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
-        if self.has_own_objective:
-            coefficient = getattr(args, "router_aux_loss_coef", None)
-            self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
-            self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
+        coefficient = getattr(args, "router_aux_loss_coef", None)
+        self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
+        self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
         if penalty is not None:
             penalty.prepare(self.accelerator, self.model)
