@@ -50,6 +50,7 @@ class StopRequest:
             return
         self._is_installed = True
         readable, writable = os.pipe()
+        # A handler must never wait for a pipe that is full.
         os.set_blocking(writable, False)
         # Not by the handlers alone: Python runs them when the main thread comes back from C, which may be never.
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -79,6 +80,7 @@ class StopRequest:
         self._is_deferred = True
         try:
             yield
+        # An error of the block itself takes precedence over a request that came meanwhile.
         finally:
             self._is_deferred = False
         if self.reason is not None:
@@ -94,6 +96,7 @@ class StopRequest:
 
     def launcher_is_gone(self) -> bool:
         """Whether the launcher of this process has ended before it."""
+        # Orphans are adopted by init or a subreaper: the parent's id changes.
         return processes.has_launcher() and os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -134,6 +137,7 @@ class StopRequest:
         """Exit if the main thread has not reacted in time, unless there is something to save."""
         if self._is_deferred:
             return
+        # A process that is ending gets the time once more, and no third time.
         if self._is_closed and not is_last:
             _start_timer(_SECONDS_TO_LEAVE, lambda: self._leave_in_time(is_last=True))
         else:

@@ -76,7 +76,7 @@ class DistillationTrainer(SFTTrainer):
         """
         super().__init__(data_collator=teaching.collate, train_dataset=teaching.rows, **kwargs)
         teacher = teaching.teacher
-        self.objective = Objective(
+        self.objective: Objective = Objective(
             alpha=distillation.distillation_alpha,
             beta=distillation.distillation_beta,
             temperature=distillation.distillation_temperature,
@@ -85,6 +85,7 @@ class DistillationTrainer(SFTTrainer):
         self.add_figures(self.figures, *self.answer_figures.callbacks)
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
+        # Stored log-probabilities have half precision (``RecordFormat``).
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
         # Layers of a teacher can be run separately only until it is sharded, in place.
         self.layers = LayerDistillation(teaching.layers, self.model, teacher, seed=self.args.seed)
@@ -111,6 +112,7 @@ class DistillationTrainer(SFTTrainer):
             yield from taken
             return
         student = extract_model_from_parallel(self.model_wrapped, keep_torch_compile=False)
+        # Once for all micro-batches: ranks generate different numbers of tokens, and could not gather together then.
         with gathered(student):
             for batch in taken:
                 yield answers.replace(student, batch, step)

@@ -51,6 +51,7 @@ class TargetPositions:
 
     def take(self, states: Tensor) -> Tensor:
         """Return the values of a tensor ``(B, L, ...)`` at these positions, ``(N, ...)``."""
+        # The state at a position predicts the token behind it.
         return states[:, :-1][self.is_target]
 
     def take_attention(self, attentions: Tensor) -> Tensor:
@@ -81,6 +82,8 @@ def find_target_positions(labels: Tensor, position_ids: Tensor) -> TargetPositio
         position_ids: ``int64 (B, L)``, 0 where a document begins.
     """
     is_target = labels[:, 1:] >= 0
+    # Each 0 among the positions begins a document: their running count numbers the documents of the whole batch. The
+    # last column predicts nothing.
     documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][is_target]
     _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return TargetPositions(is_target, counts.tolist())
@@ -244,6 +247,7 @@ class LayerDistillation:
         """Load the projections of a checkpoint, if there are any."""
         if self._projections:
             state = torch.load(checkpoint / PROJECTIONS_FILE, map_location="cpu", weights_only=True)
+            # In place, since the optimizer holds these parameters.
             with torch.no_grad():
                 for name, parameter in self._projections.named_parameters():
                     parameter.copy_(shard_like(state[name], parameter))

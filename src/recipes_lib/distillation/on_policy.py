@@ -63,6 +63,7 @@ def read_questions(batch: Mapping[str, Any]) -> Iterator[Question]:
         for start, stop in itertools.pairwise(bounds):
             targets = np.flatnonzero(labels[row, start:stop] != IGNORE_INDEX)
             if len(targets):
+                # An answer is a run of targets; of several turns the last one is answered.
                 gaps = np.flatnonzero(np.diff(targets) > 1)
                 first = int(targets[gaps[-1] + 1 if len(gaps) else 0])
                 document = np.ascontiguousarray(ids[row, start:stop])
@@ -204,6 +205,7 @@ class AnswerFigures:
             },
             sums.num_targets,
         )
+        # Means over tokens, and means over answers: they have other divisors.
         num_answers, num_finished = answered
         lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
         self._of_answers.add(lengths, num_answers)

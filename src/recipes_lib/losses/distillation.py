@@ -132,6 +132,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         projection: Projection,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, ...]:
+        # As in ``_ChunkedCrossEntropy``, which explains the steps that both have.
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
         gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
         alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
@@ -153,6 +154,8 @@ class _ChunkedDistillation(torch.autograd.Function):
                 if any(needed):
                     # The logits become the gradient of the cross-entropy, softmax minus one-hot, and then of the whole.
                     logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
+                    # Of the T^2 before the divergence one T is left: logits are divided by it before the softmax. Where
+                    # the teacher has fewer tokens, its part of the gradient ends with them.
                     shared = logits[:, : learnt.gradient.shape[1]]
                     shared.add_(learnt.gradient, alpha=(1 - alpha) * temperature)
                     gradients.add(chunk, matrix)
@@ -209,6 +212,7 @@ def _learn_whole(teacher_logits: Tensor, objective: Objective, logits: Tensor, t
     teacher_logps = teacher_logits.div_(objective.temperature).log_softmax(dim=-1)
     student_logps = (logits[:, : teacher_logps.shape[1]] / objective.temperature).log_softmax(dim=-1)
     divergences, slopes = compute_divergence(teacher_logps, student_logps, objective.beta)
+    # Through log-softmax: d/dlogit_i = slope_i - softmax_i * sum_j slope_j.
     gradient = slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
     return _ChunkDivergence(divergences, gradient, choice, nll_sum)
 
@@ -249,18 +253,22 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     Source: Agarwal et al. 2024 (arXiv 2306.13649, eq. 1) and ``trl.experimental.gkd``, but for the divisor;
         ``tests/losses/test_divergence.py``.
     """
+    # Everything is in log-space: a probability that is 0 in float32 still has a logarithm.
     gap = student_logps - teacher_logps
     if beta == 0:
+        # Forward KL: sum p (log p - log q), whose derivative by log q is -p.
         negative = -teacher_logps.exp()
         return Divergence((negative * gap).sum(dim=-1), negative)
     student = student_logps.exp()
     if beta == 1:
         # The derivative of q itself, q, sums to a constant: only differences of slopes over q count.
         return Divergence((student * gap).sum(dim=-1), student.mul_(gap))
+    # log(beta p + (1 - beta) q).
     mixture_logps = torch.logaddexp(teacher_logps + math.log(beta), student_logps + math.log1p(-beta))
     to_student = student_logps - mixture_logps
     values = (student * to_student).sum(dim=-1) / beta
     values += (teacher_logps.exp() * (teacher_logps - mixture_logps)).sum(dim=-1) / (1 - beta)
+    # q log(q / m) / beta: the other terms of the derivative cancel, because beta p + (1 - beta) q is m.
     return Divergence(values, student.mul_(to_student).div_(beta))
 
 
@@ -341,10 +349,12 @@ def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: floa
 
     Source: ``tests/losses/test_top_k.py``.
     """
+    # Softmax without its division: exponentials (n, C), those of the teacher's k tokens, and the sum of all others.
     top = student_logits.amax(dim=-1, keepdim=True)
     masses = student_logits.sub_(top).exp_()
     picked = masses.gather(1, teacher.ids)
     rest = masses.scatter_(1, teacher.ids, 0.0).sum(dim=-1, keepdim=True)
+    # A bucket may be empty in float32; the logarithm of the smallest number stands for it.
     tiny = torch.finfo(masses.dtype).tiny
     rest, total = rest.clamp(min=tiny), rest + picked.sum(dim=-1, keepdim=True)
     student_logps = (torch.cat([picked.clamp(min=tiny), rest], dim=-1)).log_().sub_(total.log())
@@ -406,6 +416,7 @@ def compute_attention_sum(student: Tensor, teacher: Tensor) -> Tensor:
         different numbers of; ``tests/losses/test_layers.py``.
     """
     student, teacher = _widen(student), _widen(teacher.detach())
+    # 0 log 0 = 0 for the teacher (``xlogy``). A key that only the student leaves out would cost infinitely much.
     floor = torch.finfo(student.dtype).tiny
     divergences: Tensor = torch.special.xlogy(teacher, teacher) - teacher * student.clamp_min(floor).log()
     return divergences.sum()
@@ -479,6 +490,7 @@ def _compare_distances(student: Tensor, teacher: Tensor) -> Tensor:
 def _compare_angles(student: Tensor, teacher: Tensor) -> Tensor:
     length, device = len(student), student.device
     count = min(length, MAX_ANGLE_TOKENS)
+    # Evenly spaced in whole numbers, of which none comes twice.
     chosen = torch.arange(count, device=device) * length // count
     return functional.smooth_l1_loss(_measure_angles(student[chosen]), _measure_angles(teacher[chosen]))
 
@@ -493,6 +505,7 @@ def _measure_distances(states: Tensor) -> Tensor:
 
 def _measure_angles(states: Tensor) -> Tensor:
     """Cosine of the angle at each token between each two others, ``(n, n, n)``; 0 where two of the three are one."""
+    # (n, n, D): from token i to token j.
     directions = states[None] - states[:, None]
     norms: Tensor = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     units = directions / norms.masked_fill(norms == 0, torch.inf)

@@ -82,6 +82,8 @@ def sum_logps(logps: Tensor, sequence_ids: Tensor, num_sequences: int, *, ld_alp
         ``tests/parity/test_preference_losses.py`` against TRL.
     """
     if ld_alpha is not None:
+        # A token is beyond the shorter answer if its place in its own answer is: the place among all tokens, sorted by
+        # sequence, less where the sequence starts there. Stable, so that tokens keep their order.
         ones = torch.ones_like(logps)
         lengths = sum_logps(ones, sequence_ids, num_sequences)
         shorter = torch.minimum(*lengths.chunk(2)).repeat(2)
@@ -92,6 +94,7 @@ def sum_logps(logps: Tensor, sequence_ids: Tensor, num_sequences: int, *, ld_alp
         ranks = torch.arange(len(logps), device=logps.device) - starts[ordered_ids]
         is_beyond[order] = ranks >= shorter[ordered_ids]
         logps = logps * ones.masked_fill(is_beyond, ld_alpha)
+    # No loop over sequences and no padding: their lengths stay on the device.
     return logps.new_zeros(num_sequences).index_add(0, sequence_ids, logps)
 
 
@@ -278,6 +281,7 @@ def _exo_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """EXO for two answers (Ji et al. 2024, arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
     gap = _gap(batch, options)
     chosen = gap.sigmoid() * (logsigmoid(gap) - math.log1p(-options.label_smoothing))
+    # Smoothing is positive (``verify_preference_options``): of a label without doubt the divergence is infinite.
     rejected = (-gap).sigmoid() * (logsigmoid(-gap) - math.log(options.label_smoothing))
     return chosen + rejected
 
@@ -291,6 +295,7 @@ def _nca_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 def _robust(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased if ``label_smoothing`` of the pairs are wrong."""
     gap, flipped = _gap(batch, options), options.label_smoothing
+    # Below 1/2, which ``verify_preference_options`` makes sure of: there it would divide by 0.
     return (flipped * logsigmoid(-gap) - (1 - flipped) * logsigmoid(gap)) / (1 - 2 * flipped)
 
 

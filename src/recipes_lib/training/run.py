@@ -171,7 +171,7 @@ class Run:
         model = self.config.model
         events = [event for event in read_lines(self.output_dir / METRICS_FILE) if event]
         ends = {event.get("kind"): event for event in events}
-        told = {
+        told: dict[str, Any] = {
             "stopped_early": ends.get("stop"),
             "best_model": ends.get("best"),
             "measured": measure_run(events) if self.facts.get("planned") else None,

@@ -57,7 +57,7 @@ class CheckpointingTrainer(Trainer):
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
         self._best_before: tuple[float | None, int | None] = None, None
-        self._staging: Path | None = None  # Only while a checkpoint is put together.
+        self._staging: Path | None = None  # Only while a checkpoint is put together: overrides below look at it.
         self._tasks: list[Task] = []
 
     @cached_property
@@ -71,6 +71,7 @@ class CheckpointingTrainer(Trainer):
         try:
             return super().train(checkpoint, *args, **kwargs)
         finally:
+            # The writer is a daemon thread, which the end of the process would cut off.
             self._saver.settle()
 
     def stops_at_end(self) -> bool:
@@ -137,6 +138,8 @@ class CheckpointingTrainer(Trainer):
         """
 
         def stage(folder: str) -> Staged:
+            # Upstream exports the state of its callbacks into that of the trainer when it saves; a later checkpoint of
+            # this run would differ from that of one without a dry run.
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
@@ -194,6 +197,7 @@ class CheckpointingTrainer(Trainer):
         """Save into a checkpoint as the layout does; elsewhere the main process saves the whole model."""
         if self._staging is not None:
             if self.layout.writes_copies and (self.layout.is_shared or self._saver.is_main):
+                # With the model, which upstream saves first: both are copied, or both are written while training waits.
                 # Of an optimizer in shards the ``state_dict`` would gather.
                 states: Any = (self._list_trained(), dict(self.optimizer.state))
                 self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
@@ -227,6 +231,7 @@ class CheckpointingTrainer(Trainer):
             return
         self._tasks += tasks
         if self.args.should_save:
+            # Small, so that it is written at once.
             assert self.lr_scheduler is not None
             write_state(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
@@ -269,6 +274,7 @@ class CheckpointingTrainer(Trainer):
     def _finalize_training(self, *args: Any) -> Any:
         """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
         self.finish_saving()
+        # The main process renames the folder; the others look for it behind the barrier.
         self.accelerator.wait_for_everyone()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
             # transformers 5.23 only warns of one that is gone, and the last weights would pass for the best ones. All
@@ -286,6 +292,7 @@ class CheckpointingTrainer(Trainer):
         """Restore the random states of this process; without stored ones derive them from seed, step and rank."""
         rank = self.args.process_index
         name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{rank}.pth"
+        # Resumed with another number of processes. All with the seed alone would draw the same dropout masks.
         if checkpoint is not None and not (Path(checkpoint) / name).is_file():
             seed_process(self.args.seed, self.state.global_step, rank)
         else:
@@ -293,6 +300,7 @@ class CheckpointingTrainer(Trainer):
 
     def _build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """The optimizer of another model, in place of none."""
+        # ``create_optimizer`` builds one only where the trainer has none.
         own, self.optimizer = self.optimizer, None  # type: ignore[assignment]
         try:
             return self.create_optimizer(model)

@@ -100,6 +100,7 @@ def read_complete(checkpoint: Path) -> Record | None:
     """Return the record of a checkpoint; ``None`` when there is none that could be read, or not as it was written."""
     with suppress(DataError):
         record = read_record(checkpoint / COMPLETE, _FIELDS)
+        # A checkpoint may be untrusted: no divisor is 0, and no name leads out of the folder.
         numbers = (record.get(name) for name in _COUNTS)
         if all(number is None or number > 0 for number in numbers) and all(
             is_inside(name) and isinstance(file, dict) and {"size", "sha256"} <= file.keys()
@@ -148,6 +149,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
             return _tell_unreadable(name, error)
         return None if is_whole else f"{name} holds other bytes than were written"
 
+    # Sizes first: they cost no reading, and most damage, a copy that was cut off, shows in them.
     if (wrong := find_wrong_size(checkpoint)) is not None:
         return wrong
     record = read_complete(checkpoint)
@@ -175,6 +177,7 @@ def publish(staged: Path) -> Path:
 
 def clear_leftovers(output_dir: Path) -> None:
     """Remove incomplete checkpoints of a process that died; complete ones get their names."""
+    # Killed between manifest and rename. As a list, because the folder changes while it is read.
     for staged in list((output_dir / STAGING).glob("checkpoint-*")):
         if is_complete(staged):
             publish(staged)
@@ -251,6 +254,7 @@ def clear_trash(output_dir: Path) -> None:
 
 def _move_to_trash(path: Path) -> None:
     """Rename a folder before deleting it: a partly deleted checkpoint must not look complete."""
+    # Beside it, on the same file system: a rename is one operation, and deleting many.
     trash = path.parent / _TRASH
     if path.exists():
         trash.mkdir(exist_ok=True)

@@ -90,6 +90,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     # Older ones have no data_size: no tensors were cut then.
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
+    # Equal products need no other accumulation, whatever the factors are.
     if rows == count_rows_per_step(config.training, launch.data_size):
         accumulation = config.read("gradient_accumulation_steps")
     else:
@@ -134,6 +135,8 @@ def agree_on_checkpoint(
     Raises:
         ConfigError: A process cannot see a checkpoint, or has planned another batch than the main one.
     """
+    # Each turn puts one damaged checkpoint aside, so that it ends. Every process makes the same two collective calls in
+    # a turn, also where it has found a problem: errors are raised when all of them know.
     while True:
         newest = list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
         chosen = broadcast_object((newest[0][1] if newest else None, accumulation))
@@ -170,6 +173,7 @@ def _find_disagreement(
 
 def seed_process(seed: int, step: int, rank: int) -> None:
     """Seed a process without stored random states from seed, step and rank."""
+    # Hashed: of sums, step 1 on rank 0 would be step 0 on rank 1. numpy takes seeds of 32 bits.
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     set_seed(int.from_bytes(digest[:4], "big"))
 
@@ -277,6 +281,6 @@ def _restore(config: RecipeConfig, before: Mapping[str, Any], keys: Collection[s
         current = getattr(config, section)
         names = {field.name for field in dataclasses.fields(current)} & set(keys)
         restored[section] = dataclasses.replace(current, **{name: before[name] for name in names})
-        keys = set(keys) - names
+        keys = set(keys) - names  # What is left are upstream's.
     training |= {name: before[name] for name in keys if before.get(name) is not None}
     return dataclasses.replace(config, training=training, **restored)

@@ -118,6 +118,7 @@ class HostCopy:
             *states: Nested mappings and sequences with tensors in them; of those in shards this process's are copied.
             num_copies: Processes of this machine that copy as much each.
         """
+        # By identity, since tied weights are copied once.
         tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}.values()
         shards = [get_local(tensor) for tensor in tensors]
         kinds = {type(tensor).__name__ for tensor in shards} - {"Tensor", "Parameter", "Buffer"}
@@ -125,6 +126,7 @@ class HostCopy:
             return f"states of the kind {min(kinds)} cannot be copied"
         num_bytes = num_copies * sum(tensor.nbytes for tensor in shards)
         free = read_free_memory()
+        # After the first copy its memory is held, and no longer among what is free.
         if self._is_taken or num_bytes <= _MEMORY_SHARE * free:
             return None
         return f"a copy takes {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free"
@@ -337,6 +339,7 @@ class CheckpointSaver:
         Raises:
             FileNotFoundError: The output directory is gone; one made anew would hold a part of the run alone.
         """
+        # First: the memory of the host copy, and the staging folder, are those of the one before.
         self.finish()
         WATCHDOG.enter("saving")
         staged = self._output_dir / folder / f"checkpoint-{step}"
@@ -344,6 +347,7 @@ class CheckpointSaver:
             if not self._output_dir.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._output_dir))
             shutil.rmtree(staged.parent, ignore_errors=True)
+        # Others write into the folder only when what a killed process had left there is gone.
         PartialState().wait_for_everyone()
         return staged
 
@@ -357,10 +361,13 @@ class CheckpointSaver:
         if self._copies is not None:
             return
         machine = platform.node()
+        # By host name, because ranks of several machines share nothing but the disk.
         num_copies = gather_objects(machine).count(machine) if is_shared else 1
         refusal = self._copy.explain_refusal(*read_states(), num_copies=num_copies)
         if is_shared:
+            # All decide alike: a shared save is collective, in a group of its own if it is asynchronous.
             refusal = next(filter(None, gather_objects(refusal)), None)
+            # Of its own, because the collective calls of two threads in one group would be matched by chance.
             self.group = None if refusal else new_host_group()
         self._copies = refusal is None
         if refusal:
@@ -433,6 +440,7 @@ class CheckpointSaver:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(DRY_RUN)
         self._write(staged, then=lambda: None)
+        # Waits, because it is compared with weights that the next step changes.
         self.finish()
         if not self._args.should_save:
             return
@@ -499,6 +507,7 @@ class CheckpointSaver:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
+        # Two rounds: the manifest is written when all files are on the disk, and renamed when it is known to be right.
         files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
         self._do_together(complete)
 

@@ -56,6 +56,7 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in read_trained_state(model).items():
+        # Collective, and so on every process, though the main one alone keeps it.
         gathered = get_whole(tensor.detach())
         if get_rank() == 0:
             whole[name] = gathered.cpu()
@@ -76,6 +77,7 @@ def gather_parts(model: nn.Module) -> dict[str, Tensor]:
         tensor = (
             get_whole(tensors[name].detach()) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
         )
+        # In the order of ``owners``, which all have alike: sends and receives meet without a tag.
         if rank == owner != 0:
             distributed.send(tensor.contiguous(), dst=0)
         elif rank == 0:
@@ -199,6 +201,7 @@ def load_whole_optimizer(
         optimizer: Over parameters, whole or sharded, or of a part of a model, in the groups that the saved one had.
         whole: The parameters of each group of the saved one, in its order; ``None`` for those of another process.
     """
+    # ``weights_only``: an untrusted checkpoint runs no code.
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for group, then in zip(whole, saved["param_groups"], strict=True):
@@ -244,6 +247,7 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
                         faults.append(f"{name} is not finite")
         except SafetensorError as error:
             faults.append(f"{file.name} cannot be opened again ({error})")
+    # The elements of all shards of a tensor, from the headers of all files: fewer than the whole has if one is gone.
     if rank == 0:
         faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
     if faults:
@@ -397,6 +401,7 @@ def _restore(
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
     """Give an optimizer the states of its parameters, and the values of its groups but for what is in them."""
+    # ``load_state_dict`` knows parameters by their numbers, which count through all groups.
     packed = optimizer.state_dict()["param_groups"]
     numbers = {
         parameter: number

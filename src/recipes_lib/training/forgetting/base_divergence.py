@@ -49,6 +49,7 @@ class BaseDivergence:
         self._base: nn.Module | None = base
         # Distillation weighs both terms with weights that sum to 1.
         self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
+        # (1 + c) * (CE / (1 + c) + c / (1 + c) * KL) = CE + c * KL.
         self._scale = 1 + coefficient
 
     def prepare(self, accelerator: Accelerator) -> None:

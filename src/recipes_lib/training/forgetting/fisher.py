@@ -99,8 +99,10 @@ def compute_fisher(
     numbers = range(get_rank(), len(documents), get_world_size())
     for number in progress.track(numbers, "documents", len(numbers)):
         batch = collate([documents[number]])
+        # By the number of the document, so that the draws do not depend on the number of processes.
         generator = torch.Generator(device).manual_seed(_mix(seed, number)) if labels == "sampled" else None
         total = _score(model, batch, device, generator)
+        # Not ``backward``, which would add up gradients: their squares are added up.
         gradients = torch.autograd.grad(total.nll_sum, list(named.values()), allow_unused=True)
         for name, gradient in zip(named, gradients, strict=True):
             if gradient is not None:

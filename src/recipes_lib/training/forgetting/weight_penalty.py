@@ -118,6 +118,7 @@ class WeightPenalty(TrainerCallback):
         value: Tensor = self._sum.detach()
         sharded = next((term.parameter for term in self._terms if isinstance(term.parameter, DTensor)), None)
         if isinstance(sharded, DTensor):
+            # Along a sharded dimension each process has a part of the sum, along a replicated one all of it.
             placements = [Partial() if isinstance(each, Shard) else Replicate() for each in sharded.placements]
             mesh = sharded.device_mesh
             value = DTensor.from_local(value.to(mesh.device_type), mesh, placements).full_tensor()

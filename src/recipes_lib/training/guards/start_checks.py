@@ -122,6 +122,7 @@ def judge_gradients(model: nn.Module) -> dict[str, str | None]:
     trained = _find_trained(model)
     verdicts: dict[str, str | None] = {}
     for name, parameter in trained.items():
+        # dL/dA = B^T dL/d(BA): zero while B, which begins at zero, has not moved.
         twin = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
         if twin is not parameter and not get_whole(twin).any():
             continue
@@ -269,6 +270,7 @@ def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         DivergedError: It does not update a tensor that is trained.
     """
+    # By identity: an optimizer that was built before FSDP2 replaced the parameters holds tensors of the same names.
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     lost = {name: "it is another tensor" for name, parameter in trained if id(parameter) not in updated}
@@ -296,6 +298,7 @@ def verify_accumulation(trainer: TrainerView) -> str:
     if len(rows) < 2:
         return "accumulation: not checked, since the data begin without two rows to train on"
     with trainer.uncounted_pass(), preserve_training_state(trainer.model_wrapped):
+        # In evaluation mode: dropout would draw other masks for the two.
         apart, together = (_compute_objective(trainer, groups) for groups in ([[row] for row in rows], [rows]))
     dtype = get_rounding_dtype(trainer.model, trainer.args)
     allowed = TOLERANCE[dtype] * max(1.0, abs(together))
@@ -303,6 +306,7 @@ def verify_accumulation(trainer: TrainerView) -> str:
         raise DivergedError(
             f"the loss of two rows is {together} before the first update: a weight is not finite, or {dtype} overflows"
         )
+    # Not ``>``, which is false for NaN.
     if not abs(apart - together) <= allowed:
         raise DivergedError(
             f"two rows as two micro-batches have the loss {apart:.6f}, and as one {together:.6f}: rounding explains "
@@ -328,6 +332,7 @@ def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) ->
             ]
     finally:
         trainer.router_aux_loss_coef = coefficient
+    # Every process has computed the same rows, and its share is multiplied by their number: the mean is the loss.
     return float(trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean"))
 
 

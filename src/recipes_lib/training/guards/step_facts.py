@@ -157,6 +157,7 @@ def write_dump(folder: Path, rank: int, inputs: StepInputs, facts: Mapping[str, 
     """Write ``rank-R.json`` and the tensors of the batches, ``rank-R.safetensors``, into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
+        # Cloned, because safetensors refuses tensors that share memory, as views of one batch do.
         f"micro_batch_{at + 1}.{name}": value.detach().cpu().contiguous().clone()
         for at, batch in enumerate(inputs.batches)
         for name, value in batch.items()

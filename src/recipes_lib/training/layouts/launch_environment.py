@@ -139,6 +139,7 @@ class Launch:
             # Ranks of a pipeline are far apart, so that ranks with the same stage, which reduce gradients, are
             # neighbours.
             return self.rank // self.tensor_size % self.data_size
+        # Ranks of a tensor or context group are neighbours, and take the same rows.
         return self.rank * self.data_size // self.world_size
 
     @property
@@ -205,7 +206,7 @@ def _read_pipeline(told: Mapping[str, str]) -> dict[str, Any]:
 def _read_number(told: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:
     text = told.get(name, str(default))
     try:
-        number = type(default)(text)
+        number = type(default)(text)  # ``int`` refuses "1.5", which ``float`` takes.
         is_right = number >= least and math.isfinite(number)
     except ValueError:
         is_right = False

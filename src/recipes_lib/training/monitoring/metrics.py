@@ -64,6 +64,7 @@ class StepCounter:
 
 def read_together(scalars: Sequence[float | Tensor]) -> list[Any]:
     """Return the values of scalars, of which tensors are on one device, in one transfer from it."""
+    # In double precision, which holds counts up to 2^53 exactly; float32 ends at 2^24 tokens.
     on_device = [scalar.double() for scalar in scalars if isinstance(scalar, Tensor)]
     values = iter(torch.stack(on_device).tolist() if on_device else [])
     return [next(values) if isinstance(scalar, Tensor) else scalar for scalar in scalars]
@@ -94,12 +95,11 @@ class ThroughputMeter:
             peak_flops: Of all devices of the run together, FLOP/s; ``None`` leaves ``mfu`` null.
             clock: Seconds from any origin.
         """
-        self.seconds = 0.0
         self._counter = counter
         self._flops = flops
         self._peak_flops = peak_flops
         self._clock = clock
-        self._resumed_at: float | None = None
+        self._resumed_at: float | None
         self.begin()
 
     def begin(self, seconds: float = 0.0) -> None:
@@ -151,6 +151,7 @@ def read_peak_memory() -> int:
     """Return the peak memory of this process so far, in bytes: allocated on its GPU, or else resident in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    # Kilobytes on Linux, bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 

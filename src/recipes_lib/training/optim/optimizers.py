@@ -92,6 +92,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             state |= {"step": 0} | {name: torch.zeros_like(parameter, dtype=torch.float32) for name in _MOMENTS}
         state["step"] += 1
         (beta1, beta2), step = group["betas"], state["step"]
+        # Algorithm 2 with decoupled decay, all of it in float32; the weights are rounded once, at the end.
         gradient, (mean, square) = parameter.grad.float(), (state[name] for name in _MOMENTS)
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -100,6 +101,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         weights.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
         if parameter.dtype == torch.bfloat16:
             generator = self._generators.setdefault(parameter.device, torch.Generator(parameter.device))
+            # A seed for each step and tensor: replicas draw alike, and a resumed run as one that was not stopped.
             weights = round_stochastically(weights, generator.manual_seed(step * _MAX_PARAMETERS + index))
         parameter.copy_(weights)
 
@@ -141,6 +143,7 @@ class MuonAdamW(torch.optim.Optimizer):
             ),
             "AdamW": torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps),
         }
+        # Copies of the owners' groups, under this optimizer: schedulers and accelerate change what they find here.
         groups = [group | {"optimizer": name} for name, owner in self._owners.items() for group in owner.param_groups]
         super().__init__(groups, {"lr": lr})
 
@@ -350,6 +353,7 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
         {"params": [parameter for decays, parameter in trained if decays is kind], "weight_decay": decay * kind}
         for kind in (True, False)
     ]
+    # Any optimizer would do: it only holds the groups, and allocates no state before its first step.
     optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=rate)
     return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]
 

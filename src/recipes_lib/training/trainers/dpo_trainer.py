@@ -199,6 +199,7 @@ def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batc
         DivergedError: A reward is not 0, or the loss of ``sigmoid`` is not ln 2: policy and reference differ.
     """
     beta, loss = objective.options.beta, float(scores.losses.detach().mean())
+    # (pairs, 2), flattened in the order of ``num_completion_tokens``: chosen and rejected in turns.
     rewards = torch.stack([scores.figures["rewards/chosen"], scores.figures["rewards/rejected"]], dim=1).flatten()
     lengths = batch["num_completion_tokens"].to(rewards.device)
     allowed = compute_rounding(lengths, dtype)
@@ -262,6 +263,7 @@ class DPOTrainer(PairTrainer):
         if batches and "sft" in self.objective.names:
             chosen = torch.cat([batch["num_completion_tokens"][0::2][: count_pairs(batch)] for batch in batches])
             total = self.accelerator.reduce(chosen.sum().to(self.args.device), reduction="sum")
+            # Of the whole step, so that the sum over its pairs is nats a token whatever a micro-batch holds.
             self._mean_chosen_tokens = total / num_pairs
         return batches, num_pairs
 

@@ -193,6 +193,7 @@ class PretrainTrainer(NextTokenTrainer):
     def build_sampler(self) -> Sampler[int]:
         """Take the rows in order, without those that a rollback skips."""
         rows: Any = self.train_dataset
+        # Behind a rollback upstream builds its loader again, and so comes here again.
         rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
 

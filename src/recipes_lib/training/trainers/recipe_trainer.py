@@ -262,6 +262,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """
         # Gradients are averaged over processes, while the divisors count what all of them have.
         num_processes = self.accelerator.num_processes
+        # Both are tensors on the device while training, so that nothing here waits for it.
         divisor = num_terms if num_items_in_batch is None else num_items_in_batch
         loss: torch.Tensor = loss_sum * (num_processes / divisor)
         if aux_loss is None:
@@ -273,6 +274,7 @@ class RecipeTrainer(CheckpointingTrainer):
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
         for batch in batches:
+            # Known on every rank without asking: how many batches there are follows from the number of rows.
             is_repeated = self._is_last_repeated and self.accelerator.gradient_state.end_of_dataloader
             yield self.mask_batch(batch) if is_repeated else batch
 
@@ -301,6 +303,7 @@ class RecipeTrainer(CheckpointingTrainer):
         stand_ins, inputs = self.build_stand_ins(), self.guard.inputs
         kept = {name: getattr(self, name) for name in stand_ins}
         vars(self).update(stand_ins)
+        # The losses of the pass go into a list of their own; what weighs a balance loss is that of the real step.
         self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
         try:
             yield
@@ -361,9 +364,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     # transformers 5.23 has no callback between the norm and the clipping, which spreads a NaN to every gradient.
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradients by their global norm and return it; raise on a non-finite norm.
-
-        They are judged in between, since clipping by a norm that is not finite spreads it to all of them.
+        """Clip the gradients by their global norm and return it; raise on a non-finite norm, before it spreads.
 
         Raises:
             DivergedError: As ``StepGuard.judge``.
@@ -373,6 +374,7 @@ class RecipeTrainer(CheckpointingTrainer):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(learning)
+        # Not upstream's clipping, which measures once more, and over all parameters.
         self.guard.judge(norm)
         clip_gradients(learning, self.args.max_grad_norm, norm)
         return norm
@@ -397,6 +399,7 @@ class RecipeTrainer(CheckpointingTrainer):
             self.penalty.add_gradients(1.0 if scaler is None else scaler.get_scale())
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        # Under fp16 the gradients are those of a scaled loss until here; the guard compares norms over steps.
         self.accelerator.unscale_gradients()
         counted = self.list_counted(parameters)
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
@@ -524,6 +527,7 @@ class EpochRows:
     def find(self, step: int) -> tuple[int, int]:
         """Return the first row of step ``step`` of the run, from 0, and the first behind it."""
         epoch, at = divmod(step, self.steps_per_epoch)
+        # As upstream, an epoch ends with a smaller step where rows are left.
         stop = self.num_rows if at + 1 == self.steps_per_epoch else (at + 1) * self.rows_per_step
         return epoch * self.num_rows + at * self.rows_per_step, epoch * self.num_rows + stop
 
@@ -547,6 +551,7 @@ class RunSampler(Sampler[int]):
         return self._order.rows_per_epoch
 
     def __iter__(self) -> Iterator[int]:
+        # Numbers of the whole run, so that rows which are left out move those behind them into the next epoch.
         first = self._read_epoch() * len(self)
         natural = self._skips.locate(np.arange(first, first + len(self)))
         yield from self._order.locate(natural).tolist()
