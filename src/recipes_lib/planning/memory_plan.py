@@ -14,8 +14,8 @@ from recipes_lib.losses.projection import choose_chunk_bytes, count_chunk_tokens
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.models.parallel.tensor_parallel import verify_tensor_parallel
 
-SAMPLING_BYTES: Final = 44
-"""Of each logit while a token is sampled: logits, their softmax in single and double precision, its sum, the choice."""
+SAMPLING_BYTES: Final = 28
+"""Of each logit while a token is sampled: 4 of the model's, 24 in the sampler, which sums in double precision."""
 CONTEXT_BYTES: Final = 1_000_000_000
 """Of CUDA on an H100: context, kernels that were loaded, and workspaces of cuBLAS; not measured here."""
 COMMUNICATION_BYTES: Final = 1_500_000_000
@@ -24,8 +24,6 @@ _RESERVED: Final = 0.05
 """Share of what PyTorch has allocated that its allocator cannot use, with expandable segments."""
 _MARGIN: Final = 0.1
 """Share of a device that ``auto`` leaves free: plans have missed measurements by as much, and an OOM ends the run."""
-_LOGIT_BYTES: Final = 16
-"""Of each logit of a chunk: the logit, its copy in 16 bits, exponentials, products."""
 KINDS: Final = ("weights", "gradients", "optimizer states")
 
 BUCKETS: Final = "buckets in which gradients are summed"
@@ -36,6 +34,7 @@ COPIES: Final = "16-bit copies of the weights in a pass"
 OTHER_KEYS: Final = "keys and values of the other ranks' tokens"
 ACTIVATIONS: Final = "activations of a micro-batch"
 LOGITS: Final = "logits of the loss"
+HEAD_GRADIENT: Final = "gradient of the output projection in a pass"
 CACHE: Final = "KV cache of a batch"
 SAMPLED: Final = "logits of a batch"
 LAYER: Final = "a layer of a batch"
@@ -50,7 +49,9 @@ PHASES: Final[Mapping[str, Sequence[str]]] = {
     "sampling": (GATHERED.format("sampling"), COPIES, CACHE, SAMPLED, LAYER),
     "scoring": (GATHERED.format("scoring"), LAYER),
     "reading": (GATHERED.format("a layer"), COPIES, LAYER, LOGITS),
-    "policy's update": (*(GATHERED.format("a layer"), COPIES, ACTIVATIONS, "policy, gradients", UNREDUCED, LOGITS),),
+    "policy's update": (
+        *(GATHERED.format("a layer"), COPIES, ACTIVATIONS, "policy, gradients", UNREDUCED, LOGITS, HEAD_GRADIENT),
+    ),
     "critic's update": (GATHERED.format("a layer"), COPIES, ACTIVATIONS, "critic, gradients", UNREDUCED),
 }
 """Phases of an iteration of PPO, and what each holds besides all that none of them names."""
@@ -66,7 +67,9 @@ FORMULAS: Final[Mapping[str, str]] = {
     ACTIVATIONS: "tensors saved for the backward pass; of layers that are recomputed their inputs, products by "
     "`save_matmuls`, and one whole layer",
     OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
-    LOGITS: f"{_LOGIT_BYTES} x vocabulary x tokens of a chunk: float32 logits of a 64th of the GPU, at most 1 GiB",
+    LOGITS: "bytes of a logit and of what the loss computes from it x vocabulary x tokens of a chunk: float32 logits "
+    "of a 64th of the GPU, at most 1 GiB",
+    HEAD_GRADIENT: "4 x parameters of the output projection: a sum over chunks, beside the gradients of earlier passes",
     CACHE: "rows x what the model caches of the longest row",
     SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
     LAYER: "tensors of the largest layer, of all rows",
@@ -182,6 +185,7 @@ class MemoryPlan:
         phases: Components by phase; those that no phase names are held in each. Without phases all are held at once.
         num_predicted: Tokens of a micro-batch whose logits are computed.
         vocabulary: Logits of each.
+        logit_bytes: Bytes of each logit of a chunk.
         engine_share: Of the device, what the weights and the KV cache of a colocated engine take.
         engine_row: Bytes that one row needs of that cache.
         choices: Components that depend on activation checkpointing, by its kind, the fastest first; empty where the
@@ -195,6 +199,7 @@ class MemoryPlan:
     phases: Mapping[str, Sequence[str]]
     num_predicted: int = 0
     vocabulary: int = 1
+    logit_bytes: int = 6
     engine_share: float = 0
     engine_row: int = 0
     choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -238,7 +243,7 @@ class MemoryPlan:
         num_tokens = min(self.num_predicted, count_chunk_tokens(self.vocabulary, choose_chunk_bytes(device_bytes)))
         components = {name: size for name, size in self.components.items() if name not in (LOGITS, RESERVE)}
         if num_tokens:
-            components[LOGITS] = _LOGIT_BYTES * self.vocabulary * num_tokens
+            components[LOGITS] = self.logit_bytes * self.vocabulary * num_tokens
         if self.engine_share:
             rest = round(self.engine_share * device_bytes) - components[ENGINE]
             components[ENGINE_CACHE] = max(rest, self.engine_row)
