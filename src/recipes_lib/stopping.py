@@ -36,13 +36,14 @@ class StopRequest:
 
     Attributes:
         reason: What requested the stop first, such as ``SIGTERM``; ``None``: nothing.
+        is_deferred: Whether a request is only recorded.
     """
 
     def __init__(self) -> None:
         """Create an empty request; signal handlers are not installed yet."""
         self.reason: str | None = None
         self._parent = os.getppid()
-        self._is_installed = self._is_deferred = self._is_closed = self._has_raised = False
+        self._is_installed = self.is_deferred = self._is_closed = self._has_raised = False
 
     def install(self) -> None:
         """Install the signal handlers; does nothing outside the main thread."""
@@ -65,11 +66,6 @@ class StopRequest:
         """Record a stop request; the first reason is kept."""
         self.reason = self.reason or reason
 
-    @property
-    def is_deferred(self) -> bool:
-        """Whether a request is only recorded."""
-        return self._is_deferred
-
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Only record requests in this block; one that was not polled is raised at its end.
@@ -77,12 +73,12 @@ class StopRequest:
         Raises:
             PreemptedError: The block ended by itself, and a stop was asked for.
         """
-        self._is_deferred = True
+        self.is_deferred = True
         try:
             yield
         # An error of the block itself takes precedence over a request that came meanwhile.
         finally:
-            self._is_deferred = False
+            self.is_deferred = False
         if self.reason is not None:
             raise self._stop_here()
 
@@ -107,7 +103,7 @@ class StopRequest:
             self._has_raised = True
             raise LostPeerError(lost)
         self.ask(signal.Signals(number).name)
-        if not self._is_deferred:
+        if not self.is_deferred:
             raise self._stop_here()
 
     def _stop_here(self) -> PreemptedError:
@@ -135,7 +131,7 @@ class StopRequest:
 
     def _leave_in_time(self, *, is_last: bool = False) -> None:
         """Exit if the main thread has not reacted in time, unless there is something to save."""
-        if self._is_deferred:
+        if self.is_deferred:
             return
         # A process that is ending gets the time once more, and no third time.
         if self._is_closed and not is_last:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, LayersConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import (
-    compute_angle_sum,
+    RELATIONS,
     compute_attention_sum,
-    compute_distance_sum,
     compute_feature_sum,
-    compute_similarity_sum,
+    compute_relation_sum,
 )
 from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
@@ -29,12 +28,6 @@ from recipes_lib.training.optim.optimizers import split_groups
 PROJECTIONS: Final = "feature_projections"
 """Under which they are a part of the student while it trains."""
 PROJECTIONS_FILE: Final = "feature_projections.pt"
-
-_RELATIONS: Final = {
-    "similarity": compute_similarity_sum,
-    "distance": compute_distance_sum,
-    "angle": compute_angle_sum,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,10 +173,10 @@ class LayerDistillation:
             if config.attention_weight:
                 pair = places.take_attention(own.attentions[number]), other.attentions[self._answers[number]]
                 _add(parts, "attention", compute_attention_sum(*pair), len(self._relations))
-            for name, compute in _RELATIONS.items():
+            for name in RELATIONS:
                 if getattr(config, f"{name}_weight"):
                     pair = places.take(own.states[number]), other.states[self._answers[number]]
-                    _add(parts, name, compute(*pair, places.lengths), len(self._relations))
+                    _add(parts, name, compute_relation_sum(*pair, places.lengths, name), len(self._relations))
         return parts
 
     def weigh(self, parts: Mapping[str, Tensor]) -> Tensor | float:

@@ -181,6 +181,18 @@ def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
     }
 
 
+def name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the sums of a batch by the names under which their means are logged: ``KIND/nll``."""
+    figures = {
+        **parts,
+        "nll": sums.nll_sum,
+        "divergence": sums.divergence_sum,
+        "teacher_nll": sums.teacher_nll_sum,
+        "agreement": sums.num_agreed.float(),
+    }
+    return {f"{kind}/{name}": figure.detach() for name, figure in figures.items()}
+
+
 class AnswerFigures:
     """Figures of on-policy steps, separate from those of texts."""
 
@@ -195,16 +207,7 @@ class AnswerFigures:
 
     def add(self, sums: DistillationSums, answered: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
         """Add a batch of this process; ``answered`` is its ``ANSWERED``, ``parts`` its layer losses."""
-        self._of_tokens.add(
-            {
-                **{f"on_policy/{name}": part.detach() for name, part in parts.items()},
-                "on_policy/nll": sums.nll_sum,
-                "on_policy/divergence": sums.divergence_sum,
-                "on_policy/teacher_nll": sums.teacher_nll_sum,
-                "on_policy/agreement": sums.num_agreed.float(),
-            },
-            sums.num_targets,
-        )
+        self._of_tokens.add(name_figures("on_policy", sums, parts), sums.num_targets)
         # Means over tokens, and means over answers: they have other divisors.
         num_answers, num_finished = answered
         lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Unpack
@@ -370,8 +370,6 @@ def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: floa
 MAX_ANGLE_TOKENS: Final = 32
 """Tokens of a document, evenly spaced, whose angles are compared: of ``n`` tokens there are ``n^3``."""
 
-Compare = Callable[[Tensor, Tensor], Tensor]
-
 FeatureLoss = Literal["mse", "cosine"]
 _MIN_SQUARE: Final = 1e-12
 """Mean square below which a state counts as 0 and is not scaled up."""
@@ -422,59 +420,31 @@ def compute_attention_sum(student: Tensor, teacher: Tensor) -> Tensor:
     return divergences.sum()
 
 
-def compute_similarity_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum over tokens of the mean square difference of their cosines with the tokens of their document.
+def compute_relation_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int], kind: str) -> Tensor:
+    """Sum over tokens of how differently their hidden states relate to those of their document, each document's mean.
+
+    ``similarity`` is the mean square difference of cosines. ``distance`` is the mean Huber loss of distances, in units
+    of their mean in the document, so that neither the width nor the scale of states counts. ``angle`` is the mean Huber
+    loss of the angles between tokens; of a document of more than ``MAX_ANGLE_TOKENS`` so many tokens are compared,
+    evenly spaced, and stand for all.
 
     Args:
         student: Hidden states, ``(N, D_s)``, document behind document.
         teacher: ``(N, D_t)``, of the same tokens; it gets no gradient.
         lengths: Tokens of each document; they sum to ``N``.
+        kind: Key of ``RELATIONS``.
 
-    Source: Tung and Mori 2019 (arXiv 1907.09682, eq. 4); ``tests/losses/test_layers.py``.
+    Source: Tung and Mori 2019 (arXiv 1907.09682, eq. 4) for ``similarity``; Park et al. 2019 (arXiv 1904.05068), RKD-D
+        (eq. 5 to 7) and RKD-A (eq. 8 to 10), means as in its code: a token is an example here and a document a batch.
+        ``tests/losses/test_layers.py``.
     """
-    return _sum_over_documents(student, teacher, lengths, _compare_cosines)
-
-
-def compute_distance_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum over tokens of the mean Huber loss of their distances to the tokens of their document.
-
-    Distances are in units of their mean in the document, so that neither the width nor the scale of states counts.
-
-    Args:
-        student: As for ``compute_similarity_sum``.
-        teacher: As for ``compute_similarity_sum``.
-        lengths: As for ``compute_similarity_sum``.
-
-    Source: Park et al. 2019 (RKD-D, arXiv 1904.05068, eq. 5 to 7), means as in its code; a token is an example here and
-        a document a batch. ``tests/losses/test_layers.py``.
-    """
-    return _sum_over_documents(student, teacher, lengths, _compare_distances)
-
-
-def compute_angle_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum over tokens of the mean Huber loss of the angles that the tokens of their document have between them.
-
-    Of a document of more than ``MAX_ANGLE_TOKENS`` so many tokens are compared, evenly spaced, and stand for all.
-
-    Args:
-        student: As for ``compute_similarity_sum``.
-        teacher: As for ``compute_similarity_sum``.
-        lengths: As for ``compute_similarity_sum``.
-
-    Source: Park et al. 2019 (RKD-A, arXiv 1904.05068, eq. 8 to 10), as ``compute_distance_sum``.
-    """
-    return _sum_over_documents(student, teacher, lengths, _compare_angles)
-
-
-def _sum_over_documents(student: Tensor, teacher: Tensor, lengths: Sequence[int], compare: Compare) -> Tensor:
-    """Add the means of the documents, each as often as the document has tokens."""
     student, teacher = _widen(student), _widen(teacher.detach())
     # What holds the graph together where there is no document.
     total = student.sum() * 0.0
     # Products of sixteen bits have no digits left for differences of what is nearly alike.
     with torch.autocast(student.device.type, enabled=False):
         for own, other in zip(torch.split(student, list(lengths)), torch.split(teacher, list(lengths)), strict=True):
-            total = total + len(own) * compare(own, other)
+            total = total + len(own) * RELATIONS[kind](own, other)
     return total
 
 
@@ -510,6 +480,14 @@ def _measure_angles(states: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     units = directions / norms.masked_fill(norms == 0, torch.inf)
     return units @ units.transpose(1, 2)
+
+
+RELATIONS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "similarity": _compare_cosines,
+    "distance": _compare_distances,
+    "angle": _compare_angles,
+}
+"""Kind of ``compute_relation_sum`` -> mean over the tokens of a document, of its states in student and teacher."""
 
 
 def _widen(tensor: Tensor) -> Tensor:

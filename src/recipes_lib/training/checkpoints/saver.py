@@ -302,6 +302,7 @@ class CheckpointSaver:
     """Saves the checkpoints of a run, whatever is trained; what is in them is said by who stages them.
 
     Attributes:
+        is_main: Whether this process writes what all of them hold.
         group: Of the processes that write a shared checkpoint asynchronously; ``None``: the default one.
 
     Source: ``tests/training/checkpoints/test_saver.py``, ``tests/training/checkpoints/test_checkpointing.py``.
@@ -319,6 +320,7 @@ class CheckpointSaver:
             data_size: Groups of processes that take rows of their own; 0 is every process.
         """
         self._data_size = data_size
+        self.is_main = bool(args.should_save)
         self._args, self._say, self._engine = args, say, engine
         self._output_dir = Path(str(args.output_dir))
         self._keep_every: int | None = getattr(args, "save_keep_steps", None)
@@ -327,11 +329,6 @@ class CheckpointSaver:
         self._copies: bool | None = None  # Known when there are states to be copied.
         self.group: distributed.ProcessGroup | None = None
         self._record: dict[str, Any] = {}
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes what all of them hold."""
-        return bool(self._args.should_save)
 
     def open(self, step: int, folder: str = STAGING) -> Path:
         """Return the staging folder of a checkpoint, after the previous one is finished; every process must call.
@@ -343,7 +340,7 @@ class CheckpointSaver:
         self.finish()
         WATCHDOG.enter("saving")
         staged = self._output_dir / folder / f"checkpoint-{step}"
-        if self._args.should_save:
+        if self.is_main:
             if not self._output_dir.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._output_dir))
             shutil.rmtree(staged.parent, ignore_errors=True)
@@ -436,13 +433,13 @@ class CheckpointSaver:
             keep_every=self._keep_every,
             num_besides=num_besides,
         )
-        if self._args.should_save:
+        if self.is_main:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(DRY_RUN)
         self._write(staged, then=lambda: None)
         # Waits, because it is compared with weights that the next step changes.
         self.finish()
-        if not self._args.should_save:
+        if not self.is_main:
             return
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
         # A network file system keeps a name for what is still mapped into memory; the next start removes what is left.

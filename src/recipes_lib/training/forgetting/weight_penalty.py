@@ -82,8 +82,10 @@ class WeightPenalty(TrainerCallback):
         for name, parameter in frozen.named_parameters():
             if name not in trained:
                 continue
-            fisher = None if self._whole_fisher is None else _take_share(self._whole_fisher[name], parameter)
-            self._held[name] = (get_local(parameter.detach()), fisher)
+            own, fisher = get_local(parameter.detach()), None
+            if self._whole_fisher is not None:
+                fisher = get_local(shard_like(self._whole_fisher[name], parameter)).to(own.device)
+            self._held[name] = (own, fisher)
         self._reference, self._whole_fisher = nn.Module(), None
 
     def hold(self, model: nn.Module) -> None:
@@ -186,8 +188,3 @@ def _list_trained(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _find_differing(shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> list[str]:
     return sorted(name for name in shapes.keys() | others.keys() if shapes.get(name) != others.get(name))
-
-
-def _take_share(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Local shard of a replicated tensor, placed like ``parameter``."""
-    return get_local(shard_like(whole, parameter)).to(get_local(parameter).device)

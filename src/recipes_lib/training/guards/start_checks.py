@@ -78,7 +78,7 @@ class AdapterChecks(TrainerCallback):
         verdicts = judge_gradients(kwargs["model"])
         if args.fp16:  # The loss scaler is still looking for its scale, and skips such a step.
             verdicts = {name: fault for name, fault in verdicts.items() if fault != NOT_FINITE}
-        if faults := [f"{name} ({fault})" for name, fault in verdicts.items() if fault]:
+        if faults := _name((name for name, fault in verdicts.items() if fault), verdicts):
             raise DivergedError(
                 f"at step {state.global_step + 1} {len(faults)} of {len(self._initial)} trained tensors would learn "
                 f"nothing: {list_first(faults)}. Their gradients are lost on the way: try "
@@ -273,10 +273,10 @@ def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     # By identity: an optimizer that was built before FSDP2 replaced the parameters holds tensors of the same names.
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    lost = {name: "it is another tensor" for name, parameter in trained if id(parameter) not in updated}
+    lost = [f"{name} (it is another tensor)" for name, parameter in trained if id(parameter) not in updated]
     if lost:
         raise DivergedError(
-            f"the optimizer does not update {len(lost)} of {len(trained)} trained tensors: {_list(list(lost), lost)}"
+            f"the optimizer does not update {len(lost)} of {len(trained)} trained tensors: {list_first(lost)}"
         )
 
 
@@ -368,12 +368,12 @@ def judge_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, n
     if lost:
         raise DivergedError(
             f"in the first {MAX_STEPS} steps {len(lost)} of {num_trained} trained tensors learnt nothing: "
-            f"{_list(lost, faults)}. Freeze them, or find where their gradients are lost: try "
+            f"{list_first(_name(lost, faults))}. Freeze them, or find where their gradients are lost: try "
             "activation_checkpointing: false"
         )
     return (
         f"gradients: {len(in_order)} of {num_trained} trained tensors had none in the first {MAX_STEPS} steps, as may "
-        f"be for experts, routers and biases: {_list(in_order, faults)}"
+        f"be for experts, routers and biases: {list_first(_name(in_order, faults))}"
     )
 
 
@@ -434,6 +434,5 @@ def _bound_balance_loss(model: nn.Module, config: Any) -> float:
     return 2 * coefficient * float(getattr(config, "num_experts_per_tok", None) or 0)
 
 
-def _list(names: Sequence[str], faults: Mapping[str, str | None]) -> str:
-    shown = ", ".join(f"{name} ({faults[name]})" for name in names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _name(names: Iterable[str], faults: Mapping[str, str | None]) -> list[str]:
+    return [f"{name} ({faults[name]})" for name in names]

@@ -178,6 +178,9 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
 
 
 def _read_layout(told: Mapping[str, str]) -> Layout:
+    schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
+    if schedule not in SCHEDULES:
+        raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
     sizes = {name: _read_number(told, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
     accumulation, clipping = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
     return Layout(
@@ -192,15 +195,9 @@ def _read_layout(told: Mapping[str, str]) -> Layout:
         accumulation=None if told.get(accumulation, "auto") == "auto" else _read_number(told, accumulation, 1, least=1),
         clipping=None if told.get(clipping, "auto") in ("auto", "none") else _read_number(told, clipping, 1.0),
         offloads_optimizer=told.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
-        **_read_pipeline(told),
+        pipeline_stages=_read_number(told, _PIPELINE_STAGES, 1, least=1),
+        schedule=schedule,
     )
-
-
-def _read_pipeline(told: Mapping[str, str]) -> dict[str, Any]:
-    schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
-    if schedule not in SCHEDULES:
-        raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
-    return {"pipeline_stages": _read_number(told, _PIPELINE_STAGES, 1, least=1), "schedule": schedule}
 
 
 def _read_number(told: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:

@@ -57,9 +57,7 @@ class StepCounter:
     def restore(self, totals: Mapping[str, Any]) -> None:
         """Resume from the totals of a checkpoint; a missing one is 0."""
         self._pending = [0, 0, 0]
-        self.num_tokens = totals.get("num_tokens", 0)
-        self.num_targets = totals.get("num_targets", 0)
-        self.num_correct = totals.get("num_correct", 0)
+        self.num_tokens, self.num_targets, self.num_correct = (totals.get(name, 0) for name in self.totals())
 
 
 def read_together(scalars: Sequence[float | Tensor]) -> list[Any]:

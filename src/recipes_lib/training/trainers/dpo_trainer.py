@@ -425,5 +425,4 @@ def _load_reference(
     if (settled.layout, settled.packing) != (attention.layout, attention.packing):
         found = f"{name} cannot take pairs laid out as the policy can: {settled.reason}"
         raise ConfigError(Problem(where, found, "write `shared_prompt: false`, or name another model"))
-    frozen: PreTrainedModel = freeze(reference)
-    return frozen
+    return freeze(reference)

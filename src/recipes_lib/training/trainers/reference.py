@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,6 @@ REFERENCE_FOLDER: Final = "reference"
 NUM_CHECKED: Final = 64
 """Pairs that are recomputed to verify stored log-probabilities."""
 
-T = TypeVar("T")
 _Figures = npt.NDArray[np.float32]
 Score = Callable[[Sequence[Any]], Tensor]
 """Rows to the log-probabilities of their answers, ``float32 (2, P)``."""

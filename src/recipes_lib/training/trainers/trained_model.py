@@ -146,7 +146,7 @@ def load_scorer(
     return _finish(model, config, args, "SEQ_CLS")
 
 
-def freeze(model: Any) -> Any:
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model that is only read, with a loss head: a reference, a base or a teacher."""
     add_loss_head(model)
     model.requires_grad_(False)
