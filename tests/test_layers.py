@@ -14,7 +14,7 @@ from tests.forked import ROOT
 
 LIBRARY = "recipes_lib"
 
-FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "sandbox", "shipped", "stopping"}
+FOUNDATION = {"environment", "errors", "files", "hardware", "processes", "quantities", "sandbox", "shipped", "stopping"}
 ROOMS = {
     "config",
     "corpus",
@@ -39,6 +39,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "environment": set(),
     "shipped": {"errors"},
     "hardware": set(),
+    "quantities": set(),
     "processes": {"errors", "files"},
     "sandbox": set(),
     "stopping": {"errors", "processes"},
@@ -54,7 +55,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "corpus": {"config", "data", "errors", "files", "report"},
     "pipelines": {"config", "errors", "files", "shipped"},
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
-    "report": {"config", "errors", "models", "files"},
+    "report": {"config", "errors", "models", "files", "quantities"},
     "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
     "demo": {"errors", "files", "models", "pipelines", "report"},
     "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},

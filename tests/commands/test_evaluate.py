@@ -84,7 +84,7 @@ def test_a_group_stands_for_its_tasks_and_a_score_of_few_questions_says_so(evalu
 
 
 def test_models_are_compared_on_their_folders(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = evaluated / "table.json"
+    table = evaluated / "a new folder" / "table.json"
     assert run_recipes(["eval", "compare", str(evaluated / "one"), str(evaluated / "two"), "--output", str(table)]) == 0
     assert "95 % interval" in capsys.readouterr().out
     rows = json.loads(table.read_text())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from recipes_lib.commands.sampling import RowFile
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DataError
 
 
 class Killed(Exception):
@@ -102,3 +102,13 @@ def test_two_processes_never_write_one_file(tmp_path):
 
     first.write(interrupted())
     assert [json.loads(line)["number"] for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:7])])
+def test_a_file_that_lost_rows_is_not_filled_up_with_zero_bytes(tmp_path, damage):
+    path = tmp_path / "rows.jsonl"
+    first = open_file(path)
+    first.write(count_to(first.counts, 4))
+    damage(path)
+    with pytest.raises(DataError, match=r"rows\.jsonl\.record\.json counts .*\n.*delete both"):
+        open_file(path)

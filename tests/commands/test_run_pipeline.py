@@ -109,3 +109,12 @@ def test_the_table_shows_the_gate_first(tmp_path: Path) -> None:
     assert told[1] == ["a-1", "done", "1", "min", "2", "s", "acc", "0.5", "seed=7", str(tmp_path / "a-1")]
     with pytest.raises(ConfigError, match="there is no stage 'b'"):
         choose_stages(pipeline, "b", None)
+
+
+def test_stages_in_the_wrong_order_are_no_empty_choice(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text('stages: {a: {run: "true"}, b: {run: "true"}}')
+    pipeline = load_pipeline(path, str(tmp_path))
+    assert [stage.name for stage in choose_stages(pipeline, "b", None)] == ["b"]
+    with pytest.raises(ConfigError, match="b comes after a"):
+        choose_stages(pipeline, "b", "a")

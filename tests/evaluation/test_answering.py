@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, DataError
 from recipes_lib.evaluation.answering import LocalModel, load_local_model
 
 CHATS = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Write", "How many days?")]
@@ -81,3 +81,12 @@ def test_other_weights_are_another_identity(tiny_model_dir: Path, tmp_path: Path
     one, other = (load(folder).describe()["weights"] for folder in (tiny_model_dir, tmp_path))
     assert one[0].keys() == other[0].keys() == {"model.safetensors"}
     assert one != other
+
+
+def test_a_model_of_nan_does_not_answer(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model.model.norm.weight.data[0] = torch.nan
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_model_dir).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="its logits are not finite"):
+        load(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,19 @@ def test_a_reply_without_an_answer_is_repeated_and_then_told(text: str, waits: l
     assert len(server.asked) == 3
 
 
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (lambda body: threading.Event().wait(), "TimeoutError: timed out"),
+        (lambda body: (200, {"Content-Length": "99"}, '{"choices": ['), "IncompleteRead"),
+    ],
+    ids=["never", "half a body"],
+)
+def test_a_server_that_hangs_or_breaks_off_is_one_error_in_time(answer: Any, told: str, waits: list[float]) -> None:
+    with pytest.raises(ConfigError, match=f"had no answer after 2 attempts: {told}"):
+        ask(ChatEndpoint(answer), num_attempts=2, num_concurrent=1, timeout=0.5)
+
+
 def test_a_server_that_is_not_there_is_told_with_the_way_out(waits: list[float]) -> None:
     with pytest.raises(ConfigError, match="run the same command to resume"):
         Endpoint("http://127.0.0.1:9/v1", "m", num_attempts=2).answer(CHATS[:1], [0])
@@ -158,6 +172,18 @@ def test_requests_keep_the_rate(waits: list[float], monkeypatch: pytest.MonkeyPa
 def test_an_address_of_something_else_is_refused(url: str, found: str) -> None:
     with pytest.raises(ConfigError, match=found):
         Endpoint(url, "m").answer(CHATS, range(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_concurrent", 0), ("num_attempts", 0), ("max_new_tokens", 0), ("temperature", -1)),
+        *(("requests_per_minute", 0), ("timeout", 0), ("request", [1])),
+    ],
+)
+def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{name}: is "):
+        Endpoint("http://h/v1", "m", **{name: value})
 
 
 def test_both_spellings_of_an_address_are_one() -> None:

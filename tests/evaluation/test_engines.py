@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from lm_eval.models import api_models
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tenacity import wait_none
-from tests.forked import ROOT, run_script
+from tests.forked import ROOT, Launch, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.cli import main as run_recipes
@@ -25,7 +28,7 @@ from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.evaluation import engines
 from recipes_lib.evaluation.engines import CheckedModel
-from recipes_lib.evaluation.harness import RECORD, describe_model, evaluate_model, read_samples
+from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, evaluate_model, read_samples
 
 FIGURES = ("scores", "num_questions", "num_cut", "num_empty", "prompts_hash")
 
@@ -38,8 +41,9 @@ class Served(ThreadingHTTPServer):
     def __init__(self, model: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.network, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        self.broken, self.num_asked, self.lock = "", 0, threading.Lock()
+        self.broken, self.num_asked, self.num_busy, self.lock = "", 0, 0, threading.Lock()
         self.url = f"http://127.0.0.1:{self.server_port}/v1/completions"
+        self.interrupt: Callable[[], object] = lambda: None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, *_: Any) -> None:
@@ -47,6 +51,7 @@ class Served(ThreadingHTTPServer):
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.num_asked += 1
+        self.interrupt()
         if "messages" in asked:
             text = asked["messages"][-1]["content"].split()[1].strip(",")
             return {"choices": [{"index": 0, "message": {"content": text}}]}
@@ -73,13 +78,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
-            told: Any = self.server.answer(asked) if self.server.broken in ("", "nan") else None
+            told: Any = self.server.answer(asked) if self.server.broken in ("", "nan", "limit") else None
+            is_busy, self.server.num_busy = self.server.num_busy > 0, self.server.num_busy - 1
         if self.server.broken == "nan":
             told["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
         body = {"garbage": b"<html>", "empty": b"{}", "error": b"no such model"}.get(
             self.server.broken, json.dumps(told).encode()
         )
-        self.send_response(404 if self.server.broken == "error" else 200)
+        self.send_response(429 if is_busy else {"error": 404, "key": 401, "busy": 503}.get(self.server.broken, 200))
+        if is_busy:
+            self.send_header("Retry-After", "17")
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -142,10 +150,12 @@ def shorten(model: Path) -> None:
     ("broken", "told"),
     [
         ("error", "404"),
+        ("key", "401, .*put a valid key into"),
+        ("busy", "503, .*run the same command to resume"),
         ("garbage", "has no answer to use"),
         ("empty", "has no answer to use: KeyError: 'choices'"),
         ("nan", "its logits are not finite"),
-        ("gone", "has no answer to use"),
+        ("gone", "has no answer to use.*run the same command to resume"),
     ],
 )
 def test_what_an_endpoint_breaks_is_one_error(
@@ -165,7 +175,7 @@ def test_what_an_endpoint_breaks_is_one_error(
     for _ in range(2):
         assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
         error = capsys.readouterr().err
-        assert told in error
+        assert re.search(told, error.replace("\n", " "))
         assert "Traceback" not in error
         assert error.count("error: ") <= 1
     served.broken = ""
@@ -184,6 +194,50 @@ def test_an_endpoint_of_chats_is_asked_by_messages(
     assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
     assert read(tmp_path)["tasks"]["local_written"]["scores"]["exact_match"]["value"] == 1
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
+
+
+@pytest.mark.parametrize("concurrent", [1, 8])
+def test_an_endpoint_says_how_long_to_wait(
+    served: Served, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
+) -> None:
+    waits: list[tuple[str | None, float]] = []
+    monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
+    served.broken, served.num_busy = "limit", 3
+    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--num_concurrent", concurrent]
+    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 0
+    assert waits == [("17", 0.0)] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
+def test_an_interrupted_evaluation_resumes_to_the_same_answers(
+    served: Served, model: Path, tasks: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """While the endpoint is asked for the fifth time; ctrl-C tells one line and no traceback."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        pytest.skip("started in the background, where a shell has ctrl-C ignored")
+    flags: list[object] = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--num_concurrent", 1]
+    assert ask("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
+    keys = ["--tasks", "local_written", "--include_path", tasks, "--use_cpu", "--output_dir", tmp_path / "out"]
+    served.num_asked = 0
+    launch = Launch("recipes_lib.cli", "eval", "name", *keys, *flags)
+    served.interrupt = lambda: launch.send_signal(number) if served.num_asked == 5 else None
+    told = launch.finish()
+    assert told.returncode in ((-number,) if number == signal.SIGKILL else (130, -number)), told.stderr
+    if number == signal.SIGINT:
+        assert "interrupted" in told.stderr
+        assert "Traceback" not in told.stderr
+    served.interrupt = lambda: None
+    assert ask("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
+    assert (tmp_path / "out" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
+
+
+def test_a_chat_without_choices_is_no_empty_answer(
+    served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.broken = "empty"
+    flags = ["--base_url", served.url.replace("completions", "chat/completions"), "--apply_chat_template"]
+    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 2
+    assert "has no answer to use: KeyError: 'choices'" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_told_with_its_install(
@@ -313,6 +367,64 @@ def test_a_model_without_all_its_weights_has_no_score(
     with pytest.raises(ConfigError, match=told) as caught:
         evaluate_model(EvalConfig(model_name_or_path=str(model), tasks=["local_choice"], **keys))
     assert caught.value.problems[0].where == "model_name_or_path"
+
+
+def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
+    network = AutoModelForCausalLM.from_pretrained(model)
+    peft = get_peft_model(network, LoraConfig(target_modules=["q_proj"], r=2, task_type="CAUSAL_LM"))
+    peft.save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(
+        json.dumps(config | {"base_model_name_or_path": str(model), **settings})
+    )
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "told"),
+    [
+        ({}, b"", "header too small"),
+        ({}, None, "has no adapter_model.safetensors"),
+        ({}, {}, "lacks weights that its configuration announces"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "kept", "lacks weights that its configuration announces"),
+        ({"r": 4}, "kept", "does not fit its base: size mismatch for .*lora_B"),
+        ({"base_model_name_or_path": "/not here"}, "kept", "/not here"),
+        ({"base_model_name_or_path": None}, "kept", "is an adapter that names no base model"),
+    ],
+    ids=["torn", "absent", "empty", "a layer is absent", "rank", "base", "no base"],
+)
+def test_an_adapter_that_is_not_whole_has_no_score(
+    model: Path, tasks: Path, tmp_path: Path, settings: dict[str, Any], weights: Any, told: str
+) -> None:
+    folder = save_adapter(model, tmp_path / "adapter", **settings)
+    path = folder / "adapter_model.safetensors"
+    if weights is None:
+        path.unlink()
+    elif isinstance(weights, bytes):
+        path.write_bytes(weights)
+    elif not weights:
+        save_file({}, path)
+    keys: dict[str, Any] = {"include_path": [str(tasks)], "use_cpu": True, "output_dir": str(tmp_path / "out")}
+    with pytest.raises(ConfigError, match=told) as caught:
+        evaluate_model(EvalConfig(model_name_or_path=str(folder), tasks=["local_choice"], **keys))
+    assert caught.value.problems[0].where == "model_name_or_path"
+
+
+def test_an_adapter_of_the_hub_is_read_at_its_own_revision(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_adapter(model, tmp_path / "snapshot", revision="b" * 40)
+    monkeypatch.setattr(engines, "find_adapter", lambda name, revision: folder if revision == "mine" else None)
+    monkeypatch.setattr(engines, "CheckedModel", lambda **options: SimpleNamespace(world_size=1, options=options))
+    config = EvalConfig(model_name_or_path="me/adapter", model_revision="mine", use_cpu=True)
+    engine = engines.build_engine(config, {"base": str(model), "base_revision": "b" * 40})
+    assert engine.options["pretrained"] == str(model)
+    assert engine.options["revision"] == "b" * 40
+    assert engine.options["peft"] == str(folder)
+    assert engine.options["tokenizer"] == str(model), "PEFT has saved none"
+    (folder / "tokenizer_config.json").write_text("{}")
+    engine = engines.build_engine(config, {"base": str(model)})
+    assert engine.options["tokenizer"] == str(folder)
 
 
 def drop_weight(path: Path) -> None:

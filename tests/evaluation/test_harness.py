@@ -115,6 +115,20 @@ def test_tables_score_what_they_must(model: Path, tasks: Path, monkeypatch: pyte
     assert acc == sum(at == row["gold"] for at, row in zip(chosen, rows, strict=True)) / len(rows)
 
 
+def test_answers_are_empty_before_a_filter_names_them(
+    model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = '[{name: strict, filter: [{function: regex, regex_pattern: "([0-9]+)"}, {function: take_first}]}]'
+    text = (tasks / "written.yaml").read_text().replace("local_written", "filtered")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "filtered.yaml").write_text(f"{text}filter_list: {chosen}\n")
+    for said, number in (("", 9), ("no number", 0)):
+        table = Table(None, lambda _, said=said: said)
+        found = answer(table, build(model, tmp_path / "own", "filtered"), monkeypatch)["filtered"]
+        assert next(read_samples(model / "eval"))["answers"] == ["[invalid]"]
+        assert found["num_empty"] == number
+
+
 def test_code_runs_in_the_sandbox(model: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = build(model, tasks, "local_code", confirm_run_unsafe_code=True)
     for body, score in (("    return 1", 1), ("    return 2", 0), ("    exit()", 0)):

@@ -46,16 +46,6 @@ def test_what_cannot_be_asked_is_told_at_once(tasks: Path) -> None:
     assert load_tasks(build(tasks, "local_code", confirm_run_unsafe_code=True))
 
 
-def test_data_that_cannot_be_had_are_an_error_with_a_way_out(tmp_path: Path) -> None:
-    (tmp_path / "gone.yaml").write_text(
-        f"task: gone\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/gone.jsonl}}}}\n"
-        "output_type: generate_until\ntest_split: test\ndoc_to_text: q\ndoc_to_target: a\n"
-    )
-    with pytest.raises(ConfigError, match=r"gone: cannot be loaded: .*gone\.jsonl") as caught:
-        load_tasks(build(tmp_path, "gone"))
-    assert "reads local data" in caught.value.problems[0].remedy
-
-
 CHOICE: dict[str, Any] = {
     "task": "own",
     "dataset_path": "json",
@@ -89,6 +79,40 @@ def test_a_task_file_that_cannot_be_meant_is_told_as_such(
     with pytest.raises(ConfigError) as caught:
         load_tasks(build(tmp_path, "own" if group is None else "all"))
     assert told in "\n".join(f"{one.where}: {one.found}; {one.remedy}" for one in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"metric_list": [{"metric": "acurracy"}]}, "names a metric that lm-eval does not have; correct its `metric_l"),
+        (
+            {"metric_list": [{"metric": "acc", "aggregation": "meen"}]},
+            "the aggregation of acc is none that",
+        ),
+        ({"test_split": "validation"}, "names 'validation', and its data or lm-eval have no such thing; correct its t"),
+        ({"output_type": "generate"}, "Got invalid output_type 'generate'"),
+        ({"test_splitt": "test"}, "'test_splitt'; correct its task file"),
+        ({"dataset_kwargs": {"data_files": {"test": "gone.jsonl"}}}, "gone.jsonl'; correct its task file"),
+        ({"dataset_path": "not/there"}, "make its data available"),
+    ],
+    ids=["metric", "aggregation", "split", "type", "field", "file", "hub"],
+)
+def test_a_mistake_in_a_task_file_is_no_missing_network(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"q": "?", "c": ["a", "b"], "l": 0}) + "\n")
+    files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    (tmp_path / "own.yaml").write_text(json.dumps(CHOICE | files | change))
+    with pytest.raises(ConfigError) as caught:
+        load_tasks(build(tmp_path, "own"))
+    (problem,) = caught.value.problems
+    assert told in f"{problem.found}; {problem.remedy}"
+
+
+def test_a_torn_row_is_told_with_what_is_wrong_in_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"q": "?", "c": ["a"')
+    files = {"dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    (tmp_path / "own.yaml").write_text(json.dumps(CHOICE | files))
+    with pytest.raises(ConfigError, match=r"its data cannot be read: .*JSON parse error"):
+        load_tasks(build(tmp_path, "own"))
 
 
 def test_a_task_file_that_cannot_be_read_is_named_where_a_task_is_unknown(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ SAMPLED = {"response_length": ANSWER, "per_device_train_batch_size": 8, "per_dev
 KEYS: dict[str, dict[str, Any]] = {
     "pretrain": ROWS,
     "sft": ROWS,
+    "sft kl_to_base": ROWS | {"kl_to_base": 0.1},
+    "sft ewc": ROWS | {"ewc_lambda": 1.0, "ewc_fisher": "identity"},
     "lora": ROWS | {"packing": None},
     "reward": ROWS,
     "dpo": ROWS,
@@ -78,7 +80,8 @@ def build_flags(inputs: Path, name: str, output_dir: Path) -> Iterator[tuple[str
         keys |= {"model_name_or_path": inputs / "model", "tokenizer_name_or_path": None}
     if name == "distill":
         keys |= {"teacher_model_name_or_path": inputs / "model"}
-    for key, value in recipe_runs.make_keys(inputs, "sft" if name == "distill" else name, **keys).items():
+    usual = name if name in recipe_runs.RECIPE_NAMES else "sft"
+    for key, value in recipe_runs.make_keys(inputs, usual, **keys).items():
         if value is not None and key not in UNUSED:
             yield key, value
 

@@ -104,7 +104,7 @@ def test_a_run_is_shown_with_its_figures_samples_and_facts(tmp_path: Path) -> No
 
     for words in (
         "my-run", "60 optimizer steps, 2 epochs, 2 min 0 s of training", "Held-out loss", "5 at step 0", "own metric",
-        "0.875", "6 k", "of 12 k tokens seen", "40% of the peak FLOPs", "1.00 GiB", "why why", "Because!", "Because.",
+        "0.875", "6k", "of 12k tokens seen", "40% of the peak FLOPs", "1.00 GiB", "why why", "Because!", "Because.",
         "cut off at 9 tokens", "stopped after 4 tokens", "Before training", "After training, step 60",
         "sft.py --config 'my file.yaml'", "hardware · device", "a GPU", "0123abc", "sft.yaml:7", "3 keys",
         "1.5 / 1 GiB of memory, 0.5 / 0.6 s a step",

@@ -69,7 +69,7 @@ def spell(prompt: str, answer: str, end: str = "<|im_end|>") -> str:
 
 def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     judge = Recorder(tiny_tokenizer)
-    scores = score_held_out(judge, encode_pairs(tiny_tokenizer), sources=["a", "b", "a", "b"])
+    scores = score_held_out(judge, encode_pairs(tiny_tokenizer))
 
     def read(column: np.ndarray) -> list[str]:
         return [judge.texts[score] for score in column]
@@ -80,7 +80,6 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
     others = [PAIRS[1][0], PAIRS[0][0], PAIRS[3][0], PAIRS[2][0]]
     assert read(scores.swapped_chosen) == [spell(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)]
     assert read(scores.swapped_rejected) == [spell(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)]
-    assert scores.sources == ["a", "b", "a", "b"]
     assert scores.prompts[0] == scores.prompts[2] != scores.prompts[1]
 
     probes = {name: read(column) for name, column in scores.probes.items()}

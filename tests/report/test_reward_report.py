@@ -198,20 +198,17 @@ def test_equal_lengths_have_no_slope_and_no_correlation() -> None:
     assert found["longer_wins_accuracy"] == 0.5
 
 
-def test_pairs_are_grouped_by_how_much_their_lengths_differ_and_by_source() -> None:
+def test_pairs_are_grouped_by_how_much_their_lengths_differ() -> None:
     scores = make_scores(
         [1, 1, 0, 1, 0],
         [0, 0, 1, 0, 1],
         chosen_lengths=np.array([5, 6, 14, 5, 1000]),
         rejected_lengths=np.array([5, 5, 5, 13, 5]),
-        sources=["web", "web", "code", "code", "web"],
     )
     report = build_reward_report(scores)
     groups = [(group["from"], group["to"], group["num_pairs"]) for group in report["by_length_difference"]]
     assert groups == [(0, 1, 1), (1, 9, 2), (9, 33, 1), (513, None, 1)]
     assert [group["accuracy"] for group in report["by_length_difference"]] == [1, 1, 0, 0]
-    sources = {name: (group["num_pairs"], group["accuracy"]) for name, group in report["by_source"].items()}
-    assert sources == {"code": (2, 0.5), "web": (3, pytest.approx(2 / 3))}
 
 
 def test_scores_are_summed_up_and_counted() -> None:
@@ -243,7 +240,6 @@ def test_the_report_is_json() -> None:
         np.float32([1, 2]),
         np.float32([0, 3]),
         chosen_lengths=np.array([3, 900], np.int32),
-        sources=["a", "b"],
         prompts=[b"x", b"y"],
         swapped_chosen=np.float32([1, 2]),
         swapped_rejected=np.float32([1, 2]),
@@ -257,7 +253,7 @@ def test_the_report_is_json() -> None:
     ("columns", "words"),
     [
         ({"chosen_lengths": np.array([1])}, r"columns of \[1, 2\] pairs"),
-        ({"sources": ["a"]}, r"columns of \[1, 2\] pairs"),
+        ({"prompts": ["a"]}, r"columns of \[1, 2\] pairs"),
         ({"probes": {"eos_dropped": np.zeros(3)}}, r"columns of \[2, 3\] pairs"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from recipes_lib.errors import ConfigError, Problem
@@ -17,20 +19,17 @@ def test_one_process_is_rank_0_of_1_and_has_its_own_values() -> None:
     assert collectives.sum_over_processes([1, 2.5]) == [1, 2.5]
 
 
-def test_what_the_main_process_computes_or_is_refused_reaches_all(monkeypatch) -> None:
-    def refuse() -> float:
-        raise ConfigError(Problem("judge", "does not answer"))
-
-    monkeypatch.setattr(collectives, "broadcast_object", lambda value: value)
-    assert collectives.compute_on_main(lambda: 2.5) == 2.5
-    with pytest.raises(ConfigError, match="does not answer"):
-        collectives.compute_on_main(refuse)
-    # Another rank computes nothing, and gets what the main one has sent.
+def test_what_the_main_process_computes_or_refuses_every_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert collectives.compute_on_main(lambda: 7) == 7
+    with pytest.raises(ConfigError, match="no key"):
+        collectives.compute_on_main(lambda: refuse())
+    # On another rank nothing is computed; what rank 0 sends is returned or raised.
     monkeypatch.setattr(collectives, "get_rank", lambda: 1)
-    for sent in (2.5, ConfigError(Problem("judge", "does not answer"))):
-        monkeypatch.setattr(collectives, "broadcast_object", lambda _, sent=sent: sent)
-        if isinstance(sent, float):
-            assert collectives.compute_on_main(lambda: pytest.fail("computed twice")) == sent
-        else:
-            with pytest.raises(ConfigError, match="does not answer"):
-                collectives.compute_on_main(lambda: pytest.fail("computed twice"))
+    for sent in (7, ConfigError(Problem("judge", "no key"))):
+        monkeypatch.setattr(collectives, "broadcast_object", lambda value, sent=sent: (sent, value)[0])
+        with pytest.raises(ConfigError, match="no key") if isinstance(sent, ConfigError) else nullcontext():
+            assert collectives.compute_on_main(lambda: refuse()) == 7
+
+
+def refuse() -> int:
+    raise ConfigError(Problem("judge", "no key"))

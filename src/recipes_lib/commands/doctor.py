@@ -68,6 +68,7 @@ def examine(*, is_online: bool = False) -> list[Finding]:
         _Trial("deepspeed", "deepspeed", _extra("deepspeed")),
         _Trial("datatrove", "datatrove", _extra("corpus")),
     ]
+    # Started together and waited for at the end: an import of these takes seconds.
     started = [(trial, trial.start()) for trial in trials]
     probes: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("python", _probe_python),

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.files import replace_record
 
 _USAGE: Final = (
     "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n"
@@ -99,7 +100,8 @@ def compare(argv: Sequence[str]) -> None:
     rows = compare_folders([_find_evaluation(folder) for folder in options.folders])
     sys.stdout.write("".join(f"{line}\n" for line in format_rows(rows)))
     if options.output:
-        options.output.write_text(json.dumps([row.describe() for row in rows], indent=1), encoding="utf-8")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        replace_record(options.output, [row.describe() for row in rows])
 
 
 def _find_evaluation(folder: Path) -> Path:

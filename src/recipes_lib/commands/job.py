@@ -190,6 +190,7 @@ def write_job(to: str, job: Mapping[str, Any]) -> str:
     text = templates.get_template(CLUSTERS[to].template).render(values, run=run)
     if not CLUSTERS[to].template.endswith(".yaml"):
         return f"{text}\n"
+    # Parsed and written anew: a value that breaks the YAML fails here, and not on the cluster.
     return yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=1000)
 
 

@@ -91,6 +91,7 @@ def restore_keys(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             lost.append(f"the key {key}, which was {value!r}, is not known any more")
         elif origin != "default" or value != _plain(table.keys[key].default):
             given[key] = value
+    # What the run has used, though the recipe named a branch or nothing.
     commit = record.get("model_commit")
     if commit and not given.get("model_revision"):
         given["model_revision"] = commit

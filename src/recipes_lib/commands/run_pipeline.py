@@ -21,8 +21,8 @@ from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, UserError, suggest
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, load_pipeline
 from recipes_lib.pipelines.runner import STATE, find_program, list_figures, read_state, run_pipeline
+from recipes_lib.quantities import format_duration
 from recipes_lib.report.overview import format_rows, write_overview
-from recipes_lib.report.run_files import format_duration
 from recipes_lib.shipped import find_launch_file
 
 _SHOWN = ("eval_loss", "eval_rewards/accuracies", "eval_reward", "loss")
@@ -100,7 +100,7 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
     """Return the stages between two names, inclusive; ``None``: the first, the last.
 
     Raises:
-        ConfigError: There is no such stage.
+        ConfigError: There is no such stage, or the first comes after the last.
     """
     names = [stage.name for stage in pipeline.stages]
     for name in (first, last):
@@ -109,6 +109,8 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
                 Problem("recipes run", f"there is no stage {name!r}", f"the stages are {', '.join(names)}")
             )
     begin, end = (0 if first is None else names.index(first)), (len(names) if last is None else names.index(last) + 1)
+    if begin >= end:
+        raise ConfigError(Problem("recipes run", f"{first} comes after {last}", "swap --from and --until"))
     return list(pipeline.stages[begin:end])
 
 
@@ -157,6 +159,7 @@ def check_stages(path: Path, pipeline: Pipeline, looked_at: Sequence[str]) -> No
                     _load(stage)
             elif str(pretended.output_dir) not in stage.words[0] and (missing := find_program(stage.words, Path())):
                 problems.append(Problem(f"{stage.name}: run", missing, "install it, or write its path"))
+            # After its own check, so that a stage cannot read what it writes.
             _put_output(stage)
     if problems:
         raise ConfigError(*problems)
@@ -281,6 +284,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     file = find_launch_file(stage.launch) if stage.launch else None
     launch = plan_launch(file, num_processes if file else None)
     model_config = find_planned_model(config)
+    # The placeholder of its output is a model of this shape, from which later stages are planned.
     model_config.save_pretrained(stage.output)
     layout = build_layout(launch, stage.launch or "single_gpu", config.read("gradient_accumulation_steps"))
     plan = plan_memory(config, model_config, layout, device_bytes=choose_device(gpu).memory)

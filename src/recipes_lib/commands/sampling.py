@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, 
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import join_reasoning, split_reasoning
 from recipes_lib.files import read_record, replace_record, try_lock
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
@@ -65,7 +65,7 @@ class RowFile(Generic[Counted]):
 
         Raises:
             ConfigError: There is a file that was not written so, or of other rows.
-            DataError: Its record cannot be read.
+            DataError: Its record cannot be read, or counts more than the file has.
         """
         self._path, self._key, self._facts = path, key, dict(facts or {})
         self._record = path.with_name(f"{path.name}.record.json")
@@ -75,6 +75,10 @@ class RowFile(Generic[Counted]):
             record = read_record(self._record, fields, remedy=f"delete it and {path} to begin anew")
             if record["key"] == key:
                 self.counts = replace(counts, **{name: record[name] for name in asdict(counts)})
+                size = path.stat().st_size if path.exists() else 0
+                if size < self.counts.num_bytes:  # Appending would fill the gap with zero bytes.
+                    found = f"has {size:,} bytes, and {self._record.name} counts {self.counts.num_bytes:,}"
+                    raise DataError(Problem(str(path), found, "restore it, or delete both to begin anew"))
             elif record["num_bytes"]:  # Without any row, nothing is lost.
                 raise ConfigError(
                     Problem(str(path), f"holds {what}", "name another output, or delete it and its record")
@@ -97,6 +101,8 @@ class RowFile(Generic[Counted]):
             # What a killed process wrote and did not count is written again.
             file.truncate(self.counts.num_bytes)
             for rows in batches:
+                # Rows reach the disk before the record counts them: a kill in between leaves rows that are cut off and
+                # redone.
                 text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
                 self.counts.num_bytes += file.write(text.encode())
                 file.flush()
@@ -176,6 +182,7 @@ def sample_pairs(
     """
     from recipes_lib.data.sources.messages import is_answer
 
+    # All answers to a prompt are in one batch, so that a batch ends in whole pairs.
     size = max(1, collector.batch_size // num_answers)
     for start in range(counts.num_prompts, len(prompts), size):
         batch = prompts[start : start + size]
@@ -266,6 +273,7 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     collector = build_collector(config, args, models, rewards, tokenizer, progress, lambda: None, prompts.max_length)
     facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
     tokens = [prompt.input_ids for prompt in prompts.train]
+    # Of the tokens too: another template makes other prompts of the same rows.
     key = compute_key({**facts, "tokens": tokens, **describe_sampling(config, collector)})
     file = RowFile(output, key, PairCounts(), what="pairs of another policy, other prompts, rewards or settings")
     file.write(sample_pairs(collector, prompts.train, num_answers, file.counts))
@@ -312,6 +320,7 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
 def _read_source(function: Any) -> str:
     """Return the source file of a function; its name if there is none."""
     try:
+        # The whole module: a reward calls helpers beside it.
         return inspect.getsource(inspect.getmodule(function) or function)
     except (OSError, TypeError):
         return repr(function)

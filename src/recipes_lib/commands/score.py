@@ -131,6 +131,7 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
 
     source = load_source(**list_entries(config.data)[0])
     first = next((entry for entry in source.rows() if not isinstance(entry, Problem)), None)
+    # Before the model is loaded: a taken name is told in a second.
     names = {f"{columns.prefix}{answer}{name}" for answer in ("", "rejected_") for name in FIGURES}
     if first is not None and (taken := names & first.columns.keys()):
         raise ConfigError(Problem(first.where, f"has a column `{min(taken)}` already", "name a --prefix"))
@@ -142,7 +143,9 @@ def score_dataset(config: RecipeConfig, output: Path, columns: Columns) -> str:
     file = RowFile(output, compute_key({**inputs, "settings": settings}), ScoreCounts(), what=what)
     progress = build_progress(is_main=True)
     try:
+        # Counted by reading once more: a source of any layout does not know its number of rows.
         rows = progress.track(_read_both(source, config), "score", sum(1 for _ in source.rows()))
+        # Rows that are done are read and left out, not sought: files of any layout are read from their start.
         file.write(_score(scorer, itertools.islice(rows, file.counts.num_rows, None), columns, file.counts))
     finally:
         progress.stop()
@@ -202,9 +205,11 @@ def _score(
                 added |= {prefix + name: figure for name, figure in zip(FIGURES, figures, strict=True)}
                 counts.nll += score.nll
                 counts.num_target_tokens += score.num_targets
+            # `None` without a target token: such a row is written, since no limit says anything about it.
             loss = added[f"{columns.prefix}loss"]
             if loss is None or columns.min_loss <= loss <= columns.max_loss:
                 written.append(given | added)
+        # Before the yield: `RowFile` records the counts together with the rows.
         counts.num_rows += len(chunk)
         counts.num_kept += len(written)
         yield written

@@ -90,6 +90,7 @@ class HeldOutTail:
             self.texts.append(text)
             while self._num_bytes > MAX_TAIL_BYTES:
                 yield self._release()
+        # Only at the end of the text is it known how much a twentieth is.
         while self._num_bytes > total * MAX_TAIL_SHARE:
             yield self._release()
 

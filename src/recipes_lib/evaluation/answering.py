@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.schema import ModelConfig, TokensConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Chat, Reply
 from recipes_lib.files import hash_file
 from recipes_lib.models.adapters.lora import load_adapter
@@ -95,6 +95,7 @@ class LocalModel:
         """
         prompts = [encode_chat(self.tokenizer, chat) for chat in chats]
         length = self.sampling.response_length
+        # A prompt without room is the error of its own reply: one long row does not end a run of thousands.
         fitting = [at for at, prompt in enumerate(prompts) if len(prompt) + length <= self.positions]
         written = dict(
             zip(
@@ -120,6 +121,7 @@ class LocalModel:
 
     def _write_batch(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
         length = self.sampling.response_length
+        # One generator for each answer: its draws do not depend on the batch that it falls into.
         uniforms = np.stack([np.random.default_rng([self.seed, number]).random(length) for number in numbers])
         given = self.generator.generate(self.policy, prompts, torch.from_numpy(uniforms))
         masks, ended = mask_answers(given.response_ids, self.sampling.stop_ids)
@@ -142,6 +144,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         plain: list[int] = tokenizer(chat[0]["content"])["input_ids"]
         return plain
     messages = [dict(message) for message in chat]
+    # Rendered as text first: the template writes its special tokens, and encoding must not add a second BOS.
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
@@ -170,6 +173,7 @@ def load_local_model(
 
     Raises:
         ConfigError: It cannot be loaded, or is an adapter and an engine was named.
+        DataError: Its logits are NaN.
     """
     adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
     base = named if adapter is None else ModelConfig(**{**_read_options(named), **read_base(adapter)._asdict()})
@@ -190,10 +194,12 @@ def load_local_model(
         if adapter is not None:
             model = load_adapter(model, str(adapter))
         model = model.to(device).eval()
+        _verify_logits(model, settings.get_text_config().vocab_size)
     elif adapter is not None:
         remedy = "merge it by `recipes merge`, or answer with transformers"
         raise ConfigError(Problem("engine", "an adapter has no weights of its own", remedy))
     else:
+        # Without weights there is no generation configuration to read stop tokens from; the tokenizer has to do.
         stop_ids = sorted({*_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
     sampling = Sampling(stop_ids, tokenizer.pad_token_id or 0, max_new_tokens, max(temperature, GREEDY))
     positions = read_positions(settings)
@@ -202,6 +208,19 @@ def load_local_model(
         positions = min(positions, MAX_ENGINE_LENGTH)
         generator = start(sampling, int(positions))
     return LocalModel(generator, model, tokenizer, sampling, batch_size, seed, positions, identity)
+
+
+@torch.no_grad()
+def _verify_logits(model: Any, vocab_size: int) -> None:
+    """Raise for NaN on eight tokens: sampling would take some token of NaN logits without a word.
+
+    Raises:
+        DataError: There is NaN.
+    """
+    logits = model(input_ids=torch.arange(1, 9, device=model.device)[None] % vocab_size).logits
+    if logits.isnan().any():
+        found, remedy = "its logits are not finite", "name an earlier checkpoint, or another `dtype`"
+        raise DataError(Problem("model_name_or_path", found, remedy))
 
 
 def _read_options(named: ModelConfig) -> dict[str, Any]:
@@ -214,6 +233,7 @@ def identify_weights(*places: ModelConfig) -> list[Any]:
     for place in dict.fromkeys((str(place.model_name_or_path), place.model_revision) for place in places):
         folder = Path(place[0])
         is_here = folder.is_dir()
+        # By content and not by time: a copied folder gives the same answers, a retrained one others.
         hashes = {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))} if is_here else {}
         found.append(hashes or find_commit(*place))
     return found
@@ -224,4 +244,5 @@ def _find_terminators(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     if tokenizer.chat_template is None:
         return set()
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    # No template says which token ends a turn: one is rendered, and its last token taken.
     return {encode_answers(tokenizer, [chat])[0][-1]}

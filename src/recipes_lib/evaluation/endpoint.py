@@ -31,7 +31,11 @@ _MAX_ASKED_WAIT: Final = 600.0
 _MAX_REPLY: Final = 1 << 26
 _THIS_REQUEST: Final = (400, 413, 422)
 """Status codes that concern one request: too long, or refused by a filter."""
-_AGAIN: Final = (408, 409, 425, 429)
+REPEATED: Final = (408, 409, 425, 429)
+"""Status codes below 500 of a request that may succeed later."""
+KEY_REFUSED: Final = (401, 403)
+KEY_REMEDY: Final = "put a valid key into the environment variable OPENAI_API_KEY"
+RESUME_REMEDY: Final = "start it or wait, and run the same command to resume"
 _FAILURES: Final = (OSError, http.client.HTTPException, ValueError, OverflowError, RecursionError)
 """A connection that fails or takes too long; a reply that is cut short, not JSON, or counts infinitely many tokens."""
 
@@ -47,6 +51,7 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
     Some templates open the reasoning in the prompt, so that only its end stands in the answer.
     """
     before, mark, after = text.partition(ENDS_THINKING)
+    # Only the first delimiter: a model may write about the tag in its reasoning.
     return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
 
 
@@ -122,24 +127,40 @@ class Endpoint:
     request: Mapping[str, Any] = field(default_factory=dict)
     tally: Counter[bool] = field(default_factory=Counter, compare=False)
 
-    @property
-    def url(self) -> str:
-        """Address of the requests.
+    def __post_init__(self) -> None:
+        """Verify the attributes, which flags, configurations and reward functions of a recipe give.
 
         Raises:
-            ConfigError: It is no address of chats.
+            ConfigError: Some are out of range, or the address is none of chats; all of them.
         """
-        url = self.base_url.rstrip("/")
-        parts = urlsplit(url)
+        lowest = {"max_new_tokens": 1, "num_concurrent": 1, "num_attempts": 1, "temperature": 0}
+        problems = [
+            Problem(name, f"is {getattr(self, name)}", f"write {low} or more")
+            for name, low in lowest.items()
+            if getattr(self, name) < low
+        ]
+        problems += [
+            Problem(name, f"is {value}", "write a number above 0")
+            for name in ("requests_per_minute", "timeout")
+            if (value := getattr(self, name)) is not None and value <= 0
+        ]
+        if not isinstance(self.request, Mapping):
+            problems.append(Problem("request", f"is {self.request!r:.60}", 'write an object: {"top_p": 0.9}'))
+        parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             remedy = "write http://HOST:PORT/v1"
-            raise ConfigError(Problem("base_url", f"{url[:120]!r} is no address of an endpoint", remedy))
-        if url.endswith("/chat/completions"):
-            return url
-        if url.endswith("/completions"):
+            problems.append(Problem("base_url", f"{self.base_url[:120]!r} is no address of an endpoint", remedy))
+        elif self.url.endswith("/completions/chat/completions"):
             remedy = "write the address of its chats, .../v1 or .../v1/chat/completions"
-            raise ConfigError(Problem("base_url", f"{url} completes texts, and does not answer chats", remedy))
-        return f"{url}/chat/completions"
+            problems.append(Problem("base_url", f"{self.base_url} completes texts, and does not answer chats", remedy))
+        if problems:
+            raise ConfigError(*problems)
+
+    @property
+    def url(self) -> str:
+        """Address of the requests."""
+        url = self.base_url.rstrip("/")
+        return url if url.endswith("/chat/completions") else f"{url}/chat/completions"
 
     def describe(self) -> dict[str, Any]:
         """Return what determines the answers; not the address, which another launch of a server may change."""
@@ -177,11 +198,13 @@ class Endpoint:
             for thread in threads:
                 thread.join()
         finally:
+            # Also after ctrl-C, so that no thread begins another request.
             connection.is_stopped.set()
         if failures:
             raise failures[0]
         replies = [found[at] for at in range(len(chats))]
         self.tally.update(reply.error is None for reply in replies)
+        # Over all calls of this process, since a call may have one chat only.
         if not self.tally[True] and self.tally[False] >= FEWEST_REFUSALS:
             raise ConfigError(Problem("base_url", f"{self.url} refused every request: {replies[0].error}", _REMEDY))
         return replies
@@ -214,9 +237,11 @@ class _Connection:
             "messages": [dict(message) for message in chat],
             "max_tokens": endpoint.max_new_tokens,
             "temperature": endpoint.temperature,
+            # A prime stride: runs of neighbouring seeds share no request below a million chats. At most 31 bits.
             "seed": (endpoint.seed * 1_000_003 + number) % (1 << 31),
             **endpoint.request,
         }
+        # A null removes a field: newer models of OpenAI refuse `max_tokens`.
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         for attempt in range(endpoint.num_attempts):
             self._wait_for_turn()
@@ -224,18 +249,21 @@ class _Connection:
             try:
                 return _read_reply(self._post(sent))
             except urllib.error.HTTPError as error:
+                # The head of the body: an error page may have megabytes.
                 told = f"{error.code} {self._shorten(error.read(2000).decode(errors='replace') or error.reason)}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=told)
-                if error.code not in _AGAIN and error.code < 500:
-                    raise ConfigError(Problem("base_url", f"{self._url} returned {told}", _explain(error))) from None
-                wait = _read_wait(error.headers.get("Retry-After"), wait)
+                if error.code not in REPEATED and error.code < 500:
+                    remedy = KEY_REMEDY if error.code in KEY_REFUSED else _REMEDY
+                    raise ConfigError(Problem("base_url", f"{self._url} returned {told}", remedy)) from None
+                wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
                 told = self._shorten(f"{type(error).__name__}: {error}")
+            # Not after the last attempt; and no longer than until another request has failed for good.
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
                 break
         found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {told}"
-        raise ConfigError(Problem("base_url", found, "start it or wait, and run the same command to resume"))
+        raise ConfigError(Problem("base_url", found, RESUME_REMEDY))
 
     def _post(self, sent: bytes) -> Any:
         headers = {"Content-Type": "application/json"}
@@ -243,14 +271,18 @@ class _Connection:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._url, data=sent, headers=headers)
         with self._open(request, timeout=self.endpoint.timeout) as response:
+            # One byte more than allowed tells a reply that is too long from one of exactly that length.
             received = response.read(_MAX_REPLY + 1)
         if len(received) > _MAX_REPLY:
             raise ValueError(f"a reply of more than {_MAX_REPLY >> 20} MiB")
+        if response.length:  # `read` with a bound returns what there is, and half a reply would be told as broken JSON.
+            raise http.client.IncompleteRead(received, response.length)
         return json.loads(received)
 
     def _wait_for_turn(self) -> None:
         if self.endpoint.requests_per_minute is None:
             return
+        # Slots are given out under the lock and waited for outside of it: threads wait side by side.
         with self._pace:
             now = time.monotonic()
             begin = max(now, self._next)
@@ -273,14 +305,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Follow none."""
 
 
-def _explain(error: urllib.error.HTTPError) -> str:
-    if error.code in (401, 403):
-        return "put a valid key into the environment variable OPENAI_API_KEY"
-    return _REMEDY
-
-
-def _read_wait(asked: str | None, wait: float) -> float:
-    """Seconds of ``Retry-After``; dates are rare and not read."""
+def read_wait(asked: str | None, wait: float) -> float:
+    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are rare and not read."""
     try:
         return max(wait, min(float(asked or 0), _MAX_ASKED_WAIT))
     except ValueError:

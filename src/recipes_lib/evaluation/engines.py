@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import logging
 import math
 import sqlite3
+import time
+import warnings
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,10 +30,15 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.evaluation.endpoint import KEY_REFUSED, KEY_REMEDY, REPEATED, RESUME_REMEDY, read_wait
+from recipes_lib.models.adapters.lora import without_old_name
+from recipes_lib.models.adapters.saved import find_adapter
 from recipes_lib.models.loading import explained, load_model_config, without_report
 from recipes_lib.processes import read_world_size
 
 _CPU_BATCH: Final = 8
+_NUM_ATTEMPTS: Final = 6
+"""For each request to an endpoint, as ``Endpoint`` makes them; each may take lm-eval's 300 seconds."""
 _ASKED: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the longest answer in a request, in lm-eval's order."""
@@ -47,6 +55,7 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         ConfigError: A package is not installed, the tokenizer has no chat template, or several processes were started
             that would not share the questions.
     """
+    # vLLM starts workers of its own, and an endpoint is one server: neither shares questions over ranks.
     if (config.base_url or config.engine == "vllm") and read_world_size() > 1:
         found = f"{read_world_size()} processes were started, and each would ask every question"
         raise ConfigError(Problem("base_url" if config.base_url else "engine", found, "start one, by `recipes eval`"))
@@ -77,16 +86,63 @@ def _build_endpoint(config: EvalConfig) -> Any:
         "seed": config.seed,
     }
     if config.is_chat_endpoint:
-        return get_model("local-chat-completions")(**options)
+        return _build_patient("local-chat-completions", options)
     positions = None
     with suppress(ConfigError):  # A place may hold a tokenizer alone.
         positions, _ = load_model_config(ModelConfig(model_name_or_path=config.tokenizer_name_or_path))
-    return get_model("local-completions")(
-        **options,
-        tokenizer=config.tokenizer_name_or_path,
-        tokenizer_backend="huggingface",
-        max_length=resolve_max_length(positions),
+    return _build_patient(
+        "local-completions",
+        options
+        | {
+            "tokenizer": config.tokenizer_name_or_path,
+            "tokenizer_backend": "huggingface",
+            "max_length": resolve_max_length(positions),
+        },
     )
+
+
+def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
+    """Build lm-eval's client of an endpoint, which then waits as long as a busy server asks for.
+
+    lm-eval 0.4.13 repeats a failed request 1 to 10 seconds later and does not read ``Retry-After``, so that a rate
+    limit of requests per minute would end the evaluation.
+    """
+    kind: Any = get_model(name)
+
+    class PatientClient(kind):  # type: ignore[misc]
+        def model_call(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().model_call(*args, **kwargs)
+            except Exception as error:
+                time.sleep(_read_pause(error))
+                raise
+
+        async def amodel_call(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await super().amodel_call(*args, **kwargs)
+            except Exception as error:
+                await asyncio.sleep(_read_pause(error))
+                raise
+
+        def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
+            for reply in outputs if isinstance(outputs, list) else [outputs]:
+                # Of chats, lm-eval takes a reply without them, or a choice without a number, for an empty answer.
+                for number, choice in enumerate(reply["choices"]):
+                    choice.setdefault("index", number)
+            return super().parse_generations(outputs, **kwargs)
+
+    return PatientClient(**options, max_retries=_NUM_ATTEMPTS)
+
+
+def _read_status(error: BaseException) -> tuple[int | None, Mapping[str, str]]:
+    """Return status code and headers in an error of requests or aiohttp."""
+    response = getattr(error, "response", None)
+    status = getattr(error, "status", getattr(response, "status_code", None))
+    return status, getattr(error, "headers", getattr(response, "headers", None)) or {}
+
+
+def _read_pause(error: BaseException) -> float:
+    return read_wait(_read_status(error)[1].get("Retry-After"), 0.0)
 
 
 def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
@@ -94,7 +150,7 @@ def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         raise ConfigError(Problem("engine", "vllm is not installed", "pip install vllm"))
     options = _list_options(config, settings)
     if "base" in settings:
-        options |= {"lora_local_path": config.model_name_or_path}
+        options["lora_local_path"] = _find_place(config)
     return get_model("vllm")(**options)
 
 
@@ -105,7 +161,7 @@ def _build_checked(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         PartialState(cpu=True, timeout=timedelta(weeks=52))
     options = _list_options(config, settings)
     if "base" in settings:
-        options["peft"] = config.model_name_or_path
+        options["peft"] = _find_place(config)
     if config.attn_implementation:
         options["attn_implementation"] = config.attn_implementation
     with explained("model_name_or_path", str(config.model_name_or_path)):
@@ -116,13 +172,21 @@ def _build_checked(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     return model
 
 
+def _find_place(config: EvalConfig) -> str:
+    """Return the folder of an adapter, also of one on the Hub; else the name of the model."""
+    # A folder, because lm-eval asks for the adapter and its tokenizer by the revision of the base.
+    return str(find_adapter(config.model_name_or_path, config.model_revision) or config.model_name_or_path)
+
+
 def _list_options(config: EvalConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    place = config.model_name_or_path
-    has_gpu = torch.cuda.is_available() and not config.use_cpu
+    has_gpu, place = torch.cuda.is_available() and not config.use_cpu, _find_place(config)
+    model = settings.get("base", config.model_name_or_path)
+    # PEFT saves an adapter without a tokenizer; trainers write one beside it.
+    has_tokenizer = "base" not in settings or (Path(place) / "tokenizer_config.json").is_file()
     return {
-        "pretrained": settings.get("base", place),
+        "pretrained": model,
         "revision": settings.get("base_revision", config.model_revision) or "main",
-        "tokenizer": config.tokenizer_name_or_path or place,
+        "tokenizer": config.tokenizer_name_or_path or (place if has_tokenizer else model),
         "dtype": config.dtype,
         "trust_remote_code": config.trust_remote_code,
         "batch_size": config.batch_size or ("auto" if has_gpu else _CPU_BATCH),
@@ -143,10 +207,21 @@ class CheckedModel(HFLM):  # type: ignore[misc]
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     def _create_model(self, *args: Any, **options: Any) -> None:
-        # Overridden (lm-eval 0.4.13): it evaluates a checkpoint that lacks weights with random ones.
+        # Overridden (lm-eval 0.4.13): it evaluates a checkpoint or an adapter that lacks weights with random ones.
         chosen, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _WholeModel(self.AUTO_MODEL_CLASS)
+        adapter = options.get("peft")
         try:
-            super()._create_model(*args, **options)
+            with without_old_name():
+                warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT 0.21 only warns.
+                super()._create_model(*args, **options)
+        except UserWarning as warning:
+            found = f"the adapter {adapter} lacks weights that its configuration announces: {str(warning)[:200]} ..."
+            raise ConfigError(Problem("model_name_or_path", found, "name a complete adapter")) from warning
+        except RuntimeError as error:
+            if adapter is None or "size mismatch" not in str(error):
+                raise
+            found = f"the adapter {adapter} does not fit its base: {str(error).strip().splitlines()[-1].strip()}"
+            raise ConfigError(Problem("model_name_or_path", found, "name the base that it was trained on")) from error
         finally:
             self.AUTO_MODEL_CLASS = chosen
 
@@ -206,6 +281,7 @@ def _refuse_logits() -> DataError:
 class _Answers(ChainMap[str, Any]):
     """Answers of this process, before those that any process of an earlier launch has left."""
 
+    # `CachingLM` commits after each kind of request; a `ChainMap` has no such method.
     def commit(self) -> None:
         self.maps[0].commit()  # type: ignore[attr-defined]
 
@@ -272,8 +348,13 @@ def _encode(answer: Any) -> str:
 def _refuse_answer(endpoint: str | None, error: Exception) -> NoReturn:
     if endpoint is None:
         raise error
-    told = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    told = f"{type(error).__name__}: {error}".splitlines()[0][:300].removesuffix(": ")  # A timeout has no words.
+    status, _ = _read_status(error)
     remedy = "see that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
+    if status in KEY_REFUSED:
+        remedy = KEY_REMEDY
+    elif isinstance(error, OSError) or status in REPEATED or (status or 0) >= 500:
+        remedy = RESUME_REMEDY
     raise ConfigError(Problem("base_url", f"{endpoint} has no answer to use: {told}", remedy)) from error
 
 
@@ -284,6 +365,7 @@ def find_room(model: Any) -> int | None:
     """
     if getattr(model, "tokenizer", None) is None or not hasattr(model, "max_length"):
         return None
+    # HFLM does not feed the last token, whose successor nobody asks for; vLLM has to generate one token more.
     kind = {"HFLM": 1, "VLLM": -1}
     return int(model.max_length) + next((kind[one.__name__] for one in type(model).__mro__ if one.__name__ in kind), 0)
 
@@ -300,6 +382,7 @@ def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
         return False
     prompt, rest = arguments[:2]
     if isinstance(rest, str):
+        # Bytes first: a tokenizer would read every prompt a second time, and few of them come near the limit.
         if _count_bytes(prompt + rest) <= room or not prompt:
             return False
         return sum(map(len, model._encode_pair(prompt, rest))) > room
@@ -315,6 +398,7 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
     if isinstance(rest, str):
         if _count_bytes(rest) <= room:
             return
+        # At least one token of the prompt must stay: the first of the choice is predicted from it.
         length = len(model.tok_encode(rest, add_special_tokens=False))
         is_refused = length >= room
     else:

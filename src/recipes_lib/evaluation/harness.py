@@ -24,7 +24,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem, list_first
 from recipes_lib.evaluation.engines import Remembering, build_engine, is_cut
 from recipes_lib.evaluation.suites import load_tasks
 from recipes_lib.files import hash_file, read_lines, replace_record, replacing, verify_fields
-from recipes_lib.models.adapters.saved import find_adapter, read_base
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, find_adapter, read_base
 from recipes_lib.models.loading import load_model_config
 
 RECORD: Final = "eval.json"
@@ -60,6 +60,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     model = build_engine(config, settings)
     _verify_shares(config, tasks["tasks"], model.world_size)
     asked = {key: getattr(config, key) for key in _SETTINGS}
+    # Answers do not depend on how many questions are asked: a higher limit reuses those of a lower one.
     key = _hash([settings, {**asked, "limit": None}, versions])
     cache = config.folder / _CACHE / f"{key}-{model.rank}.sqlite"
     remembering = Remembering(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
@@ -81,6 +82,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     with replacing(config.folder / SAMPLES) as partial:
         partial.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows), encoding="utf-8")
     replace_record(config.folder / RECORD, record)
+    # Only now: a process killed before the record is written asks nothing again.
     for file in cache.parent.glob(f"{key}-*"):
         file.unlink()
     with suppress(OSError):  # Another evaluation's answers may lie there.
@@ -132,6 +134,9 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
         raise ConfigError(Problem("model_name_or_path", "is a checkpoint in shards", remedy))
     adapter = find_adapter(name, revision)
     base = None if adapter is None else read_base(adapter)
+    if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():  # PEFT would look for them on the Hub.
+        remedy = "name a complete adapter; pickled weights could run code: convert them where you trust them"
+        raise ConfigError(Problem("model_name_or_path", f"{name} has no {ADAPTER_WEIGHTS}", remedy))
     named = ModelConfig(
         model_name_or_path=name if base is None else base.model_name_or_path,
         model_revision=revision if base is None else base.model_revision,
@@ -162,6 +167,7 @@ def _describe_tokenizer(config: EvalConfig) -> dict[str, Any]:
 def _fingerprint(folder: Path, settings: Any) -> str:
     """The commit of a model of the Hub; of a folder a hash of what decides its answers."""
     if not folder.is_dir():
+        # A commit names every file of the Hub; hashing tens of gigabytes would say no more.
         return str(getattr(settings, "_commit_hash", None))
     patterns = (
         "*.safetensors",
@@ -215,7 +221,8 @@ def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[s
         "answers": answers,
         "scores": {name: sample[name] for name in sample["metrics"]},
         "is_cut": any(is_cut(model, arguments) for arguments in sample["arguments"]),
-        "is_empty": all(isinstance(answer, str) and not answer.strip() for answer in answers),
+        # Of the answers as the model gave them: a filter writes "[invalid]" where it finds nothing.
+        "is_empty": all(isinstance(text, str) and not text.strip() for given in sample["resps"] for text in given),
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
     }
@@ -223,6 +230,7 @@ def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[s
 
 def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     own = [row for row in rows if row["task"] == task]
+    # A task with several filters has a row for each; questions are counted once.
     questions = {row["doc_id"]: row for row in own}.values()
     return {
         "scores": read_scores(results["results"][task]),
@@ -231,6 +239,7 @@ def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str
         "version": results["versions"].get(task),
         "num_cut": sum(row["is_cut"] for row in questions),
         "num_empty": sum(row["is_empty"] for row in questions),
+        # Sorted, because several processes hand over their questions in an order of their own.
         "prompts_hash": _hash(sorted([row["doc_id"], row["prompt_hash"]] for row in questions)),
         "higher_is_better": results["higher_is_better"].get(task, {}),
         "dataset": results["configs"][task].get("dataset_path"),

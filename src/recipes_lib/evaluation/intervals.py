@@ -37,6 +37,7 @@ def compute_interval(differences: Any) -> tuple[float, float]:
     draw = np.random.default_rng(_SEED)
     # A resample at a time: of 14,000 questions all of them at once would take gigabytes.
     means = [differences[draw.integers(0, number, number)].mean() for _ in range(NUM_RESAMPLES)]
+    # Both tails of 95 %. The wider interval counts: the bootstrap is too narrow for few questions.
     ends = np.quantile(means, [0.025, 0.975])
     reach = stats.t.ppf(0.975, number - 1) * differences.std(ddof=1) / number**0.5
     mean = differences.mean()
@@ -46,10 +47,12 @@ def compute_interval(differences: Any) -> tuple[float, float]:
 def _bound_proportions(gained: int, lost: int, number: int) -> tuple[float, float]:
     from scipy import stats
 
+    # Bonett and Price add one to both counts, and two to the number.
     more, less = (gained + 1) / (number + 2), (lost + 1) / (number + 2)
     reach = stats.norm.ppf(0.975) * ((more + less - (more - less) ** 2) / (number + 2)) ** 0.5
     low, high = more - less - reach, more - less + reach
     if changed := gained + lost:
+        # Given which answers changed, the number gained is binomial: 2 p - 1 of them, as a share of all questions.
         exact = stats.binomtest(gained, changed).proportion_ci(0.95, "exact")
         low = min(low, (2 * exact.low - 1) * changed / number)
         high = max(high, (2 * exact.high - 1) * changed / number)

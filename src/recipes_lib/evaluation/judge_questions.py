@@ -186,6 +186,7 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iter
     for turn in range(max(len(question.turns) for question in questions)):
         open_ = [at for at, question in enumerate(questions) if turn < len(question.turns)]
         chats = [questions[at].build_chat(answers[at]) for at in open_]
+        # All open questions of a turn together; each turn of each question has a number of its own.
         replies = engine.answer(chats, [places[at] * MAX_TURNS + turn for at in open_])
         failed = [
             Problem(
@@ -194,6 +195,7 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iter
             for at, reply in zip(open_, replies, strict=True)
             if reply.error is not None
         ]
+        # All of the turn at once, and before the next turn costs anything.
         raise_problems(failed, "questions")
         for at, reply in zip(open_, replies, strict=True):
             answers[at].append(split_reasoning(reply.text)[1])  # It is neither judged nor read in the next turn.

@@ -138,6 +138,7 @@ class RewardJudge:
         given: list[Any] = [question.build_chat(said) for question, said in zip(questions, answers, strict=True)]
         if self.model.tokenizer.chat_template is None and all(len(chat) == 2 for chat in given):
             given = [(chat[0]["content"], chat[1]["content"]) for chat in given]
+        # NaN instead of an error for an answer beyond the positions: it has no verdict, the others have.
         scores = self.model.score(given, where=[f"question {question.id}" for question in questions], overlong="nan")
         return [Grade(None if math.isnan(score) else score, "") for score in scores]
 
@@ -192,6 +193,7 @@ class PromptedJudge:
         """
         prompt, chats = self._load_pairwise(), list[Chat]()
         for question, one, two in zip(questions, base, other, strict=True):
+            # Both orders of a question stand side by side: replies are read in pairs below.
             for first, second in ((one, two), (two, one)):
                 chats.append(_build_chat(prompt, self.pairwise, question, first=first, second=second))
         replies = self.engine.answer(chats, [2 * number + order for number in numbers for order in (0, 1)])
@@ -200,6 +202,7 @@ class PromptedJudge:
             pair = replies[at : at + 2]
             places: tuple[dict[str, Outcome], ...] = (
                 {"first": "base", "second": "other", "tie": "tie"},
+                # In the second order the answer of the base stands in second place.
                 {"first": "other", "second": "base", "tie": "tie"},
             )
             said = [parse_verdict(reply.text, prompt["verdicts"]) for reply in pair]
@@ -245,6 +248,7 @@ def parse_verdict(text: str, verdicts: Mapping[str, str]) -> str | None:
 
     Source: the rule of Arena-Hard, whose judge must not say two things.
     """
+    # Longest first: a regular expression takes the first alternative that fits, and marks may begin alike.
     pattern = "|".join(re.escape(mark) for mark in sorted(verdicts, key=len, reverse=True))
     marks = re.findall(pattern, split_reasoning(text)[1])
     said = {verdicts[mark] for mark in marks}
@@ -291,12 +295,14 @@ def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome 
     Source: the win rate is ``(1 + d) / 2`` for the mean ``d`` of +1, 0 and -1, whose interval is ``compute_interval``.
     """
     counts = {winner: sum(one == winner for one, _ in judgments) for winner in ("other", "tie", "base", None)}
+    # A reward model has one entry: it cannot prefer a position.
     swapped = [orders for winner, orders in judgments if winner is not None and len(orders) > 1]
     agreement = sum(len(set(orders)) == 1 for orders in swapped) / len(swapped) if swapped else None
     number = counts["other"] + counts["tie"] + counts["base"]
     found = (number, counts["other"], counts["tie"], counts["base"], counts[None])
     if not number:
         return WinRate(*found, None, None, None, agreement)
+    # Order does not matter: the interval reads the values alone.
     differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
     low, high = compute_interval(np.array(differences))
     mean = (counts["other"] - counts["base"]) / number
@@ -390,6 +396,7 @@ def judge_preference(
     def prefer(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if baseline not in columns:
             raise KeyError(f"the dataset has no column {baseline!r}; name the baseline's by baseline='...'")
+        # A row without a baseline costs no request, and has no reward.
         known = [at for at, answer in enumerate(columns[baseline]) if answer]
         rewards: list[float | None] = [None] * len(prompts)
         if known:

@@ -64,7 +64,9 @@ def render_prompt(template: str, where: str, values: Mapping[str, Any]) -> str:
         raise ConfigError(Problem(where, f"its template fails: {error}", f"the values are {names}")) from error
 
 
+# A judge renders the same few templates once for each answer.
 @functools.lru_cache(maxsize=256)
 def _compile(template: str) -> Any:
+    # StrictUndefined: a misspelt value is an error, not an empty text. Blocks leave no blank lines in a prompt.
     environment = SandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template)

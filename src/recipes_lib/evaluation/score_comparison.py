@@ -71,8 +71,10 @@ def compare_folders(folders: Sequence[Path]) -> list[Difference]:
             members = found.get("tasks", [name])
             for metric in dict.fromkeys(metric for task, metric in base if task in members):
                 pairs = [(base.get((task, metric)), other.get((task, metric))) for task in members]
+                # Of a group, every member or none: a mean over fewer tasks would be another score.
                 if all(one and two for one, two in pairs):
                     rises = record["tasks"].get(members[0], {}).get("higher_is_better", {})
+                    # Without a direction, more is better.
                     falls = rises.get(metric.partition(",")[0]) is False
                     is_mean = not found.get("is_weighted_by_size", True)
                     rows.append(_compare(name, metric, label, pairs, falls=falls, is_mean_of_tasks=is_mean))
@@ -94,6 +96,7 @@ def _read_scores(folder: Path) -> _Scores:
         for metric, value in row["scores"].items():
             if isinstance(value, int | float):
                 label = metric if row["filter"] == "none" else f"{metric}, {row['filter']}"
+                # By content besides its number: another version of the data has other questions under these numbers.
                 question = f"{row['doc_id']} {row['doc_hash']}"
                 found.setdefault((row["task"], label), {})[question] = (row["prompt_hash"], float(value))
     return found
@@ -107,7 +110,7 @@ def _compare(
             [
                 (one[question][1], two[question][1])
                 for question in one
-                if question in two and _is_same(one, two, question)
+                if question in two and one[question][0] == two[question][0]  # Asked by the same prompt.
             ]
         )
         for one, two in pairs
@@ -125,10 +128,6 @@ def _compare(
         verdict = "better" if (low > 0) != falls else "worse"
     means = scaled.mean(axis=0)
     return Difference(name, metric, model, number, float(means[0]), float(means[1]), low, high, verdict)
-
-
-def _is_same(one: Mapping[str, tuple[str, float]], other: Mapping[str, tuple[str, float]], question: str) -> bool:
-    return one[question][0] == other[question][0]
 
 
 def format_rows(rows: Sequence[Difference]) -> Iterator[str]:

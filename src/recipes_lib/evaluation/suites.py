@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from recipes_lib.config.evaluation import EvalConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, list_first
 
 OWN_TASKS: Final = Path(__file__).with_name("tasks")
 SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
@@ -35,7 +35,9 @@ SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
 Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
 """
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
-_PACKAGES: Final = "pip install 'recipes-lib[eval]', or the package that it names"
+_PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a file of its own functions stands beside the task"
+_SPLIT: Final = "name a split with rows in its task file"
+_METRICS: Final = "correct its `metric_list`"
 _WORD: Final = re.compile(r"""[^\s"'#\[\],{}]+""")
 _NAMED: Final = re.compile(rf"""^(?:task|group|tag)\s*:\s*["']?({_WORD.pattern})""", re.MULTILINE)
 _NAMING: Final = re.compile(r"""^(?:["']?(?:task|group|tag)["']?\s*:|\s*-\s).*$""", re.MULTILINE)
@@ -121,20 +123,31 @@ def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, A
 
 
 def _describe_failure(name: str, error: BaseException) -> Problem:
-    reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
-    where, cause = f"tasks: {name}", error
+    cause = error
     while cause.__cause__ is not None and not isinstance(cause, ModuleNotFoundError):
         cause = cause.__cause__
+    # A KeyError's text is the representation of its key.
+    told = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    reason = " ".join(told.split())[:300] or type(error).__name__
+    found, remedy = f"cannot be loaded: {reason}", "correct its task file"
     if isinstance(cause, ModuleNotFoundError):
-        return Problem(where, f"needs a package that is not installed: {cause}".splitlines()[0][:300], _PACKAGES)
-    if isinstance(error, TemplateError):
-        return Problem(where, f"its templates do not fit its first row: {reason}", _COLUMNS)
-    if isinstance(error, StopIteration):
-        return Problem(where, "has no question", "name a split with rows in its task file")
-    if isinstance(error, IndexError):
+        found, remedy = f"needs a package that is not installed: {cause}", _PACKAGES
+    elif isinstance(error, TemplateError):
+        found, remedy = f"its templates do not fit its first row: {reason}", _COLUMNS
+    elif isinstance(error, StopIteration):
+        found, remedy = "has no question", _SPLIT
+    elif isinstance(error, IndexError):
         remedy = "compare `doc_to_choice` and `doc_to_target` with the data"
-        return Problem(where, f"its answer is none of its first row's choices: {reason}", remedy)
-    return Problem(where, f"cannot be loaded: {reason}", _NETWORK)
+        found = f"its answer is none of its first row's choices: {reason}"
+    elif isinstance(error, KeyError) and error.args == (None,):  # lm-eval 0.4.13 looks up what it has not found.
+        found, remedy = "names a metric that lm-eval does not have", _METRICS
+    elif isinstance(error, KeyError) and " " not in reason:
+        found = f"names {reason!r}, and its data or lm-eval have no such thing"
+    elif type(error).__name__ == "DatasetGenerationError":  # `datasets` is imported in `data` alone.
+        found, remedy = f"its data cannot be read: {type(cause).__name__}: {cause}", "correct the file of its data"
+    elif isinstance(error, OSError) and type(error) is not FileNotFoundError:
+        remedy = _NETWORK  # A local file that is missing is no matter of it; a dataset of the Hub may be.
+    return Problem(f"tasks: {name}", found.splitlines()[0][:320], remedy)
 
 
 def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
@@ -210,21 +223,17 @@ def _describe_unknown(name: str, known: Collection[str]) -> Problem:
 def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -> list[Problem]:
     """Set a task up as ``lm_eval run`` does, and try its first question."""
     where = f"tasks: {name}"
-    if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
-        remedy = "read docs/evaluation.md on code, then run `recipes eval` with confirm_run_unsafe_code: true"
-        return [Problem(where, "runs the code that the model writes", remedy)]
+    if (lack := _find_lack(task, config)) is not None:
+        return [Problem(where, *lack)]
     count = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
     task.set_config(key="num_fewshot", value=count or 0)
     task.set_fewshot_seed(seed=config.seed)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
         task.set_config(key="generation_kwargs", value=dict(config.gen_kwargs), update=True)
-    if _lacks_sentences(task):
-        remedy = "python -m nltk.downloader punkt_tab, where there is a network"
-        return [Problem(where, "counts sentences by NLTK's punkt_tab, which is not here", remedy)]
     try:
         docs: Sequence[Any] = task.eval_docs
         if not len(docs):
-            return [Problem(where, "has no question", "name a split with rows in its task file")]
+            return [Problem(where, "has no question", _SPLIT)]
         task.doc_to_text(docs[0])
         task.doc_to_target(docs[0])
         is_choice = task.get_config("output_type") == "multiple_choice"
@@ -235,6 +244,19 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     if is_choice and not (isinstance(choices, list) and choices):  # lm-eval takes the letters of a text for choices.
         return [Problem(where, f"the choices of its first row are {choices!r:.80}", "write `doc_to_choice` as a list")]
     return []
+
+
+def _find_lack(task: Any, config: EvalConfig) -> tuple[str, str] | None:
+    """Return what a task needs and lacks, and the remedy; lm-eval would tell after the last answer."""
+    if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
+        remedy = "read docs/evaluation.md on code, then run `recipes eval` with confirm_run_unsafe_code: true"
+        return "runs the code that the model writes", remedy
+    if unknown := [metric for metric, function in task.aggregation().items() if not callable(function)]:
+        return f"the aggregation of {list_first(unknown)} is none that lm-eval has", _METRICS
+    if _lacks_sentences(task):
+        remedy = "python -m nltk.downloader punkt_tab, where there is a network"
+        return "counts sentences by NLTK's punkt_tab, which is not here", remedy
+    return None
 
 
 def _lacks_sentences(task: Any) -> bool:

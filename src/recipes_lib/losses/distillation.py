@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from recipes_lib.losses.projection import LogitTransform, Projection, ProjectionGradients, build_projection
+from recipes_lib.losses.projection import (
+    TEACHER_PART,
+    LogitTransform,
+    Projection,
+    ProjectionGradients,
+    build_projection,
+)
 
 MIN_LOG_TAIL = -80.0
 """Log-probability below which a tail counts as this: its exponential is the smallest that ``float32`` holds well."""
@@ -113,7 +119,8 @@ def compute_distillation(
 
     Source: Hinton et al. 2015 (arXiv 1503.02531); ``tests/losses/test_distillation.py``.
     """
-    projection = build_projection(hidden, weight, **transform)
+    part = TEACHER_PART if isinstance(supervision.teacher, TeacherHead) else 1
+    projection = build_projection(hidden, weight, part=part, **transform)
     return DistillationSums(
         *_ChunkedDistillation.apply(  # type: ignore[no-untyped-call]
             hidden, weight, transform.get("bias"), supervision, projection, torch.is_grad_enabled()

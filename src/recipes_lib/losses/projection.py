@@ -15,6 +15,9 @@ CUDA_CHUNK_BYTES = 2**30
 """The most on a GPU: fewer kernels, and the gradient of the weight is read and written less often."""
 _SHARE_OF_GPU = 64
 """A GPU of less than 64 GiB has chunks of this part of its memory."""
+TEACHER_PART = 4
+"""Divides the chunks of a loss that reads a teacher's logits: it holds seven to eleven tensors of their size, others
+one or two."""
 MIN_CHUNK_TOKENS = 128
 """A smaller chunk would read the whole weight for too little arithmetic."""
 
@@ -105,18 +108,20 @@ class LogitTransform(TypedDict, total=False):
     """Bound of the logits."""
     chunk_size: int | None
     """Tokens whose logits exist at any one time; unless given as many as have ``CHUNK_BYTES`` of logits, on a GPU
-    up to ``CUDA_CHUNK_BYTES``."""
+    up to ``CUDA_CHUNK_BYTES``, and of two models a ``TEACHER_PART`` of that."""
 
 
-def build_projection(hidden: Tensor, weight: Tensor, **transform: Unpack[LogitTransform]) -> Projection:
-    """Settle dtype and chunk size: autocast's dtype or the narrower of the operands'; ``CHUNK_BYTES`` of logits."""
+def build_projection(
+    hidden: Tensor, weight: Tensor, *, part: int = 1, **transform: Unpack[LogitTransform]
+) -> Projection:
+    """Settle dtype and chunk size: autocast's dtype or the narrower of the operands'; a ``part`` of ``CHUNK_BYTES``."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     else:
         # ``torch.mm`` takes operands of one dtype.
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-    default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device))
+    default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device) // part)
     scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
     return Projection(dtype, scale, softcap, transform.get("chunk_size") or default_size)
 

@@ -200,6 +200,7 @@ class _Reader:
             for name in inner:
                 if f"{name}.output" in self.known:
                     self.known[f"{name}.previous"] = self.known[f"{name}.output"]
+        # A stage below the loop has no round to refer to.
         del self.known["round"]
 
     def _read_stage(self, name: str, where: str, entry: Any, folder: Path, suffix: str = "") -> list[Stage]:
@@ -266,6 +267,7 @@ class _Reader:
         arguments = [word.text for word in argv]
         files = [find_shipped(Path(arguments[1]))] if "config" in entry else []
         if kind == "recipe":
+            # Outside the identity: where outputs lie decides nothing about them.
             arguments += [] if "output_dir" in flags else ["--output_dir", output.text]
             files += self._find_launch(where, entry)
         self._claim(where, name, Path(output.text))
@@ -356,6 +358,7 @@ class _Reader:
             stages.extend(self.known[name].stages)
             return str(self.known[name][at])
 
+        # Twice: as the command runs it, and with symbols for paths, of which the hash is made.
         texts = [_REFERENCE.sub(lambda match, at=at: replace(match, at), text) for at in (0, 1)]  # type: ignore[misc]
         return _Known(texts[0], texts[1], tuple(dict.fromkeys(stages)))
 

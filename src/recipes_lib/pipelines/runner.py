@@ -104,6 +104,7 @@ def _holding(folder: Path, only: str) -> Iterator[None]:
     with ExitStack() as files:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # A whole pipeline takes the lock alone; jobs of single stages share it, and each takes that of its stage.
             names = [f"{STATE}.lock", *([f"{STATE}.{only}.lock"] if only else [])]
             opened = [files.enter_context((folder / name).open("a", encoding="utf-8")) for name in names]
         except OSError as error:
@@ -180,6 +181,7 @@ class _Progress:
         spent = float(before.get("seconds") or 0) if is_same else 0.0
         entry: dict[str, Any] = {"fingerprint": self.prints[stage.name]}
         began = time.time()
+        # Before it starts: after a kill it is known that the output is of this command, and may be resumed.
         self._write(stage, entry | {"status": "running", "seconds": spent})
         code: int | None = None
         try:
@@ -214,6 +216,7 @@ def fingerprint(pipeline: Pipeline, root: Path) -> dict[str, str]:
     prints: dict[str, str] = {}
     for stage in pipeline.stages:
         texts = [(root / file).read_text("utf-8") if (root / file).is_file() else "" for file in stage.files]
+        # With the hashes of what it needs: a change runs through to every stage below.
         told = [list(stage.identity), texts, [prints[need] for need in stage.needs], dict(pipeline.environment)]
         prints[stage.name] = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
     return prints
@@ -323,12 +326,14 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
             try:
                 code = process.wait()
                 break
+            # The terminal has sent it to the stage as well, which may have a checkpoint to save.
             except KeyboardInterrupt:
                 is_interrupted = True
     finally:
         signal.signal(signal.SIGTERM, before)
     if is_interrupted:
         raise KeyboardInterrupt
+    # As a shell reports a process that a signal has ended.
     return code if code >= 0 else 128 - code
 
 
@@ -373,6 +378,7 @@ def list_figures(output: Path) -> dict[str, float]:
                 if isinstance(score, dict) and (number := parse_number(score.get("value"))) is not None
             }
     for event in read_lines(output / "metrics.jsonl"):
+        # The last value of each figure wins.
         figures |= dict(_flatten(event or {}))
     return figures
 

@@ -123,7 +123,7 @@ def count_step(config: RecipeConfig, model_config: PretrainedConfig, num_process
     num_rows = rows_per_process * num_processes * (2 if config.recipe in PAIR_RECIPES else 1)
     flops = compute_flops_per_token(model_config, length, is_frozen=config.adapter.use_peft)
     per_token = flops.body + (0 if config.recipe == "reward" else flops.head)
-    read = [model_config] if has_live_reference(config) else []
+    read = [model_config] if has_live_reference(config) or config.forgetting.kl_to_base else []
     if has_live_teacher(config):
         read.append(find_shape(choose_teacher(config)))
     for other in read:
@@ -140,6 +140,11 @@ def has_live_reference(config: RecipeConfig) -> bool:
 def has_live_teacher(config: RecipeConfig) -> bool:
     """Return whether each step of distillation runs the teacher, rather than to read its stored log-probabilities."""
     return config.recipe == "distill" and config.distillation.teacher_top_k is None
+
+
+def reads_teacher(config: RecipeConfig) -> bool:
+    """Return whether the loss reads the logits of two models: of a teacher, or of the base by ``kl_to_base``."""
+    return has_live_teacher(config) or config.forgetting.kl_to_base > 0
 
 
 def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError
+from recipes_lib.losses.projection import TEACHER_PART
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.roles import CRITIC, REWARD, add_critic, add_reward
 from recipes_lib.models.adapters.saved import find_adapter, find_shareable, read_base
@@ -46,6 +47,7 @@ from recipes_lib.planning.compute import (
     has_live_reference,
     has_live_teacher,
     read_shapes,
+    reads_teacher,
 )
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
@@ -144,7 +146,8 @@ def plan_memory(
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     text = narrowed.get_text_config()
     logit_bytes = count_logit_bytes(config, text, is_half=is_half)
-    plan = MemoryPlan(layout, about, components, phases, num_predicted, text.vocab_size, logit_bytes)
+    part = TEACHER_PART if reads_teacher(config) else 1
+    plan = MemoryPlan(layout, about, components, phases, num_predicted, text.vocab_size, logit_bytes, part)
     if config.read("activation_checkpointing") == AUTO:
         plan = dataclasses.replace(plan, choices=choices)
     if ENGINE in components:
@@ -165,8 +168,8 @@ def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig, *, i
     narrow = 2 * is_half
     # The derivative of a cap on the logits; a square of them too while it is computed, where the losses of tokens peak.
     slope = 4 if getattr(model_config, "final_logit_softcapping", None) else 0
-    if has_live_teacher(config):
-        is_mixture = config.distillation.distillation_beta not in (0, 1)
+    if reads_teacher(config):
+        is_mixture = config.recipe == "distill" and config.distillation.distillation_beta not in (0, 1)
         return (44 if is_mixture else 28) + 2 * (narrow + slope)
     if config.recipe == "distill":
         return 8 + narrow + slope
@@ -236,6 +239,10 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
     keeps_master = layout.is_deepspeed and is_half
     trained = _count_trained(_find_trained(model), config, keeps_master=keeps_master)
     models = {"model": trained, **{name: Held(_count_stored(config, other)) for name, other in frozen.items()}}
+    if config.forgetting.ewc_lambda:
+        models["EWC reference"] = Held(trained.weights)
+        if config.forgetting.ewc_fisher == "diagonal":
+            models["Fisher information"] = Held(trained.weights)
     width = _count_width(config, model_config, is_half)
     temporary = _count_exchange(config, model, layout, is_half=is_half)
     if layout.shards.weights != 1:
@@ -360,6 +367,8 @@ def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Itera
         yield "frozen base", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     elif has_live_reference(config):
         yield "reference", _build(AutoModelForCausalLM, model_config, config.model.dtype)
+    elif config.forgetting.kl_to_base:
+        yield "base model", _build(AutoModelForCausalLM, model_config, config.model.dtype)
     if has_live_teacher(config):
         teacher = choose_teacher(config)
         yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)

@@ -68,7 +68,7 @@ FORMULAS: Final[Mapping[str, str]] = {
     "`save_matmuls`, and one whole layer",
     OTHER_KEYS: "2 x bytes of a product x tokens of other ranks x key-value features x layers kept",
     LOGITS: "bytes of a logit and of what the loss computes from it x vocabulary x tokens of a chunk: float32 logits "
-    "of a 64th of the GPU, at most 1 GiB",
+    "of a 64th of the GPU, at most 1 GiB, beside a teacher a quarter",
     HEAD_GRADIENT: "4 x parameters of the output projection: a sum over chunks, beside the gradients of earlier passes",
     CACHE: "rows x what the model caches of the longest row",
     SAMPLED: f"{SAMPLING_BYTES} x rows x vocabulary",
@@ -186,6 +186,7 @@ class MemoryPlan:
         num_predicted: Tokens of a micro-batch whose logits are computed.
         vocabulary: Logits of each.
         logit_bytes: Bytes of each logit of a chunk.
+        chunk_part: What chunks are divided by.
         engine_share: Of the device, what the weights and the KV cache of a colocated engine take.
         engine_row: Bytes that one row needs of that cache.
         choices: Components that depend on activation checkpointing, by its kind, the fastest first; empty where the
@@ -200,6 +201,7 @@ class MemoryPlan:
     num_predicted: int = 0
     vocabulary: int = 1
     logit_bytes: int = 6
+    chunk_part: int = 1
     engine_share: float = 0
     engine_row: int = 0
     choices: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -240,7 +242,8 @@ class MemoryPlan:
         return plan
 
     def _place(self, device_bytes: float) -> MemoryPlan:
-        num_tokens = min(self.num_predicted, count_chunk_tokens(self.vocabulary, choose_chunk_bytes(device_bytes)))
+        chunk_bytes = choose_chunk_bytes(device_bytes) // self.chunk_part
+        num_tokens = min(self.num_predicted, count_chunk_tokens(self.vocabulary, chunk_bytes))
         components = {name: size for name, size in self.components.items() if name not in (LOGITS, RESERVE)}
         if num_tokens:
             components[LOGITS] = self.logit_bytes * self.vocabulary * num_tokens

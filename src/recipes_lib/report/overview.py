@@ -15,8 +15,9 @@ from urllib.parse import quote
 
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
+from recipes_lib.quantities import format_duration
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, read_curve, read_number, read_run
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recipes_lib.quantities import format_count, format_duration
 from recipes_lib.report.charts import draw_charts, smooth
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.reward_report import draw_reliability, read_verdict
@@ -20,7 +21,6 @@ from recipes_lib.report.run_files import (
     Record,
     RunFiles,
     find_non_finite_steps,
-    format_duration,
     list_scores,
     read_curve,
     read_number,
@@ -137,12 +137,12 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
     if (tokens := read_curve(run.train, "num_target_tokens")) and tokens[-1][1]:
         total = read_curve(run.train, "num_tokens")
-        note = f"of {_format_count(total[-1][1])} tokens seen" if total else ""
-        yield KeyFigure("Tokens trained on", _format_count(tokens[-1][1]), note)
+        note = f"of {format_count(total[-1][1])} tokens seen" if total else ""
+        yield KeyFigure("Tokens trained on", format_count(tokens[-1][1]), note)
     if any(rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second"))):
         mfu = sorted(value for _, value in read_curve(run.train, "mfu"))
         note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if mfu else "median"
-        yield KeyFigure("Target tokens/s", _format_count(rates[len(rates) // 2]), note)
+        yield KeyFigure("Target tokens/s", format_count(rates[len(rates) // 2]), note)
     if memory := read_curve(run.train, "memory_bytes"):
         yield KeyFigure("Peak memory", f"{max(value for _, value in memory) / 2**30:.2f} GiB", "of one process")
 
@@ -311,13 +311,6 @@ def _show_value(value: Any) -> str:
 def _shorten(text: str) -> str:
     rest = len(text) - MAX_TEXT
     return f"{text[:MAX_TEXT]} … and {rest:,} characters more" if rest > 0 else text
-
-
-def _format_count(number: float) -> str:
-    for scale, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{suffix}"
-    return f"{number:.3g}"
 
 
 def find_problems(run: RunFiles) -> list[str]:

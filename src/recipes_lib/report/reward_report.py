@@ -57,7 +57,6 @@ class HeldOutScores:
         rejected: ``(P,)``.
         chosen_lengths: Tokens of the answers, ``(P,)``.
         rejected_lengths: ``(P,)``.
-        sources: The data set of each pair.
         prompts: What tells the pairs' prompts apart; unset, each pair has a prompt of its own.
         swapped_chosen: Of the same answers behind another prompt, ``(P,)``; NaN where there was none, or no room.
         swapped_rejected: As ``swapped_chosen``, behind the same prompt.
@@ -71,7 +70,6 @@ class HeldOutScores:
     rejected: Floats
     chosen_lengths: Ints
     rejected_lengths: Ints
-    sources: Sequence[str] | None = None
     prompts: Sequence[Hashable] | None = None
     swapped_chosen: Floats | None = None
     swapped_rejected: Floats | None = None
@@ -79,7 +77,7 @@ class HeldOutScores:
 
     def __post_init__(self) -> None:
         columns = [self.chosen, self.rejected, self.chosen_lengths, self.rejected_lengths, *self.probes.values()]
-        optional = [self.sources, self.prompts, self.swapped_chosen, self.swapped_rejected]
+        optional = [self.prompts, self.swapped_chosen, self.swapped_rejected]
         lengths = {len(column) for column in [*columns, *optional] if column is not None}
         if lengths != {len(self.chosen)} or not len(self.chosen):
             raise ValueError(f"columns of {sorted(lengths)} pairs; each needs one value for each of at least one pair")
@@ -102,7 +100,6 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
         "num_ties": int((margins == 0).sum()),
         **compute_accuracy(margins),
         "by_length_difference": _group_by_length(scores, margins),
-        "by_source": _group_by_source(scores, margins),
         "nll": float(np.logaddexp(0, -margins).mean()),
         "brier": float((_sigmoid(-margins) ** 2).mean()),
         "ece": ece,
@@ -266,14 +263,6 @@ def _group_by_length(scores: HeldOutScores, margins: Floats) -> list[dict[str, A
     return groups
 
 
-def _group_by_source(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
-    sources = np.array(scores.sources or [], dtype=np.str_)
-    return {
-        str(source): {"num_pairs": int((sources == source).sum()), **compute_accuracy(margins[sources == source])}
-        for source in np.unique(sources)
-    }
-
-
 def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]:
     """Number of scores in each of thirty equal bins."""
     edges = np.histogram_bin_edges(both, bins=NUM_HISTOGRAM_BINS)
@@ -403,15 +392,12 @@ MAX_PAIRS: Final = 1000
 """Held-out pairs that the report looks at; each is scored in eight forms."""
 
 
-def score_held_out(
-    reward_model: RewardModel, pairs: Sequence[Pair], *, sources: Sequence[str] | None = None
-) -> HeldOutScores:
+def score_held_out(reward_model: RewardModel, pairs: Sequence[Pair]) -> HeldOutScores:
     """Scores of held-out pairs and of their altered forms, eight answers per pair, not normalised.
 
     Args:
         reward_model: Whose.
         pairs: Read by their number, each once.
-        sources: The data set of each.
 
     Raises:
         DataError: A prompt with its chosen or rejected answer is longer than the model's positions.
@@ -427,7 +413,6 @@ def score_held_out(
         rejected=scores[len(parts) :],
         chosen_lengths=np.array([len(row[1]) for row in parts]),
         rejected_lengths=np.array([len(row[2]) for row in parts]),
-        sources=sources,
         prompts=[row[0].tobytes() for row in parts],
         **{name: measured.pop(name) for name in _SWAPPED},
         probes=measured,

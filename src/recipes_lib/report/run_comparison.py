@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.quantities import format_duration
 from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
 from recipes_lib.report.html_pages import write_page
-from recipes_lib.report.run_files import RunFiles, format_duration, read_curve, read_number, read_run
+from recipes_lib.report.run_files import RunFiles, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
 """Colours, one for each run: the most that can be distinguished."""

@@ -131,13 +131,6 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
     return [step for step, value in pairs if value is not None and not math.isfinite(value)]
 
 
-def format_duration(seconds: float) -> str:
-    """Return a duration as ``1 h 2 min``, ``2 min 3 s`` or ``3 s``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 def _read_facts(path: Path) -> Record:
     with suppress(DataError):
         return read_record(path)

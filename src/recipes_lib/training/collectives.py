@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, distributed
 
@@ -61,22 +61,21 @@ def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
 
 
 def compute_on_main(compute: Callable[[], T]) -> T:
-    """Return what the main process computes, while the others wait; all ranks must call.
+    """Return what ``compute`` returns on rank 0; all ranks must call.
 
     Raises:
-        UserError: It raised one, which all of them raise.
+        UserError: Rank 0 raised it: every rank raises it, so that none waits for the others.
     """
-    answer: Any = None
+    found: T | UserError | None = None
     if get_rank() == 0:
         try:
-            answer = compute()
-        except UserError as error:  # Raised here alone, it would leave the others waiting in the broadcast.
-            answer = error
-    answer = broadcast_object(answer)
-    if isinstance(answer, UserError):
-        raise answer
-    computed: T = answer
-    return computed
+            found = compute()
+        except UserError as error:
+            found = error
+    shared = broadcast_object(found)
+    if isinstance(shared, UserError):
+        raise shared
+    return cast("T", shared)
 
 
 def sum_over_processes(values: Sequence[float], group: Group = None) -> list[float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests import tiny
 from tests.evaluation.chat_endpoint import ChatEndpoint
+from tests.forked import Launch
 from tests.rl.reward_models import write_reward_model
 from tests.rows import read_rows, write_rows
 
@@ -91,6 +93,38 @@ def test_an_interrupted_comparison_asks_for_the_rest_alone(folder: Path) -> None
     assert not again.asked
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
+def test_an_interrupted_command_resumes_to_the_same_bytes(folder: Path, number: signal.Signals) -> None:
+    """While the judge is asked for the thirteenth pair; ctrl-C tells one line and no traceback."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        pytest.skip("started in the background, where a shell has ctrl-C ignored")
+    launches: list[Launch] = []
+
+    def interrupt(body: dict[str, Any]) -> str:
+        if len(server.asked) == 25 and launches:
+            launches[0].send_signal(number)
+        return prefer_longer(body)
+
+    server = ChatEndpoint(interrupt)
+    flags = ["--judge", f"{server.url}#j", "--prompts", folder / "q.jsonl", "--num_concurrent", 1]
+    words = ["eval", "compare", folder / "a.jsonl", folder / "b.jsonl", *flags]
+    assert run_recipes([*map(str, words), "--output_dir", str(folder / "whole")]) == 0
+    server.asked.clear()
+    launches.append(Launch("recipes_lib.cli", *words, "--output_dir", folder / "out"))
+    told = launches[0].finish()
+    # A process that a signal ended has its number as the exit code, of ctrl-C too where a library caught it first.
+    assert told.returncode in ((-number,) if number == signal.SIGKILL else (130, -number)), told.stderr
+    if number == signal.SIGINT:
+        assert told.stderr.splitlines()[-1] == "interrupted"
+        assert "Traceback" not in told.stderr
+    assert 0 < len(read_rows(folder / "out" / "verdicts-1.jsonl")) < NUM_QUESTIONS
+    num_asked = len(server.asked)
+    assert run_recipes([*map(str, words), "--output_dir", str(folder / "out")]) == 0
+    assert len(server.asked) - num_asked < 2 * NUM_QUESTIONS
+    for name in ("verdicts-1.jsonl", "judge.json"):
+        assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+
+
 def test_local_models_answer_and_a_reward_model_judges(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
     other = tiny.save_model(folder / "other model", tiny.build_tokenizer(), seed=1)
     judge = write_reward_model(folder / "reward", tiny_model_dir)
@@ -130,6 +164,28 @@ def test_an_endpoint_can_be_compared_with_a_file(folder: Path) -> None:
 def test_bad_input_is_one_clear_error(folder: Path, capsys, models: Any, judge: str, found: str) -> None:
     assert compare(folder, "--judge", judge, models=models) == 2
     assert found in capsys.readouterr().err
+
+
+def test_a_judge_without_a_verdict_is_an_error_and_its_texts_are_kept(folder: Path, capsys) -> None:
+    server = ChatEndpoint(lambda body: "Both are fine.")
+    assert compare(folder, "--judge", f"{server.url}#j", "--limit", 3) == 2
+    told = capsys.readouterr().err
+    assert f"the judge gave no verdict on {folder / 'b.jsonl'}" in told
+    assert "verdicts-1.jsonl" in told
+    assert read_rates(folder)["rates"]["all"]["num_unparsable"] == 3
+    assert read_rows(folder / "out" / "verdicts-1.jsonl")[0]["details"] == ["Both are fine."] * 2
+
+
+@pytest.mark.parametrize("name", ["all", "other"])
+def test_a_category_counts_its_rows_once_whatever_its_name(name: str) -> None:
+    rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": category} for category in (name, name, "more")]
+    assert compute_rates(rows)["all"].num_questions == 3
+
+
+@pytest.mark.parametrize("flags", [("--limit", 0), ("--judge_tokens", 0), ("--num_concurrent", 0), ("--timeout", 0)])
+def test_a_number_out_of_range_is_one_clear_error(folder: Path, capsys, flags: tuple[str, int]) -> None:
+    assert compare(folder, "--judge", "http://h/v1#j", *flags) == 2
+    assert "is 0" in capsys.readouterr().err
 
 
 def test_one_category_has_one_line() -> None:

@@ -191,7 +191,7 @@ def test_a_target_is_predicted_before_it_is_trained_and_compared_after(recipe, t
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_prediction_counts_parameters_as_its_law_does(runs, tell, tmp_path, counts) -> None:
-    law, found = tmp_path / "law.json", tmp_path / "found.json"
+    law, found = tmp_path / "new" / "law.json", tmp_path / "other" / "found.json"
     tell("fit", *runs, "--resamples", 0, "--output", law, *([] if counts else ["--no_count_embeddings"]))
     tell("predict", "--run", runs[0], "--fit", law, "--output", found)
     size = read_scaling_run(runs[0], counts_embeddings=counts).num_parameters

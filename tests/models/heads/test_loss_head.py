@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -221,6 +222,19 @@ def test_verification_refuses_a_model_that_changes_its_logits() -> None:
     model = Scaled(make_model(with_head=False).config)
     add_loss_head(model)
     with pytest.raises(ConfigError, match="own loss is"):
+        verify_loss_head(model)
+
+
+def test_a_model_of_broken_weights_is_told_by_them_and_not_by_its_architecture() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
+    with pytest.raises(ConfigError, match=r"weights are NaN or infinite: model\.layers\.0\.mlp\.up_proj\.weight"):
+        verify_loss_head(model)
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight *= 3e38
+    with pytest.raises(ConfigError, match=r"though its weights are finite|weights are NaN or infinite: lm_head"):
         verify_loss_head(model)
 
 

@@ -309,6 +309,22 @@ def test_the_last_weights_never_pass_for_the_best_ones(tiny_model_dir, tmp_path,
     assert any(line.startswith("the best weights, checkpoint-2, cannot be loaded: ") for line in lines)
 
 
+def test_shares_of_a_run_save_evaluated_steps(tiny_model_dir, tmp_path):
+    # Of ten steps a quarter is 3 and a half 5, which is no evaluated step.
+    losses = iter([5.0, 1.0, 4.0, 4.0])
+    keys = {"eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 0.5, "max_steps": 10, "save_total_limit": 1}
+    trainer, _ = make_trainer(
+        tiny_model_dir,
+        tmp_path,
+        make_packs(),
+        hooks=[lambda model, step: {"loss": next(losses)}],
+        **SAVES | keys | {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False},
+    )
+    trainer.train()
+    assert (trainer.state.eval_steps, trainer.state.save_steps) == (3, 6)
+    assert (trainer.state.best_global_step, trainer.state.best_metric) == (6, 1.0)
+
+
 def test_experts_are_resumed_and_not_skipped(tiny_model_dir, tmp_path):
     # Upstream would load weights by the names of publication, under which a model has no experts, and only warn.
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_local_experts": 2}

@@ -52,6 +52,7 @@ class Candidate:
             (one, -float("inf") if grade is None else grade)
             for one, grade in zip(self.agrees, self.grades, strict=True)
         ]
+        # Answers without a grade take part only where no answer has one.
         known = [at for at, grade in enumerate(self.grades) if grade is not None] or list(range(len(ranks)))
         return max(known, key=lambda at: ranks[at]), min(known, key=lambda at: ranks[at])
 
@@ -150,6 +151,7 @@ def _take(
     """Return the candidate in a reply, or why there is none."""
     if reply["failed"] is not None:
         return str(reply["failed"])
+    # Drawn again instead of stored: seed and number decide them.
     values = method.draw(config, rows, reply["number"]) | {"number": reply["number"]}
     values |= {step["name"]: take_reply(step, reply["steps"][step["name"]]) for step in method.steps[:-1]}
     reasons: list[str | None] = []
@@ -171,6 +173,7 @@ def _take(
             return reason
     if config.min_agreement is not None:
         agreeing = find_agreeing(candidate.answers)
+        # Of all answers that were asked for: those that were removed do not agree.
         candidate.agreement = len(agreeing) / config.num_answers
         if candidate.agreement < config.min_agreement:
             return "no agreement"
@@ -215,6 +218,7 @@ def write_rows(
             with replacing(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in written)
         else:
+            # Pairs of an earlier launch, with other filters, would pass for those of this one.
             (folder / name).unlink(missing_ok=True)
     return len(rows), len(pairs)
 

@@ -79,6 +79,8 @@ class Method:
             rows: Of the source.
             number: Of the row that is written.
         """
+        # A generator of its own for each row: what it draws depends on no other row, so that a resumed run equals a
+        # whole one.
         drawn = np.random.default_rng([config.seed, number])
         values: dict[str, Any] = {
             name: given[int(drawn.integers(len(given)))] for name, given in (self.fields["choices"] or {}).items()
@@ -127,6 +129,7 @@ class Method:
             return {name: self._fill(one, values) for name, one in value.items()}
         filled: list[Any] = []
         for one in value:
+            # One system message: that of the method replaces the one of the row.
             has_system = any(isinstance(before, dict) and before.get("role") == "system" for before in filled)
             if one == _CONTEXT:
                 context = values.get(_CONTEXT, ())

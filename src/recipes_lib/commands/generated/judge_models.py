@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from recipes_lib.commands.sampling import RowFile
 from recipes_lib.config.schema import ModelConfig
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.evaluation.endpoint import Answerer, Endpoint
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
 from recipes_lib.evaluation.judges import (
@@ -65,11 +65,18 @@ def main(argv: Sequence[str]) -> None:
 
     Raises:
         ConfigError: A flag is wrong, a model or the judge cannot be had, or the folder holds another comparison.
-        DataError: Questions or answers cannot be read.
+        DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
+    problems = [
+        Problem(f"--{flag}", f"is {value}", "write 1 or more")
+        for flag in ("limit", "batch_size", "max_new_tokens", "judge_tokens")
+        if (value := getattr(options, flag)) is not None and value < 1
+    ]
     if len(options.models) < 2:
-        raise ConfigError(Problem("recipes eval compare", "there is one model", "name two or more"))
+        problems.append(Problem("recipes eval compare", "there is one model", "name two or more"))
+    if problems:
+        raise ConfigError(*problems)
     from recipes_lib.training.monitoring.progress import build_progress
 
     verify_one_process("recipes eval compare")
@@ -101,6 +108,11 @@ def main(argv: Sequence[str]) -> None:
     for name, (rates, tokens) in zip(options.models[1:], compared, strict=True):
         sys.stdout.write("".join(f"{line}\n" for line in format_rates(options.models[0], name, rates, tokens)))
     sys.stdout.write(f"every answer and verdict: {options.output_dir}\n")
+    silent = [at for at, (rates, _) in enumerate(compared, 1) if not rates["all"].num_questions]
+    if silent:
+        found = f"the judge gave no verdict on {', '.join(options.models[at] for at in silent)}"
+        remedy = f"read verdicts-{silent[0]}.jsonl; then change --judge_prompt or --judge_tokens, and --output_dir"
+        raise DataError(Problem(str(options.output_dir), found, remedy))
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -159,7 +171,7 @@ def _choose_device(options: argparse.Namespace) -> str:
 def _build_endpoint(
     options: argparse.Namespace, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any]
 ) -> Endpoint:
-    endpoint = Endpoint(
+    return Endpoint(
         *place,
         max_new_tokens=length,
         temperature=temperature,
@@ -169,8 +181,6 @@ def _build_endpoint(
         timeout=options.timeout,
         request=request,
     )
-    assert endpoint.url
-    return endpoint
 
 
 def _find_answers(
@@ -198,6 +208,7 @@ def _find_answers(
         for question, said in zip(part, answers, strict=True):
             yield {"question_id": question.id, "model": name, "answers": said}
 
+    # A part keeps every concurrent request busy, and is what a kill loses.
     size = max(options.batch_size, options.num_concurrent)
     file.write(_take_in_parts(questions, file.counts, size, answer, progress, f"answers of {name}"))
     return load_answers(path, questions)
@@ -270,6 +281,7 @@ def _judge(
             }
 
     file.write(_take_in_parts(questions, file.counts, 8, ask, progress, path.stem))
+    # From the file: rows of earlier launches count too.
     rows = [row for row in read_lines(path) if row is not None]
     tokens = {name: getattr(file.counts, name) for name in ("num_prompt_tokens", "num_tokens")}
     return compute_rates(rows), tokens
@@ -283,8 +295,8 @@ def compute_rates(rows: Sequence[Mapping[str, Any]]) -> dict[str, WinRate]:
     """
     groups: dict[str, list[Any]] = {"all": []}
     for row in rows:
-        for name in ("all", row["category"]):
-            groups.setdefault(str(name), []).append((row["winner"], row["orders"]))
+        for name in {"all", str(row["category"])}:  # Once, should a category be called all.
+            groups.setdefault(name, []).append((row["winner"], row["orders"]))
     rates = {name: compute_win_rate(found) for name, found in groups.items()}
     return rates if len(rates) > 2 else {"all": rates["all"]}
 

@@ -69,6 +69,7 @@ def _build_refusal_check(path: Path) -> Check:
             ) from error
 
     def check(text: str) -> str | None:
+        # Refusals open an answer; the same words inside one are a quotation or a story.
         begin = text.lstrip(" \n\t*#>\"'")
         return "refusal" if any(pattern.match(begin) for pattern in patterns) else None
 
@@ -131,6 +132,7 @@ class NearDuplicates:
     def add(self, text: str) -> bool:
         """Return whether it repeats an earlier text; one that does not is compared with later ones."""
         words = hash_words(text).hashes.tobytes()
+        # Equal words first: exact, and cheaper than shingles.
         if words in self._words:
             return True
         shingles = np.unique(hash_shingles(text, _NGRAM))
@@ -163,9 +165,11 @@ def choose_rows(texts: Sequence[str], scores: Sequence[float | None], num_rows: 
     Source: maximal marginal relevance (Carbonell and Goldstein 1998).
     """
     minhash = MinHash(_NUM_HASHES, 1, _SEED)
+    # Bands of one row: the share of equal keys estimates the Jaccard similarity.
     signatures = np.stack([minhash.compute_keys(_shingle(text)) for text in texts]) if texts else None
     known = np.array([-np.inf if score is None else score for score in scores])
     ordered = np.unique(known)
+    # Ranks, so that grades of any scale weigh as much against similarity.
     quality = np.searchsorted(ordered, known) / max(1, len(ordered) - 1)
     similarity, chosen = np.zeros(len(texts)), list[int]()
     is_left = np.ones(len(texts), bool)

@@ -167,12 +167,14 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     settings = {name: getattr(config, name) for name in ("seed", "num_seeds", "num_answers", "dataset_columns")}
     key = compute_key({**facts, **settings, "method": dict(method.fields)})
     what = "replies of another model, to another method or source, or otherwise sampled"
+    # 1. Replies, which cost money: appended, and never asked for twice.
     replies = RowFile(folder / _REPLIES, key, ReplyCounts(), what=what, facts=facts)
     limits = Limits(config, replies.counts)
     replies.write(_write_replies(config, method, writer, rows, range(total), limits, progress))
     del writer  # Its memory is free for a judge.
     removed: Counter[str] = Counter()
     samples: dict[str, list[Any]] = {}
+    # 2. Filters, 3. grades, 4. selection: computed anew from the files, so that changed thresholds apply.
     candidates = list(filter_replies(config, method, rows, checks, folder / _REPLIES, removed, samples))
     judge_record: dict[str, Any] | None = None
     if config.judge is not None:
@@ -185,6 +187,7 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
         scores = [
             max((grade for grade in one.grades if grade is not None), default=one.agreement) for one in candidates
         ]
+        # Selection comes last: it compares rows by their grades.
         chosen = choose_rows(texts, scores, config.max_rows, config.diversity)
         removed["not among the best"] = len(candidates) - len(chosen)
         candidates = [candidates[at] for at in chosen]
@@ -216,10 +219,8 @@ def load_writer(config: SynthesisConfig) -> Answerer:
         ConfigError: It cannot be had.
     """
     if config.base_url is not None:
-        endpoint = _build_endpoint(
-            config, config.base_url, config.model_name_or_path, config.max_new_tokens, config.temperature
-        )
-        return dataclasses.replace(endpoint, request=config.request_fields or {})
+        place = (config.base_url, config.model_name_or_path)
+        return _build_endpoint(config, place, config.max_new_tokens, config.temperature, config.request_fields)
     from transformers.utils.logging import disable_progress_bar
 
     from recipes_lib.config.schema import ModelConfig
@@ -265,19 +266,19 @@ def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Gen
     return start(recipe, build_training_arguments(recipe, read_launch(), has_eval=False), sampling, length)
 
 
-def _build_endpoint(config: SynthesisConfig, url: str, name: str, length: int, temperature: float) -> Endpoint:
-    endpoint = Endpoint(
-        url,
-        name,
+def _build_endpoint(
+    config: SynthesisConfig, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any] | None
+) -> Endpoint:
+    return Endpoint(
+        *place,
         max_new_tokens=length,
         temperature=temperature,
         seed=config.seed,
         num_concurrent=config.num_concurrent,
         requests_per_minute=config.requests_per_minute,
         timeout=config.request_timeout,
+        request=request or {},
     )
-    assert endpoint.url
-    return endpoint
 
 
 def verify_judge(config: SynthesisConfig) -> None:
@@ -299,9 +300,9 @@ def load_judge(config: SynthesisConfig) -> Judge:
         ConfigError: It cannot be had, or its prompt is wrong.
     """
     if (place := split_place(str(config.judge))) is not None:
-        endpoint = _build_endpoint(config, *place, config.judge_max_new_tokens, 0.0)
+        endpoint = _build_endpoint(config, place, config.judge_max_new_tokens, 0.0, config.judge_fields)
         prompt = Path(config.judge_prompt) if config.judge_prompt else PROMPTS / "grade.yaml"
-        return PromptedJudge(dataclasses.replace(endpoint, request=config.judge_fields or {}), grading=prompt)
+        return PromptedJudge(endpoint, grading=prompt)
     import torch
 
     device = "cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu"
@@ -398,8 +399,10 @@ def _write_batch(
         if not alive:
             break
         chats = [method.build_chat(step, values[draft["number"]]) for draft in alive for _ in range(num_answers)]
+        # Before the request: what is asked for is paid for.
         limits.verify_room(chats)
         seeds = [
+            # A number for each answer to each step of each row, whatever batch it falls into.
             (draft["number"] * len(method.steps) + at) * config.num_answers + answer
             for draft in alive
             for answer in range(num_answers)
@@ -435,6 +438,7 @@ def _grade(
         for at in range(len(candidate.answers)):
             values = complete_values(method, candidate, at)
             question, answer = method.build_question(method.build_row(values), values)
+            # Without its id, so that the same answer to the same question is graded once.
             own.append(compute_key({"question": question._asdict() | {"id": ""}, "answer": answer}))
             if own[-1] not in known:
                 asked[own[-1]] = (question, answer)

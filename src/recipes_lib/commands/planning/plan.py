@@ -200,6 +200,7 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     try:
         peak = find_peak(options.gpu, config)
     except ConfigError:
+        # The memory of reinforcement learning is planned without a peak too; its hours are not.
         if config.recipe in RL_RECIPES and not options.gpus and find_device(options.gpu):
             return None
         raise
@@ -468,6 +469,7 @@ def count_corpus_tokens(name: str) -> int | None:
 
 def _add_failures(hours: float, failures: Failures, plan: PretrainingPlan) -> tuple[float, list[Row]]:
     """Return hours including saving, restarts and lost work, and the save interval, row by row."""
+    # Of a full step: where the batch grows, the first ones are shorter.
     step_seconds = hours * 3600 * plan.schedule.full_tokens / plan.num_tokens
     num_steps = max(round(failures.compute_interval() / step_seconds), 1)
     interval = num_steps * step_seconds

@@ -219,6 +219,7 @@ def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
         raise DataError(*problems)
     fit = fit_law(runs, NUM_RESAMPLES if options.resamples is None else options.resamples)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     replace_record(options.output, dataclasses.asdict(fit) | record)
     yield "runs", f"{len(runs)}, up to {fit.max_flops:.3g} operations, parameters {_say_count(options)}"
     for field in dataclasses.fields(Law):
@@ -292,6 +293,7 @@ def _tell_prediction(options: argparse.Namespace) -> Iterator[Row]:
             yield "  measured", f"{run.loss:.4g}: predicted {record['error']:+.2%} of it{told}"
         if options.output:
             del record["loss"]
+            options.output.parent.mkdir(parents=True, exist_ok=True)
             replace_record(options.output, record | ({"measured": run.loss} if options.run else {}))
             yield "kept in", str(options.output)
 

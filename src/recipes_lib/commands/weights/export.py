@@ -105,12 +105,16 @@ def export_gguf(source: Path, output: Path, kind: str, llama_cpp: Path | None) -
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         model, file = source, Path(folder) / output.name
+        # A checkpoint may be sharded, and lacks what a run writes at its end: the converter reads a whole model.
         if is_checkpoint:
             model = Path(folder) / "model"
             export_checkpoint(source, model)
         command += [str(model), "--outfile", str(file), "--outtype", kind]
         code = subprocess.run(command, check=False).returncode
-        is_written = file.is_file() and file.open("rb").read(len(_MAGIC)) == _MAGIC
+        is_written = False
+        if file.is_file():
+            with file.open("rb") as opened:
+                is_written = opened.read(len(_MAGIC)) == _MAGIC
         if code or not is_written:
             found = f"ended with exit code {code}" if code else "has written no GGUF file"
             raise ConfigError(Problem(shlex.join(command), found, "see its output above"))
@@ -147,6 +151,7 @@ def _write_model(checkpoint: Path, folder: Path) -> int:
     architecture: Any = getattr(transformers, name, None)
     if architecture is None:
         raise ConfigError(Problem(str(checkpoint / "config.json"), f"transformers has no {name}"))
+    # Without memory: the weights of the checkpoint are assigned, not copied.
     with torch.device("meta"):
         model = architecture(config)
     _give(model, read_whole_weights(checkpoint), checkpoint)
@@ -169,6 +174,7 @@ def _give(model: Any, weights: Mapping[str, Tensor], checkpoint: Path) -> None:
     except RuntimeError as error:
         raise ConfigError(Problem(str(checkpoint), f"its weights and its config.json differ: {error}")) from error
     model.tie_weights()
+    # After tying: an output projection that is tied has no weights of its own in the file.
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if unknown or missing:
         found = f"its weights are not those of its config.json: {', '.join([*unknown, *missing][:4])}"

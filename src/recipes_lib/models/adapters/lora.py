@@ -101,7 +101,7 @@ def add_adapter(
         fan_in_fan_out=stores_transposed(model, config),
         ensure_weight_tying=tied,
     )
-    with torch.random.fork_rng(), _without_old_name():
+    with torch.random.fork_rng(), without_old_name():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
     verify_layers(adapted, "lora_target_modules")
@@ -158,12 +158,12 @@ def load_adapter(
     if problems:
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
     saved.lora_dropout = dropout
-    try:
-        with explained(key, name), _without_old_name():
+    with explained(key, name), without_old_name():
+        try:
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=is_trainable, config=saved)
-    except (RuntimeError, KeyError) as error:
-        found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
-        raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
+        except (RuntimeError, KeyError) as error:  # Inside: ``explained`` would blame the file, not the pair.
+            found = f"{name} does not fit the model: {str(error).strip().splitlines()[-1].strip()}"
+            raise ConfigError(Problem(key, found, "name a complete adapter of this model")) from error
     verify_layers(adapted, key)
     _train_whole_modules_in_float32(adapted)
     # PEFT only warns about missing weights, and ignores additional ones.
@@ -194,7 +194,7 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
     head = weights.pop(_SAVED_HEAD, None)
     saved = PeftConfig.from_pretrained(str(folder))
     saved.task_type, saved.modules_to_save, saved.lora_dropout, saved.inference_mode = "CAUSAL_LM", None, 0.0, True
-    with _without_old_name():
+    with without_old_name():
         model.add_adapter(name, saved)
     verify_layers(model, "reward_model_name_or_path")
     announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
@@ -376,7 +376,7 @@ def _narrow_output(dtype: torch.dtype, _module: nn.Module, _inputs: Any, output:
 
 
 @contextmanager
-def _without_old_name() -> Iterator[None]:
+def without_old_name() -> Iterator[None]:
     """Suppress a deprecation warning of PEFT, until PEFT uses transformers' new name."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.utils.hub import has_file
 
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import explained
 
@@ -51,9 +52,17 @@ class Base(NamedTuple):
 
 
 def read_base(folder: Path) -> Base:
-    """Return the base model of an adapter from its configuration."""
-    settings = PeftConfig.from_pretrained(str(folder))
-    return Base(str(settings.base_model_name_or_path), settings.revision)
+    """Return the base model of an adapter from its configuration.
+
+    Raises:
+        ConfigError: The configuration cannot be read, or names no base.
+    """
+    with explained("model_name_or_path", str(folder)):
+        settings = PeftConfig.from_pretrained(str(folder))
+    if not settings.base_model_name_or_path:
+        remedy = f"write its base into {ADAPTER_CONFIG}, as base_model_name_or_path"
+        raise ConfigError(Problem("model_name_or_path", f"{folder} is an adapter that names no base model", remedy))
+    return Base(settings.base_model_name_or_path, settings.revision)
 
 
 def find_shareable(

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils.generic import ModelOutput
 
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, list_first
 from recipes_lib.losses.distillation import (
     DistillationSums,
     DistillationTargets,
@@ -180,7 +180,8 @@ def verify_loss_head(model: Any) -> None:
         model: What ``add_loss_head`` was given; when its weights are sharded every process must call.
 
     Raises:
-        ConfigError: The losses differ: between backbone and logits the model does something that is unknown here.
+        ConfigError: The model's own loss is not finite, or the losses differ: between backbone and logits the model
+            does something that is unknown here.
     """
     config = unwrap_adapter(model).config.get_text_config()
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
@@ -190,6 +191,8 @@ def verify_loss_head(model: Any) -> None:
     ours = sums.nll_sum / sums.num_targets
     if sums.aux_loss is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
+    if not own.loss.isfinite():  # NaN is close to nothing, and would be told as a difference.
+        raise ConfigError(Problem("model_name_or_path", *_explain_loss(model, float(own.loss))))
     tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
     if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
         raise ConfigError(
@@ -199,6 +202,17 @@ def verify_loss_head(model: Any) -> None:
                 "its architecture changes the logits in a way that is not supported; choose another model",
             )
         )
+
+
+def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
+    """Return why a model's own loss is not finite, and the remedy."""
+    broken = [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]
+    if broken:
+        return f"weights are NaN or infinite: {list_first(broken)}", "name an earlier checkpoint, or another model"
+    return (
+        f"its loss on eight tokens is {loss}, though its weights are finite",
+        "load it with another `dtype`",
+    )
 
 
 def score_beside_teacher(

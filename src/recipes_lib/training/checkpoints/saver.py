@@ -35,6 +35,7 @@ from recipes_lib.models.saved_weights import (
     verify_weights,
 )
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
+from recipes_lib.quantities import format_count
 from recipes_lib.training.checkpoints.manifest import (
     DRY_RUN,
     STAGING,
@@ -48,7 +49,6 @@ from recipes_lib.training.checkpoints.resume import BATCH_KEYS, GENERATION_KEY
 from recipes_lib.training.collectives import gather_objects, new_host_group
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import get_local
-from recipes_lib.training.monitoring.progress import format_count
 from recipes_lib.training.run import RECORDED, read_run_record
 
 _MEMORY_SHARE: Final = 0.8

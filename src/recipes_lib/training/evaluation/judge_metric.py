@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
         return describe_metric("Win rate by a judge.", "prompts", "predictions", "references")
 
     def _compute(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
-        return compute_on_main(partial(self._ask, prompts, predictions, references))
+        return compute_on_main(lambda: self._ask(prompts, predictions, references))
 
     def _ask(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
         questions = [Question(str(at), None, (), [prompt]) for at, prompt in enumerate(prompts)]

@@ -9,7 +9,6 @@ import io
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -105,7 +104,7 @@ class EvaluateTasks(TrainerCallback):
         """
         if self.every is not None and step % self.every and step < self._last_step:
             return {}
-        return compute_on_main(partial(self._ask, model))
+        return compute_on_main(lambda: self._ask(model))
 
     def _ask(self, model: nn.Module) -> dict[str, float]:
         from recipes_lib.evaluation.engines import CheckedModel, Remembering

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, list_first
 from recipes_lib.files import read_record, replace_record, replacing
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy, sample_targets
 from recipes_lib.models.inference import find_device
@@ -88,6 +88,9 @@ def compute_fisher(
         seed: Of the draws; each follows from it and the number of its document alone.
         progress: Shows how far it is.
 
+    Raises:
+        DataError: Squared gradients overflow.
+
     Source: Kirkpatrick et al. 2017 (arXiv 1612.00796), Kunstner et al. 2019 (arXiv 1905.12558) on ``empirical``;
         ``tests/training/forgetting/test_fisher.py``.
     """
@@ -113,6 +116,9 @@ def compute_fisher(
         num_tokens += int(total.num_targets)
     tokens = int(sum_tensor(num_tokens.to(device)))
     diagonal = {name: sum_tensor(value).div_(tokens) for name, value in sums.items()}
+    if broken := [name for name, value in diagonal.items() if not value.isfinite().all()]:
+        found = f"squared gradients of {len(broken)} weights are not finite: {list_first(broken)}"
+        raise DataError(Problem("model_name_or_path", found, "compute in float32 (bf16: false, fp16: false)"))
     return Fisher(diagonal, len(documents), tokens)
 
 

@@ -10,6 +10,8 @@ from typing import Any, TextIO, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from recipes_lib.quantities import format_count, format_duration
+
 T = TypeVar("T")
 SECONDS_BETWEEN_LINES = 10.0
 _FIGURES = (
@@ -72,22 +74,6 @@ def describe_event(event: Mapping[str, Any]) -> str:
     ]
     shares = [f"{label} {100 * event[name]:.0f} %" for name, label in _SHARES if _is_number(event.get(name))]
     return "  ".join([*shown, *rates[:1], *shares])
-
-
-def format_count(number: float) -> str:
-    """Return a count in at most five characters: ``842``, ``12.3k``, ``4.56M``."""
-    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # From where three digits round up to the scale: ``999.6`` would be written ``1e+03``.
-        if abs(number) >= 0.9995 * scale:
-            return f"{number / scale:.3g}{suffix}"
-    return f"{number:.3g}"
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration as ``1:02:03``, or ``2:03`` below an hour."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class PlainProgress(TrainingProgress):

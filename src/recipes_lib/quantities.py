@@ -1,0 +1,19 @@
+"""Counts and durations as people read them, in terminals and in reports."""
+
+from __future__ import annotations
+
+
+def format_count(number: float) -> str:
+    """Return a count in at most five characters: ``842``, ``12.3k``, ``4.56M``."""
+    for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # From where three digits round up to the scale: 999.6 would be written 1e+03.
+        if abs(number) >= 0.9995 * scale:
+            return f"{number / scale:.3g}{suffix}"
+    return f"{number:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as ``1 h 2 min``, ``2 min 3 s`` or ``3 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,26 @@
+"""Counts keep three digits, durations their two largest units."""
+
+from __future__ import annotations
+
+import pytest
+
+from recipes_lib.quantities import format_count, format_duration
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        *((842, "842"), (12345, "12.3k"), (4.56e6, "4.56M"), (7e9, "7B"), (15.6e12, "15.6T"), (0, "0")),
+        *((-12345, "-12.3k"), (999.4, "999"), (999.6, "1k"), (999_700, "1M")),
+    ],
+)
+def test_counts_are_short(number: float, expected: str) -> None:
+    assert format_count(number) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0 s"), (59.6, "1 min 0 s"), (123, "2 min 3 s"), (3723, "1 h 2 min"), (9e4, "25 h 0 min")],
+)
+def test_durations_have_their_two_largest_units(seconds: float, expected: str) -> None:
+    assert format_duration(seconds) == expected
