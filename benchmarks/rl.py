@@ -1,9 +1,10 @@
 """PPO, RLOO and GRPO on this library's loop, RLOO and GRPO against TRL's own trainers: scores, seconds and memory.
 
-python benchmarks/rl.py [--rounds 8] [--steps 160] [--output build/rl.json]
+python benchmarks/rl.py [--rounds 8] [--steps 160] [--wide] [--output build/rl.json]
 
 A tiny policy answers with one of two keys, and the first is rewarded (``tests/rl/keys_task.py``): 64 answers at a time,
 in groups of four but for PPO, two passes of two steps; a round is a seed. The first iteration is not timed.
+``--wide``: a random policy with a vocabulary of 32,768 gives 32 answers of 256 tokens at a time, which shows memory.
 """
 
 from __future__ import annotations
@@ -30,6 +31,15 @@ BATCHING = {
     "transformers_continuous_batching_config": "{num_blocks: 64, page_size: 16, max_batch_tokens: 256}",
 }
 ENGINES: dict[str, dict[str, Any]] = {"ours": {}, "ours, continuous batching": BATCHING}
+WIDE_POLICY = {"vocab_size": 32_768, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+WIDE_ANSWER = 256
+WIDE: dict[str, Any] = {
+    "response_length": WIDE_ANSWER,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 16,
+    # A random policy earns nothing.
+    "max_zero_std_rollouts": "null",
+}
 Trained = dict[str, list[float]]
 """Of each generation ``score``, its mean, and ``end``, seconds; our loop adds ``tokens_per_s`` of sampling."""
 
@@ -44,7 +54,7 @@ def train_ours(recipe: str, policy: Path, folder: Path, steps: int, seed: int, *
     return {name: [event[figure] for event in events] for name, figure in figures.items()}
 
 
-def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int) -> Trained:
+def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int, **more: Any) -> Trained:
     """As ``train_ours``, by TRL's trainer."""
     import trl
     from datasets import load_dataset
@@ -60,9 +70,11 @@ def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int) ->
 
     config, trainer = {"rloo": (trl.RLOOConfig, trl.RLOOTrainer), "grpo": (trl.GRPOConfig, trl.GRPOTrainer)}[recipe]
     args = config(
-        output_dir=str(folder / "run"), max_steps=steps, seed=seed, per_device_train_batch_size=32, num_generations=4,
-        steps_per_generation=2, num_iterations=2, beta=0.02, max_completion_length=keys_task.MAX_ANSWER,
-        learning_rate=1e-3, lr_scheduler_type="constant", adam_beta2=0.95, disable_dropout=True, bf16=False,
+        output_dir=str(folder / "run"), max_steps=steps, seed=seed, num_generations=4,
+        per_device_train_batch_size=more.get("per_device_train_batch_size", 32),
+        steps_per_generation=2, num_iterations=2, beta=0.02,
+        max_completion_length=more.get("response_length", keys_task.MAX_ANSWER), learning_rate=1e-3,
+        lr_scheduler_type="constant", adam_beta2=0.95, disable_dropout=True, bf16=False, gradient_checkpointing=False,
         use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
     rows = load_dataset("json", data_files=str(folder / "prompts.jsonl"), split="train")
@@ -73,17 +85,19 @@ def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int) ->
     return {"score": scores, "end": ends}
 
 
-def measure(variant: str, recipe: str, steps: int, seed: int) -> dict[str, float]:
+def measure(variant: str, recipe: str, steps: int, seed: int, *, is_wide: bool) -> dict[str, float]:
     """Train once; the score is the mean of the last quarter of the generations."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        policy = keys_task.write_policy(folder / "policy", seed)
+        keys = WIDE if is_wide else {}
+        sizes = {"num_steps": 0, "max_position_embeddings": 2 * WIDE_ANSWER, **WIDE_POLICY} if is_wide else {}
+        policy = keys_task.write_policy(folder / "policy", seed, **sizes)
         keys_task.write_prompts(folder / "prompts.jsonl", 2000, seed=77 + seed)
         if variant == "TRL":
-            found = train_trl(recipe, policy, folder, steps, seed)
+            found = train_trl(recipe, policy, folder, steps, seed, **keys)
         else:
-            found = train_ours(recipe, policy, folder, steps, seed, **ENGINES[variant])
+            found = train_ours(recipe, policy, folder, steps, seed, **ENGINES[variant] | keys)
     scores, ends = found["score"], found["end"]
     return {
         "score": statistics.mean(scores[-(len(scores) // 4) :]),
@@ -97,13 +111,15 @@ def main() -> None:
     """Compare, or measure one."""
     parser = build_parser(__doc__, rounds=8)
     parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--measure", nargs=3, metavar=("VARIANT", "RECIPE", "SEED"))
     options = parser.parse_args()
     if options.measure:
         variant, recipe, seed = options.measure
-        print(json.dumps(measure(variant, recipe, options.steps, int(seed))))
+        print(json.dumps(measure(variant, recipe, options.steps, int(seed), is_wide=options.wide)))
         return
-    common = [sys.executable, __file__, "--steps", str(options.steps), "--measure"]
+    common = [sys.executable, __file__, "--steps", str(options.steps), *(["--wide"] if options.wide else [])]
+    common += ["--measure"]
     names = {(variant, recipe): f"{recipe}, {variant}" for recipe in RECIPE_NAMES for variant in (*ENGINES, "TRL")}
     names = {("ours", "ppo"): "ppo, ours", **names}
     commands = {name: [*common, variant, recipe, "{round}"] for (variant, recipe), name in names.items()}

@@ -212,6 +212,13 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(pages) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md"))
 
 
+def test_every_diagram_is_drawn_where_pages_are_read() -> None:
+    """The site asks the network for nothing, and so draws no Mermaid."""
+    languages = {language for page in PAGES for _, language, _ in FENCE.findall(page.read_text(encoding="utf-8"))}
+    assert "console" in languages
+    assert "mermaid" not in languages
+
+
 def test_the_site_has_every_file_that_its_pages_link_to() -> None:
     carried = re.search(r"^SITE_FILES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert carried

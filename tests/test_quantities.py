@@ -20,7 +20,15 @@ def test_counts_are_short(number: float, expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "expected"),
-    [(0, "0 s"), (59.6, "1 min 0 s"), (123, "2 min 3 s"), (3723, "1 h 2 min"), (9e4, "25 h 0 min")],
+    [
+        (0, "under 1 s"),
+        (2.4, "2 s"),
+        (59.6, "1 min 0 s"),
+        (123, "2 min 3 s"),
+        (3723, "1 h 2 min"),
+        (9e4, "25 h 0 min"),
+        (float("nan"), "unknown time"),
+    ],
 )
 def test_durations_have_their_two_largest_units(seconds: float, expected: str) -> None:
     assert format_duration(seconds) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 def format_count(number: float) -> str:
     """Return a count in at most five characters: ``842``, ``12.3k``, ``4.56M``."""
@@ -14,6 +16,10 @@ def format_count(number: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Return a duration as ``1 h 2 min``, ``2 min 3 s`` or ``3 s``."""
+    if not math.isfinite(seconds):
+        return "unknown time"
+    if seconds < 1:
+        return "under 1 s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 
 import pytest
 from trl import SFTConfig
@@ -45,3 +46,12 @@ def test_the_editor_schema_knows_the_keys(name: str) -> None:
     assert schema["additionalProperties"] is False
     assert schema["properties"][name]["description"]
     assert schema["required"] == ["model_name_or_path", "output_dir"]
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_the_recipes_own_keys_come_before_shared_ones(recipe: str) -> None:
+    page = next(text for path, text in build_documents().items() if path.name == f"{recipe}.md")
+    told = page.partition("## The keys you will touch")[2].partition("\n## ")[0]
+    links = re.findall(r"^\| \[`\w+`\]\((.*?)#", told, re.MULTILINE)
+    assert len(links) > 10
+    assert links == sorted(links)

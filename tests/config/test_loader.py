@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes_lib.config.loader import check_text, load_config, parse_command, split_recipe
+from recipes_lib.config.loader import check_text, drop_flags, load_config, parse_command, split_recipe
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
@@ -59,6 +59,21 @@ def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(write) ->
 def test_flags_alone_make_a_recipe() -> None:
     config = load_config("sft", ["--model_name_or_path", "a/b", "--dataset_name", "c/d", "--output_dir", "o"])
     assert config.path is None
+
+
+@pytest.mark.parametrize(
+    ("typed", "left"),
+    [
+        (["--seed", "7", "--max_steps=3", "--bf16"], ["--max_steps=3", "--bf16"]),
+        (["--max-steps", "3", "--seed=7", "--lr", "1e-5"], ["--max-steps", "3", "--lr", "1e-5"]),
+        (["--seed"], []),
+        (["--seed", "-1", "--bf16", "false"], ["--bf16", "false"]),
+        ([], []),
+    ],
+)
+def test_flags_are_dropped_with_their_values_in_any_spelling(typed: list[str], left: list[str]) -> None:
+    assert drop_flags(typed, {"seed"}) == left
+    assert drop_flags(["--num-seeds", "1"], {"num_seeds"}) == []
 
 
 def test_a_missing_file_is_the_only_problem(tmp_path: Path) -> None:

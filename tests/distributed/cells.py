@@ -95,6 +95,7 @@ FURTHER_CELLS: dict[str, tuple[str, int, dict[str, Any]]] = {
         for stage in ("ppo", "rloo", "grpo")
         for more in ({}, ADAPTER)
     },
+    "grpo qlora": ("grpo", 4, REINFORCED | ADAPTER | {"load_in_4bit": "true"}),
 }
 
 

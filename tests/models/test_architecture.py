@@ -72,6 +72,7 @@ def test_without_an_architecture_the_model_is_loaded(tiny_tokenizer, tiny_model_
     [
         ({"model_type": "lama"}, "unknown model_type 'lama'", "did you mean `llama`?"),
         ({"hidden_size": 8}, "unknown model_type None", "such as llama"),
+        ({"model_type": ["llama"]}, "unknown model_type ['llama']", "did you mean `llama`?"),
         ({"model_type": "llama", "hiden_size": 8}, "a llama model has no `hiden_size`", "did you mean `hidden_size`?"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden_size", "see LlamaConfig"),
     ],

@@ -68,6 +68,17 @@ def test_samples_are_distributed_as_the_model_says():
     torch.testing.assert_close(sampler.read_logps()[:, 0], probabilities.log()[chosen])
 
 
+def test_log_probabilities_are_kept_in_one_tensor_whatever_the_length():
+    """A tensor for each token would stay between freed logits, which the heap of the host could then not join."""
+    sampler = SampleByUniforms(torch.rand(3, 9, dtype=torch.float64), build_sampling())
+    kept = []
+    for _ in range(4):
+        sampler(torch.zeros(3, 1), torch.zeros(3, 5))
+        kept.append(sampler.read_logps())
+    assert {tensor.untyped_storage().data_ptr() for tensor in kept} == {kept[0].untyped_storage().data_ptr()}
+    assert [tuple(tensor.shape) for tensor in kept] == [(3, length) for length in range(1, 5)]
+
+
 def test_a_token_without_probability_is_never_sampled():
     ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
     logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf]]).expand(2, -1)

@@ -38,6 +38,22 @@ def test_shards_are_opened_through_their_index(tiny_model_dir, tmp_path):
         verify_weights(tmp_path, read_shapes(model))
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-8]), "model-00002-.* cannot be opened again"),
+        (lambda file: save_file({"other": torch.ones(1)}, file), r"\.weight is missing"),
+    ],
+    ids=["truncated", "without what the index names"],
+)
+def test_a_shard_that_is_not_what_its_index_says_is_refused(tiny_model_dir, tmp_path, damage, words):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    damage(next(tmp_path.glob("model-00002-*.safetensors")))
+    with pytest.raises(BrokenSaveError, match=words):
+        verify_weights(tmp_path, read_shapes(model))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_number_is_refused_and_names_the_tensor(saved, value):
     model, folder = saved

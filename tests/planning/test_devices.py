@@ -10,6 +10,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.planning.devices import (
     Kind,
     Measured,
+    _read_devices,
     choose_device,
     find_device,
     find_efficiency,
@@ -87,12 +88,61 @@ def test_the_peak_of_a_run_is_that_of_its_products(name, training, dtype, expect
         ("H100NVL", 94),
         ("NVIDIA GH200 480GB", 96),
         ("NVIDIA GH200 144G HBM3e", 144),
+        ("GH200 144GB", 144),
+        ("NVIDIA B200", 180),
+        ("NVIDIA B300 SXM6 AC", 270),
+        ("NVIDIA RTX 6000 Ada Generation", 48),
+        ("AMD Instinct MI250X", 64),
         ("GH200", 96),
     ],
 )
 def test_a_device_holds_what_its_name_or_its_maker_says(name, gigabytes):
     assert choose_device(name).memory == gigabytes * 1e9
     assert find_device("Abacus") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth", "link", "watts"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 1555, 300, 400),
+        ("NVIDIA A100-SXM4-80GB", 2039, 300, 400),
+        ("A100-80", 2039, 300, 400),
+        ("NVIDIA A100 80GB PCIe", 1935, 32, 300),
+        ("NVIDIA A100-PCIE-40GB", 1555, 32, 250),
+        ("A100", 1555, 300, 400),
+        ("AMD Instinct MI250X", 1638, 50, 280),
+    ],
+)
+def test_boards_of_one_name_have_their_own_figures(name, bandwidth, link, watts) -> None:
+    found = choose_device(name)
+    assert (found.bandwidth, found.link, found.watts) == (bandwidth * 1e9, link * 1e9, watts)
+
+
+def test_every_row_is_found_by_its_name_and_names_its_source() -> None:
+    for name, row in _read_devices().items():
+        assert row["source"], name
+        found = choose_device(name)
+        assert (found.flops, found.memory, found.bandwidth) == pytest.approx(
+            (row["flops"] * 1e12, row["memory"] * 1e9, row["bandwidth"] * 1e9)
+        ), name
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "gigabytes"),
+    [
+        # A switch, a link to each other GPU, a bridge of two, and what more than two have.
+        ("H100", 2, 450),
+        ("H100", 8, 450),
+        ("MI300X", 2, 64),
+        ("MI300X", 8, 7 * 64),
+        ("H100 NVL", 2, 300),
+        ("H100 NVL", 8, 64),
+        ("RTX 4090", 2, 32),
+        ("MI300X", 1, 64),
+    ],
+)
+def test_the_rate_between_gpus_is_that_of_their_links(name, ranks, gigabytes) -> None:
+    assert choose_device(name).find_rate(ranks) == gigabytes * 1e9
 
 
 @pytest.mark.parametrize(
@@ -117,6 +167,7 @@ def test_a_part_of_a_gpu_has_its_share(name) -> None:
     whole, part = choose_device("H100"), choose_device(name)
     assert part.flops == pytest.approx(whole.flops * 3 / 7)
     assert (part.memory, part.bandwidth) == pytest.approx((whole.memory / 2, whole.bandwidth / 2))
+    assert (part.is_part, whole.is_part) == (True, False)
 
 
 @pytest.mark.parametrize(

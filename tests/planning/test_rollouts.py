@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.compute import compute_model_size
-from recipes_lib.planning.devices import choose_device
-from recipes_lib.planning.rollouts import Iteration, estimate_iteration
+from recipes_lib.planning.devices import Device, choose_device
+from recipes_lib.planning.memory_plan import Held, Layout
+from recipes_lib.planning.rollouts import Iteration, estimate_iteration, list_readers
 
 SHAPE = LlamaConfig(
     vocab_size=32_000,
@@ -25,12 +26,20 @@ VLLM = {"use_vllm": True}
 DEVICE = choose_device("H100")
 
 
-def estimate(recipe: str = "grpo", answers: int = 64, passes: int = 1, gpus: int = 1, **keys: Any) -> Iteration:
+def estimate(
+    recipe: str = "grpo",
+    answers: int = 64,
+    passes: int = 1,
+    gpus: int = 1,
+    layout: Layout | None = None,
+    device: Device = DEVICE,
+    **keys: Any,
+) -> Iteration:
     flags: dict[str, Any] = {"model_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": "out"}
     flags |= {"reward_funcs": '["a.b:c"]', "max_length": 768, "response_length": 512, "per_device_eval_batch_size": 32}
     flags |= {"activation_checkpointing": False, **keys}
     config = load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
-    return estimate_iteration(config, SHAPE, answers, passes, gpus, DEVICE, 989e12, 0.3)
+    return estimate_iteration(config, SHAPE, answers, passes, layout or Layout("ddp", gpus), device, 989e12, 0.3)
 
 
 def test_an_engine_reads_weights_and_keys_at_the_bandwidth_of_the_memory() -> None:
@@ -71,3 +80,40 @@ def test_a_server_that_is_ahead_samples_during_the_updates() -> None:
     found = estimate(use_vllm=True, vllm_mode="server", max_staleness=1)
     assert found.seconds == max(found.sampling, found.scoring + found.updates)
     assert dataclasses.replace(found, is_overlapped=False).seconds > found.seconds
+
+
+SLOW = dataclasses.replace(DEVICE, link=1e6)
+"""Traffic over it takes longer than anything else."""
+SHARED = Layout("fsdp2", 2, Held(2, 2, 2))
+
+
+def test_an_iteration_waits_for_traffic_that_takes_longer_than_its_products() -> None:
+    size = compute_model_size(SHAPE).total
+    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "beta": 0.1, **VLLM}
+    fast = estimate(gpus=2, **keys)
+    whole, shared = (estimate(layout=layout, device=SLOW, **keys) for layout in (Layout("ddp", 2), SHARED))
+    # 64 answers by steps of 2 x 4 x 2: four all-reduces of 32-bit gradients, each sends its size on two ranks.
+    assert whole.updates == pytest.approx(4 * 4 * size / 1e6)
+    assert (whole.sampling, whole.scoring) == (fast.sampling, fast.scoring)
+    # Each of two micro-batches gathers half of the 16-bit weights twice and reduces half of the gradients.
+    assert shared.updates == pytest.approx(4 * 2 * (2 + 2) * size / 1e6)
+    # Policy and reference are gathered for the one batch that a GPU reads, the policy once to be sampled from.
+    assert shared.scoring == pytest.approx(2 * size / 1e6)
+    assert shared.sampling == pytest.approx(fast.sampling + size / 1e6)
+    # By NVLink all of it is hidden but the gathering before sampling.
+    near = estimate(layout=SHARED, **keys)
+    assert (near.updates, near.scoring) == (fast.updates, fast.scoring)
+
+
+def test_what_the_host_keeps_travels_to_it_in_every_step() -> None:
+    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    near, far = (
+        estimate(layout=dataclasses.replace(SHARED, shards=shards), **keys) for shards in (SHARED.shards, Held(0, 0, 0))
+    )
+    assert far.updates > near.updates
+
+
+def test_the_models_that_read_answers_are_named() -> None:
+    flags = ["--model_name_or_path=a/b", "--dataset_name=a/c", "--output_dir=o", '--reward_funcs=["a.b:c"]']
+    assert list_readers(load_config("grpo", [*flags, "--beta=0"])) == ["policy"]
+    assert list_readers(load_config("ppo", flags)) == ["policy", "critic", "reference"]

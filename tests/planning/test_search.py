@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import Device, choose_device
+from recipes_lib.planning.memory import count_kept
 from recipes_lib.planning.memory_plan import Held, Layout
-from recipes_lib.planning.search import Candidate, Traffic, count_traffic, search
+from recipes_lib.planning.search import Candidate, Traffic, _Counter, count_traffic, search, time_traffic
 
 WHOLE, SHARED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
@@ -62,6 +64,33 @@ def test_where_nothing_fits_the_nearest_comes_first(find) -> None:
     assert found[0].memory.peak == min(one.memory.peak for one in found)
 
 
+@pytest.mark.parametrize(
+    ("shape", "recipe", "keys"),
+    [
+        (LlamaConfig, "sft", {}),
+        (LlamaConfig, "dpo", {"use_liger_kernel": True}),
+        (Gemma3TextConfig, "lora", {}),
+        # Of one row alone, eager attention makes fewer copies.
+        (Gemma3TextConfig, "sft", {"attn_implementation": "eager"}),
+    ],
+)
+def test_activations_of_many_rows_follow_from_those_of_few(tiny_model_dir: Path, shape, recipe, keys) -> None:
+    model = shape(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    config = build(tiny_model_dir, recipe, **keys)
+    counter = _Counter(config, model)
+    for layout, number in itertools.product((WHOLE, SHARED), (1, 2, 7)):
+        sized = config.with_training({"per_device_train_batch_size": number})
+        assert counter.count(layout, number) == count_kept(sized, model, layout, is_half=True)
+
+
 def test_traffic_is_that_of_rings(tiny_model_dir: Path) -> None:
     """DDP sums gradients once a step; FSDP2 gathers weights twice and sums gradients for each micro-batch."""
     config, model = build(tiny_model_dir, gradient_accumulation_steps=3), AutoConfig.from_pretrained(tiny_model_dir)
@@ -74,6 +103,17 @@ def test_traffic_is_that_of_rings(tiny_model_dir: Path) -> None:
     assert count_traffic(config, model, 1000, hybrid) == Traffic(0.5 * 3 * 8 * 1000, replicas=4 * 1000 / 2)
     adapter = build(tiny_model_dir, "lora", gradient_accumulation_steps=3)
     assert count_traffic(adapter, model, 1000, WHOLE) == Traffic()
+
+
+def test_beyond_a_machine_traffic_takes_the_network() -> None:
+    sent = Traffic(model=45e9, replicas=50e9, host=25e9)
+    inside, across = Layout("fsdp2", 8, Held(8, 8, 8)), Layout("fsdp2", 16, Held(16, 16, 16))
+    assert time_traffic(sent, inside, choose_device("H100"))[0] == pytest.approx(0.1)
+    assert time_traffic(sent, across, choose_device("H100"))[0] == pytest.approx(0.9)
+    # Weights stay on a node, gradients of its shard leave it.
+    hybrid = time_traffic(sent, Layout("hsdp", 16, Held(8, 8, 8)), choose_device("H100"))
+    assert (hybrid.model, hybrid.replicas, hybrid.host) == pytest.approx((0.1, 1, 1))
+    assert hybrid.overlapped == pytest.approx(1.1)
 
 
 SHAPE = LlamaConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
@@ -108,7 +148,7 @@ def test_a_pipeline_takes_its_bubble_longer(tiny_model_dir: Path) -> None:
     layouts = [Layout("ddp", pipeline_stages=2, in_flight=2)]
     found = search(config, model, layouts, 8, choose_device("H100"), 989e12)
     for one in found:
-        share = one.costs["the pipeline bubble"] / one.costs["matrix products"]
+        share = one.costs["bubble"] / one.costs["compute"]
         assert share == pytest.approx(1 / one.keys["gradient_accumulation_steps"])
     assert min(found, key=lambda one: one.seconds).num_rows == 1
 

@@ -150,7 +150,10 @@ def test_the_alternative_text_tells_the_ends_of_each_curve(tmp_path: Path) -> No
     loss, held_out = draw_charts(build_run(train, [{"step": 0, "eval_bits_per_byte": 1.5, "eval_loss": 6}]), tmp_path)
 
     assert loss.alt == "Loss: training from 4 at step 1 to 2 at step 5; held-out 6 at step 0"
-    assert held_out.alt == "Held-out loss: 1.5 at step 0"
+    assert held_out.alt == "Held-out bits per byte: 1.5 at step 0"
+    # The wide one is drawn for narrow screens too, where its text would be too small.
+    assert "<svg" in loss.narrow
+    assert not held_out.narrow
 
 
 def test_held_out_sets_are_drawn_by_their_names(tmp_path: Path) -> None:

@@ -81,7 +81,16 @@ def test_a_folder_that_was_moved_has_the_same_overview(tmp_path: Path) -> None:
     assert (before.figure, before.after, before.step) == (after.figure, after.after, after.step) == ("eval_loss", 2, 30)
 
 
-@pytest.mark.parametrize("record", ["{", "[]", '{"stages": 1}', '{"stages": {}, "pipeline": [3]}'])
+@pytest.mark.parametrize(
+    "record",
+    [
+        "{",
+        "[]",
+        '{"stages": 1}',
+        '{"stages": {}, "pipeline": [3]}',
+        '{"stages": {"a": [1]}, "pipeline": [{"name": "a"}]}',
+    ],
+)
 def test_a_broken_record_is_no_bug(tmp_path: Path, record: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "pipeline.json").write_text(record)
     assert run_recipes(["runs", str(tmp_path)]) in (0, 2)

@@ -242,6 +242,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path, missing: str) -> None:
         [{"kind": "eval", "step": 0, "eval_loss": "inf", "eval_perplexity": "inf"}],
         [{"kind": "train", "step": 1, "loss": 0.0, "learning_rate": 0.0, "target_tokens_per_second": 0.0}],
         [{"kind": "train", "step": n, "loss": 2.0, "grad_norm": 0.0} for n in range(40)],
+        [{"kind": "train", "step": 1, "loss": 10**400, "epoch": 10**400, "seconds": "nan"}],
         [],
     ],
 )
@@ -260,9 +261,22 @@ def test_unusual_facts_make_a_page(tmp_path: Path) -> None:
         {"config": {"a": 1}},
         {"command": "text"},
         {"command": [1, None]},
+        {"rollbacks": None},
+        {"rollbacks": "text"},
+        {"rollbacks": [{"step": 3, "cause": "loss", "back_to": 2, "steps": [3]}]},
     ):
         (tmp_path / "run.json").write_text(json.dumps(facts))
         read_page(tmp_path)
+
+
+@pytest.mark.parametrize(("mfu", "words"), [(0.42, "42% of the peak FLOPs"), (12.3, "median")])
+def test_a_share_of_the_peak_above_1_is_not_told(tmp_path: Path, mfu: float, words: str) -> None:
+    """The peak of a CPU is measured, and may be measured while other programs run."""
+    event = {"kind": "train", "step": 1, "loss": 2.0, "target_tokens_per_second": 500.0, "mfu": mfu}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+    told = read_page(tmp_path).text
+    assert words in told
+    assert "1230%" not in told
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_it_is_a_chart_of_the_page_and_a_png(tmp_path: Path) -> None:
     assert "var(--first)" in chart.svg
     assert "var(--second)" in chart.svg
     assert not any(colour in chart.svg for colour in COLOURS.values())
-    assert chart.is_wide
+    assert ET.fromstring(chart.narrow).tag.endswith("svg")
 
 
 def test_points_and_intervals_are_those_of_the_report(tmp_path: Path, figures: list[Figure]) -> None:

@@ -9,7 +9,7 @@ from tests.report.test_overview import SFT, write_run
 from tests.report.test_page import HOSTILE, Page
 
 from recipes_lib.cli import main as run_recipes
-from recipes_lib.report.run_comparison import compare_figures, compare_keys
+from recipes_lib.report.run_comparison import _build_row, compare_figures, compare_keys
 from recipes_lib.report.run_files import read_run
 
 
@@ -26,6 +26,15 @@ def test_figures_are_held_against_the_first_run(folders: list[Path]) -> None:
     assert (rows["eval_loss"].values, rows["eval_loss"].differences) == (["2", "1.5"], ["-0.5 (-25.0%)"])
     assert rows["steps"].differences == ["="]
     assert rows["training time"].values == ["2 min 0 s", "2 min 0 s"]
+
+
+@pytest.mark.parametrize(
+    ("base", "value", "words"),
+    [(2, 1.5, "-0.5 (-25.0%)"), (-2, 1, "+3"), (0, 1, "+1"), (2, 2, "="), (None, 2, ""), (2, None, "")],
+)
+def test_a_share_is_told_of_what_is_positive(base, value, words) -> None:
+    """A reward that rises from -2 to 1 is no change of -150 %."""
+    assert _build_row("eval_reward", [base, value]).differences == [words]
 
 
 def test_only_keys_that_differ_and_mean_something_are_shown(folders: list[Path]) -> None:

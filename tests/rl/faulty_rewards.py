@@ -18,6 +18,8 @@ def length(*, completions, **_):
             raise ValueError("no number")
         if text == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if text == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         if text == "unspeakable":
             return [lambda: None]
     return [len(text) for text in completions]

@@ -68,7 +68,7 @@ def score_shuffled(*, prompts: list[str], completion_ids: list[list[int]], **_: 
 
 def _share(prompt: str, ids: list[int], position: int) -> float:
     body = [index for index in ids if index != EOS]
-    return sum(WORDS[index] == prompt.split()[position] for index in body) / max(len(body), 1)
+    return body.count(WORDS.index(prompt.split()[position])) / max(len(body), 1)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -77,21 +77,19 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def write_policy(folder: Path, seed: int, num_steps: int = 300) -> Path:
+def write_policy(folder: Path, seed: int, num_steps: int = 300, **sizes: int) -> Path:
     """Fine-tune a tiny Llama to answer with three to seven keys, each either with the same probability, and save it."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-    )
+    tiny = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+    }
+    config = LlamaConfig(**tiny | sizes, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)  # type: ignore[arg-type]
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     random = np.random.default_rng(seed)

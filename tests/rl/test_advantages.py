@@ -10,8 +10,9 @@ from datasets import Dataset
 from tests.rl import keys_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes_lib.config.schema import PPOConfig
 from recipes_lib.rl.advantages import (
-    KLController,
+    adapt_kl_coef,
     compute_advantages,
     compute_explained_variance,
     compute_group_advantages,
@@ -115,12 +116,9 @@ def test_what_is_all_alike_whitens_to_nothing(values):
 
 @pytest.mark.parametrize(("kl", "expected"), [(12.0, 0.150768), (6.0, 0.15), (3.0, 0.149232), (6.6, 0.150384)])
 def test_the_price_of_kl_follows_its_target(kl, expected):
-    controller = KLController(0.15, target_per_sequence=6.0, horizon=10_000)
-    controller.update(kl, 256)
-    assert controller.kl_coef == pytest.approx(expected, abs=1e-9)
-    fixed = KLController(0.15, target_per_sequence=None, horizon=10_000)
-    fixed.update(kl, 256)
-    assert fixed.kl_coef == 0.15
+    given, fixed = (PPOConfig(kl_target_per_sequence=target, kl_horizon=10_000) for target in (6.0, None))
+    assert adapt_kl_coef(0.15, kl, 256, given) == pytest.approx(expected, abs=1e-9)
+    assert adapt_kl_coef(0.15, kl, 256, fixed) == 0.15
 
 
 P, Q = tensor([0.5, 0.3, 0.2])[0], tensor([0.2, 0.5, 0.3])[0]

@@ -17,7 +17,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "neighbours.py"
 @pytest.mark.parametrize("recipe", ["rloo", "grpo"])
 @pytest.mark.parametrize(("given", "penalty"), [(1.5, 1.5), ("null", 0.0)])
 def test_what_a_policy_learns_from_is_less_the_penalty_of_the_run(
-    policy_dir, prompts_file, tmp_path, recipe, given, penalty
+    policy_dir, prompts_file, tmp_path, capfd, recipe, given, penalty
 ):
     keys = {"max_steps": 1, "num_iterations": 1, "steps_per_generation": 1, "missing_eos_penalty": given, "beta": 0}
     keys_task.train(keys_task.build_group_flags(policy_dir, tmp_path, prompts_file, **keys), recipe)
@@ -25,6 +25,10 @@ def test_what_a_policy_learns_from_is_less_the_penalty_of_the_run(
     missing = 1 - event["objective/finish_rate"]
     assert 0 < missing < 1
     assert event["reward"] == pytest.approx(event["objective/score"] - penalty * missing, abs=1e-5)
+    # Without a KL penalty there is no reference, and so nothing to compare the policy with.
+    told = capfd.readouterr()
+    assert "generate and the policy differ" in told.out + told.err
+    assert "reference" not in told.out + told.err
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,9 +63,10 @@ def test_behind_an_answer_anything_may_stand(guard):
 def test_a_step_passes_only_with_a_loss_and_a_norm(guard, tmp_path, loss, norm):
     rollout, weight = build_rollout(LENGTHS), torch.ones(2)
     weight.grad = torch.tensor([1.0, norm])
-    step = {"parameters": {"w": weight}, "parts": [rollout], "losses": [torch.tensor(loss)], "learning_rate": 0.5}
-    guard.judge("critic", step=8, loss=1.0, norm=1.0, **step)
+    critic = SimpleNamespace(name="critic", parameters={"w": weight}, learning_rate=0.5)
+    step = {"parts": [rollout], "losses": [torch.tensor(loss)]}
+    guard.judge(critic, step=8, loss=1.0, norm=1.0, **step)
     with pytest.raises(DivergedError, match="step 8 was stopped before its update of the critic"):
-        guard.judge("critic", step=8, loss=loss, norm=norm, **step)
+        guard.judge(critic, step=8, loss=loss, norm=norm, **step)
     facts = json.loads((tmp_path / "diverged" / "step-8" / "rank-0.json").read_text())
     assert (facts["learner"], facts["learning_rate"], facts["row_ids"]) == ("critic", 0.5, [[100, 101, 102]])

@@ -46,6 +46,20 @@ def test_the_answer_on_which_it_fails_alone_is_not_scored(isolated, capfd, fault
     assert isolated(completions=["ab"]) == [2]
 
 
+def test_ctrl_c_which_reaches_every_process_of_a_terminal_costs_no_answer(isolated, capfd):
+    assert isolated(completions=["a", "interrupt"]) == [1, 9]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_process_that_cannot_be_started_is_told_as_such(isolated, monkeypatch, capfd):
+    def fail(*_, **__):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(reward_worker.subprocess, "Popen", fail)
+    assert isolated(completions=["a"]) == [None]
+    assert "its process did not start: no memory" in capfd.readouterr().err
+
+
 def test_answers_after_a_failure_are_scored_side_by_side_and_each_tells_of_progress(monkeypatch, tmp_path):
     """Each of two answers waits until the other is being scored."""
     beats = []

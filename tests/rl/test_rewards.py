@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 
+import numpy as np
 import pytest
 import torch
 from tests.rl import keys_task
@@ -61,12 +62,29 @@ def test_an_answer_of_which_no_reward_says_anything_is_worth_nothing_that_is_kno
         (lambda **_: [1.0, float("nan"), 1.0], "nan"),
         (lambda **_: [1.0, "good", 1.0], "'good'"),
         (lambda **_: 3.0, "3.0 for 3 answers"),
+        (lambda **_: None, "None for 3 answers"),
+        (lambda **_: torch.tensor([1.0, torch.nan, 1.0]), "nan"),
+        (lambda **_: np.ones((3, 1)), r"\[1.0\]"),
+        (lambda *, nowhere, **_: nowhere, "prompts, completions, completion_ids"),
     ],
 )
 def test_a_broken_function_is_named_with_what_it_returned(function, words):
     with pytest.raises(ConfigError, match=words) as caught:
         Rewards({"mine": function}, None, [1.0]).score(CHATS, ["a", "b", "c"], [[1]] * 3, ENDED)
     assert "mine" in str(caught.value)
+
+
+@pytest.mark.parametrize("convert", [np.array, torch.tensor, tuple])
+def test_scores_may_come_as_an_array(convert):
+    rewards = Rewards({"array": lambda *, completions, **_: convert([len(text) for text in completions])}, None, [1.0])
+    assert rewards.score(TEXTS, ["a", "", "abc"], [[1]] * 3, ENDED).total == [1, 0, 3]
+
+
+def test_columns_of_the_dataset_do_not_take_the_place_of_the_answers():
+    columns = {"prompts": "their", "completions": "their own", "completion_ids": [7]}
+    prompts = [PromptRow("here", [1], f"{n}: ", columns) for n in range(3)]
+    assert Rewards({"whole": whole}, None, [1.0]).score(prompts, ["a", "", "abc"], [[1]] * 3, ENDED).total == [4, 3, 6]
+    assert Rewards({"length": length}, None, [1.0]).score(prompts, ["a"] * 3, [[1, 2]] * 3, ENDED).total == [2, 2, 2]
 
 
 def test_functions_are_imported_by_their_path_and_all_that_cannot_be_are_told():

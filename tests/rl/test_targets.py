@@ -28,9 +28,9 @@ def test_an_iterations_targets_are_those_of_their_definition():
         for t in range(length):
             advantages[row, t] = sum(0.72 ** (k - t) * deltas[k] for k in range(t, length))
     mask = rollout.mask.numpy()
-    np.testing.assert_allclose(targets.returns, (advantages + rollout.values.numpy()) * mask, atol=1e-6)
+    np.testing.assert_allclose(targets.rollout.returns, (advantages + rollout.values.numpy()) * mask, atol=1e-6)
     kept = advantages[mask]
-    np.testing.assert_allclose(targets.advantages[rollout.mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
+    np.testing.assert_allclose(targets.rollout.advantages[rollout.mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
 
 
 def test_whitened_rewards_keep_their_mean():
@@ -41,15 +41,15 @@ def test_whitened_rewards_keep_their_mean():
         for whiten in (False, True)
     )
     # With gamma and lam of 1 what a return loses from token to token is the reward of the token.
-    after = torch.nn.functional.pad(plain.returns, (0, 1))[:, 1:]
-    rewards = (plain.returns - after)[rollout.mask].double().numpy()
+    after = torch.nn.functional.pad(plain.rollout.returns, (0, 1))[:, 1:]
+    rewards = (plain.rollout.returns - after)[rollout.mask].double().numpy()
     white = (rewards - rewards.mean()) / rewards.std() + rewards.mean()
     expected = np.zeros(rollout.mask.shape)
     expected[rollout.mask.numpy()] = white
     # A return is the sum of the rewards from its token on.
     expected = expected[:, ::-1].cumsum(1)[:, ::-1] * rollout.mask.numpy()
     assert abs(rewards.mean()) > 0.1
-    np.testing.assert_allclose(whitened.returns, expected, atol=1e-5)
+    np.testing.assert_allclose(whitened.rollout.returns, expected, atol=1e-5)
     assert torch.equal(whitened.total, plain.total)
 
 
@@ -60,7 +60,7 @@ def test_answers_that_are_not_scored_change_no_target(whiten_rewards):
     scored = torch.tensor([True, False, True, True])
     among = compute_targets(dataclasses.replace(rollout, scored=scored), config, 0.5, 0.1)
     alone = compute_targets(rollout.take([0, 2, 3]), config, 0.5, 0.1)
-    torch.testing.assert_close(among.advantages[scored, :4], alone.advantages)
-    torch.testing.assert_close(among.returns[scored, :4], alone.returns)
+    torch.testing.assert_close(among.rollout.advantages[scored, :4], alone.rollout.advantages)
+    torch.testing.assert_close(among.rollout.returns[scored, :4], alone.rollout.returns)
     torch.testing.assert_close(among.total[scored], alone.total)
-    assert not among.advantages[~scored].any()
+    assert not among.rollout.advantages[~scored].any()

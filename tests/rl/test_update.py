@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def build(policy_dir, prompts_file, tmp_path):
         config = load_config("ppo", keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
         launch = read_launch()
         args = build_training_arguments(config, launch, has_eval=True)
+        args.per_device_train_batch_size, args.seed = batch_size, 0
         models = load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [])
         schedule = compute_schedule(
             8, ppo, {"max_steps": 8, "per_device_train_batch_size": 8 // ppo.num_mini_batches}, 1
@@ -58,13 +60,9 @@ def build(policy_dir, prompts_file, tmp_path):
             ppo.target_kl,
             8,
             1.0,
-            batch_size,
-            0,
-            1,
-            0,
+            args,
             contextlib.nullcontext,
             torch.float32,
-            CPU,
             UpdateGuard(tmp_path, lambda number: number),
             TrainingProgress(),
         )
@@ -143,10 +141,12 @@ def test_what_is_not_scored_changes_no_gradient_and_no_figure(build, monkeypatch
         assert among == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
 
-def test_a_minibatch_of_which_nothing_is_scored_is_a_step_without_an_update(build):
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.filterwarnings("error:Detected call")
+def test_a_minibatch_of_which_nothing_is_scored_is_a_step_without_an_update(build, number):
     updater, rollout = build(PPOConfig(num_ppo_epochs=1, num_mini_batches=4, target_kl=None))
-    _, second, *_ = updater._minibatches(8, 0)
-    some = dataclasses.replace(rollout, scored=torch.tensor([row not in second for row in range(8)]))
+    unscored = [*updater._minibatches(8, 0)][number]
+    some = dataclasses.replace(rollout, scored=torch.tensor([row not in unscored for row in range(8)]))
     assert [len(updater.update_policy(some, 0)), len(updater.update_critic(some, 0))] == [3, 3]
     for learner in (updater.policy, updater.critic):
         assert {int(state["step"]) for state in learner.optimizer.state.values()} == {3}
@@ -188,7 +188,8 @@ def test_minibatches_hold_every_answer_once_an_epoch_and_are_shuffled_anew(build
 
 def test_processes_share_a_minibatch_out(build):
     updater, rollout = build(WHOLE, batch_size=3)
-    shares = [list(dataclasses.replace(updater, rank=rank, world_size=2)._share(rollout)) for rank in (0, 1)]
+    places = [SimpleNamespace(process_index=rank, world_size=2, per_device_train_batch_size=3) for rank in (0, 1)]
+    shares = [list(dataclasses.replace(updater, args=args)._share(rollout)) for args in places]
     assert [[len(part) for part in share] for share in shares] == [[3, 1], [3, 1]]
     asked = [id(prompt) for share in shares for part in share for prompt in part.prompts]
     assert sorted(asked) == sorted(id(prompt) for prompt in rollout.prompts)

@@ -1,5 +1,7 @@
 """Verifiable rewards: which answers are right, however they are written."""
 
+from decimal import Decimal
+
 import pytest
 
 from recipes_lib.rl import verifiers
@@ -24,6 +26,18 @@ def test_the_number_that_an_answer_ends_on_decides(text, is_right):
 )
 def test_a_number_counts_by_its_value(given, wanted, is_right):
     assert final_number(completions=[given], answer=[wanted]) == [is_right]
+
+
+@pytest.mark.parametrize("wanted", [72, 72.0, Decimal("72.0")])
+def test_a_column_may_hold_numbers(wanted):
+    assert final_number(completions=["72", "It is 7"], answer=[wanted] * 2) == [1.0, 0.0]
+    assert exact_match(completions=[f" {wanted}"], solution=[wanted]) == [1.0]
+    assert final_number(completions=["100000000000000000000", "20"], answer=[1e20] * 2) == [1.0, 0.0]
+
+
+def test_blank_columns_reward_no_empty_answer():
+    assert exact_match(completions=["", "a"], solution=["", " \n"]) == [None, None]
+    assert python_tests(completions=["a = 1"] * 4, tests=["", " \n", [], [""]]) == [None] * 4
 
 
 def test_of_rows_without_a_number_or_an_answer_nothing_is_said():
@@ -59,6 +73,9 @@ def test_a_program_is_right_where_it_passes_the_tests_of_its_row(tmp_path, monke
 def test_the_last_block_is_the_program():
     assert read_program("```\na = 1\n```\nbetter:\n```py\na = 2\n```") == "a = 2\n"
     assert read_program("a = 3") == "a = 3"
+    # A block of another language is one too: what stands between two blocks is no program.
+    assert read_program("```json\n{}\n```\nHence:\n```python\na = 4\n```") == "a = 4\n"
+    assert read_program("```python3\na = 5\n```\nDone.") == "a = 5\n"
 
 
 def test_an_exact_match_is_one_but_for_blanks_at_its_ends():

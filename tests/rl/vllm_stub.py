@@ -21,6 +21,7 @@ class Stub(ThreadingHTTPServer):
         model: What answers.
         requests: Path and body of each request.
         settings: What ``/server_info`` says.
+        statuses: Of a path, where that is an error.
     """
 
     def __init__(self, model: Any, port: int = 0) -> None:
@@ -31,6 +32,7 @@ class Stub(ThreadingHTTPServer):
             "model_config": {"logprobs_mode": "processed_logprobs"},
             "weight_transfer_config": {"backend": "nccl"},
         }
+        self.statuses: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -75,7 +77,10 @@ class Handler(BaseHTTPRequestHandler):
             "/v1/models": {"data": [{"id": "stub"}]},
             "/server_info": {"vllm_config": self.server.settings},
         }
-        self._send(answers[path])
+        if path in self.server.statuses:
+            self.send_error(self.server.statuses[path])
+        else:
+            self._send(answers[path])
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")

@@ -266,7 +266,7 @@ def plan_stages(path: Path, gpu: str, num_processes: int | None, price: float | 
 
 
 def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
-    from recipes_lib.commands.planning.plan import plan_iteration
+    from recipes_lib.commands.planning.plan_rollouts import plan_iteration
     from recipes_lib.planning.compute import (
         RL_RECIPES,
         compute_flops_per_token,
@@ -297,7 +297,7 @@ def _plan(stage: Stage, gpu: str, num_processes: int | None) -> StagePlan:
     elif num_steps < 1:
         return StagePlan(gpus, memory)
     elif stage.recipe in RL_RECIPES:
-        one, schedule = plan_iteration(config, model_config, launch.data_size, gpus, choose_device(gpu), peak, mfu)
+        one, schedule = plan_iteration(config, model_config, layout, choose_device(gpu), peak, mfu)
         return StagePlan(gpus, memory, one.seconds * schedule.num_iterations / 3600)
     elif config.tokens.max_length is None:
         return StagePlan(gpus, memory)

@@ -365,7 +365,11 @@ def _render_recipe(recipe: str, shared: Mapping[str, Key], everywhere: Mapping[t
         "configs_page.md.jinja",
         title=f"Keys of `{recipe}`",
         recipe=recipe,
-        touched=[(table.keys[name], "" if name in own else f"{SHARED}.md") for name in read_common(recipe)],
+        # The recipe's own first; sorting keeps the order of each kind.
+        touched=sorted(
+            ((table.keys[name], "" if name in own else f"{SHARED}.md") for name in read_common(recipe)),
+            key=lambda pair: pair[1],
+        ),
         groups=_group(own.values()),
         about=table.groups,
         defaults=[key for name, key in table.keys.items() if key.reason and not _has_shared_default(key, shared)],

@@ -218,6 +218,17 @@ def _take_value(argument: str, arguments: list[str]) -> tuple[str, str | None]:
     return name, arguments.pop(0) if follows else None
 
 
+def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
+    """Return a command line without the flags of these keys, which may not be repeated."""
+    arguments, kept = list(argv), list[str]()
+    while arguments:
+        before = list(arguments)
+        name, _ = _take_value(arguments.pop(0), arguments)
+        if name not in names:
+            kept += before[: len(before) - len(arguments)]
+    return kept
+
+
 def _add(
     name: str, text: str | None, command: CommandLine, table: KeyTable, seen: set[str], problems: list[Problem]
 ) -> None:

@@ -69,7 +69,7 @@ def build_model_config(
     """
     given = dict(architecture)
     model_type = given.pop("model_type", None)
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         remedy = suggest(model_type, CONFIG_MAPPING.keys(), "write one that transformers has, such as llama")
         raise ConfigError(Problem("model_config", f"unknown model_type {model_type!r}", remedy))
     config_class = CONFIG_MAPPING[model_type]
@@ -77,10 +77,13 @@ def build_model_config(
     known = {field.name for field in dataclasses.fields(config_class)} | set(aliases)
     if unknown := [key for key in given if key not in known]:
         raise ConfigError(*(_explain_unknown(key, model_type, known) for key in unknown))
+    # Rounded up.
     rows = -(-count_ids(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     derived: dict[str, Any] = {"vocab_size": rows, "max_position_embeddings": max_length}
     derived |= {name: getattr(tokenizer, name) for name in _SPECIAL_TOKENS}
+    # Some architectures have two names for a value, such as `n_embd` and `hidden_size`.
     spelled = {aliases.get(key, key) for key in given}
+    # A special token that the tokenizer lacks is written as None: a class has defaults of its own, such as 2.
     given |= {
         aliases.get(key, key): value
         for key, value in derived.items()

@@ -129,6 +129,7 @@ class GenerateBackend:
         engine_logps = torch.zeros(len(prompts), length, device=device)
         cache = build_cache(policy, ids.shape[1] + length)
         while len(rows) and done < length:
+            # A new call of generate for the rows that are left; with the same cache, so that no prompt is read again.
             half = HalfEnded(self._sampling.stop_ids, rows)
             sampler = SampleByUniforms(uniforms[rows, done:], self._sampling)
             sequences = self._continue(policy, ids, mask, length - done, sampler, cache, half)
@@ -136,10 +137,12 @@ class GenerateBackend:
             now = slice(done, done + new.shape[1])
             response_ids[rows, now], engine_logps[rows, now] = new, sampler.read_logps()
             done = now.stop
+            # Without rows to select, one call has sampled everything.
             if cache is None:
                 break
             rest = (~half.has_ended).nonzero().squeeze(1)
             ids, rows = sequences[rest], rows[rest]
+            # 1 at tokens, 0 at the padding on the left.
             mask = torch.cat([mask[rest], torch.ones_like(new[rest])], dim=1)
             cache.batch_select_indices(rest)
         return Generated(response_ids[:, :done].cpu(), engine_logps[:, :done].cpu())
@@ -259,6 +262,7 @@ def build_cache(model: Any, num_tokens: int) -> DynamicCache | None:
         isinstance(layer, DynamicLayer) for layer in cache.layers
     ):
         return None
+    # Subclasses, such as that of sliding windows, keep their own rules of growth.
     cache.layers = [RoomyLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
@@ -294,6 +298,7 @@ class RoomyLayer(DynamicLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in new buffers."""
+        # A copy of the rows; it is moved into a new buffer by the next update, and the old one is freed.
         super().batch_select_indices(indices)
         self._rooms = []
 
@@ -309,6 +314,7 @@ class HalfEnded(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
         """Return whether to stop, the same for every row."""
         self.has_ended |= torch.isin(input_ids[:, -1], self._stop_ids)
+        # generate takes an answer for each row, (B,).
         return (2 * self.has_ended.sum() >= len(self.has_ended)).expand(len(self.has_ended))
 
 
@@ -323,22 +329,29 @@ class SampleByUniforms(LogitsProcessor):
         """Sample at ``uniforms``, ``float64 (B, T)``."""
         self._uniforms = uniforms
         self._sampling = sampling
-        self._logps: list[Tensor] = []
+        self._logps = uniforms.new_empty(uniforms.shape, dtype=torch.float32)
+        self._num_done = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores of 0 for the sampled token and -inf for all others."""
         self._sampling.beat()
         logps = (scores[:, : self._sampling.num_tokens].float() / self._sampling.temperature).log_softmax(dim=-1)
         # In double precision: at the end of a large vocabulary, float32 cumulative sums are too coarse for rare tokens.
-        cumulative = logps.double().exp().cumsum(dim=-1)
-        at = self._uniforms[:, len(self._logps), None] * cumulative[:, -1:]
+        cumulative = logps.double().exp_().cumsum_(dim=-1)
+        # Relative to the last sum, which rounding keeps from being 1.
+        at = self._uniforms[:, self._num_done, None] * cumulative[:, -1:]
+        # right=True: the first sum above `at`, so that a token of probability 0 is never chosen. The clamp is for an
+        # `at` that rounds to the whole sum.
         chosen = torch.searchsorted(cumulative, at, right=True).clamp(max=logps.shape[-1] - 1)
-        self._logps.append(logps.gather(1, chosen).squeeze(1))
+        # Into one tensor: on a host, a small one kept for each token would lie between the freed logits of the heap.
+        self._logps[:, self._num_done] = logps.gather(1, chosen).squeeze(1)
+        self._num_done += 1
+        # generate takes the arg-max, and so the sampled token.
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
     def read_logps(self) -> Tensor:
         """Log-probabilities of the sampled tokens, ``float32 (B, T)``."""
-        return torch.stack(self._logps, dim=1)
+        return self._logps[:, : self._num_done]
 
 
 def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tensor, Tensor]:
@@ -355,6 +368,7 @@ def mask_answers(response_ids: Tensor, stop_ids: Collection[int]) -> tuple[Tenso
         ``bool (B, T)`` mask and ``bool (B,)``, True where an answer ended before the limit.
     """
     is_stop = torch.isin(response_ids, torch.tensor(sorted(stop_ids), device=response_ids.device))
+    # Exclusive sum: the first stop token itself has none before it.
     num_stops_before = is_stop.cumsum(dim=1) - is_stop.long()
     return num_stops_before == 0, is_stop.any(dim=1)
 
@@ -392,5 +406,6 @@ def read_continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int],
     def read(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    # Decoded together: a tokenizer strips the space before the first token of a text.
     whole, start = read([*prompt, *answer]), read(prompt)
     return whole[len(start) :] if whole.startswith(start) else read(answer)

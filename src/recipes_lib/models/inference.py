@@ -33,6 +33,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, mode in modes:
+            # Set one by one: train() would set the children too.
             module.training = mode
 
 

@@ -190,6 +190,7 @@ def load_pretrained(
             attn_implementation=attn_implementation,
             quantization_config=quantization,
             use_safetensors=True,
+            # Other shapes are told below, with all that is missing or superfluous.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **_load_options(config),
@@ -233,6 +234,7 @@ def find_commit(name: str, revision: str | None) -> str | None:
     if Path(name).is_dir():
         return None
     cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    # The cache has a folder for each commit.
     return Path(cached).parent.name if isinstance(cached, str) else None
 
 
@@ -314,6 +316,7 @@ def explained(key: str, name: str) -> Iterator[None]:
     go_offline_unless_reachable(name)
     try:
         yield
+    # These are not the fault of what is loaded.
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # For corrupt files upstream raises any type; tokenizers a bare Exception.
@@ -337,6 +340,7 @@ def without_report() -> Iterator[None]:
 
 def _explain(name: str, error: Exception) -> tuple[str, str]:
     """Return the problem and its remedy."""
+    # transformers wraps the Hub's errors in errors of its own.
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

@@ -60,6 +60,7 @@ def find_damage(folder: Path) -> str | None:
             return str(error)
     for name in sorted(weights):
         try:
+            # By numpy, because commands list files without importing torch.
             with safe_open(folder / name, framework="numpy") as tensors:
                 if not tensors.keys():
                     return f"{name} holds no tensor"

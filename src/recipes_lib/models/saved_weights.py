@@ -53,17 +53,24 @@ def verify_weights(folder: Path, expected: Mapping[str, torch.Size | None], weig
         files = {name: folder / file for name, file in _read_index(folder, weights).items()}
     except (OSError, SafetensorError, DataError) as error:
         raise BrokenSaveError(f"{folder} cannot be opened again: {error}") from error
-    faults = [f"{name} is missing" for name in expected if name not in files]
-    present = {file for file in files.values() if file.exists()}
-    faults += [f"{file.name} is missing" for file in sorted(set(files.values()) - present)]
+    faults: list[str] = []
+    found: set[str] = set()
     num_parameters = 0
-    for file in sorted(present):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                tensor = tensors.get_tensor(name)
-                num_parameters += tensor.numel()
-                fault = _find_fault(tensor, expected.get(name))
-                faults += [f"{name} {fault}"] if fault else []
+    for file in sorted(set(files.values())):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    tensor = tensors.get_tensor(name)
+                    found.add(name)
+                    num_parameters += tensor.numel()
+                    fault = _find_fault(tensor, expected.get(name))
+                    faults += [f"{name} {fault}"] if fault else []
+        except FileNotFoundError:
+            faults.append(f"{file.name} is missing")
+        except (OSError, SafetensorError) as error:
+            faults.append(f"{file.name} cannot be opened again: {error}")
+    # By what the files hold: an index can name tensors that they lack.
+    faults += [f"{name} is missing" for name in expected if name not in found]
     if faults:
         raise BrokenSaveError(f"{folder}: " + "; ".join(faults))
     return num_parameters

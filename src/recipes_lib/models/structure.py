@@ -39,6 +39,7 @@ def map_layers(num_student: int, num_teacher: int) -> tuple[int, ...]:
     Source: Sun et al. 2019 (PKD-Skip, arXiv 1908.09355) and Jiao et al. 2020 (arXiv 1909.10351), where one number of
         layers divides the other; ``tests/models/test_structure.py``.
     """
+    # floor(k T / S + 1 / 2) in integers.
     return tuple((2 * number * num_teacher + num_student) // (2 * num_student) for number in range(1, num_student + 1))
 
 
@@ -90,6 +91,7 @@ def collect_features(
 
     handles = []
     for number in states:
+        # The model's own last hidden state is behind the final norm.
         module = layers[number - 1] if number < len(layers) else model.base_model
         handles.append(module.register_forward_hook(keep(features.states, number, read_states, 0)))
     for number in attentions:
@@ -158,6 +160,7 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
         found = f"layers {list(layers)} are asked for, and {type(model).__name__} has 1 to {count}"
         raise ConfigError(Problem("--layers", found, "name layers that it has"))
     kept = nn.ModuleList(whole[number - 1] for number in layers)
+    # The list is replaced where it is held, whatever the architecture calls it.
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is whole:

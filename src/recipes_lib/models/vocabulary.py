@@ -191,6 +191,7 @@ def map_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenize
         found = f"the tokenizers of student and teacher share their tokens and differ in {', '.join(differing)}"
         raise ConfigError(Problem(where, found, remedy))
     teacher_ids = list(range(max(own.values()) + 1))
+    # Ids without a token keep their own number as a placeholder.
     for token, token_id in own.items():
         teacher_ids[token_id] = other[token]
     return VocabularyMap(teacher_ids)
@@ -218,7 +219,9 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
         raise ConfigError(Problem(where, found, "name a teacher whose tokenizer is its own"))
     if vocabulary.is_identity and num_rows == len(ids):
         return
+    # Evenly over the vocabulary, its first and last token among them.
     probe = torch.linspace(0, len(ids) - 1, min(NUM_PROVED, len(ids))).long()
+    # Logits of the student's tokens alone, in its order: (64, V).
     expected = _compute_logits(model, ids[probe])[:, ids]
     is_tied = embedding.weight is projection.weight
     _take_rows(projection, ids)

@@ -146,6 +146,14 @@ class Activations(NamedTuple):
         last = self.layers[-1]
         return self._replace(layers=(*self.layers, *(last for _ in range(num_layers - len(self.layers)))))
 
+    def extrapolate(self, larger: Activations, steps: int) -> Activations:
+        """Return the activations of ``steps`` times as many further rows as ``larger`` has more than this."""
+        layers = zip(self.layers, larger.layers, strict=True)
+        return Activations(
+            self.outside + steps * (larger.outside - self.outside),
+            tuple(LayerBytes(*(one + steps * (two - one) for one, two in zip(*pair, strict=True))) for pair in layers),
+        )
+
     def count(self, checkpointing: Checkpointing, in_flight: float = 1) -> int:
         """Return the peak bytes at the start of a backward pass, including those of one recomputed layer.
 

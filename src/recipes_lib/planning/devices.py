@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ Source: ``TORCHTITAN``; rows of 8,192 tokens, by which each token takes ``_FLOPS
 """
 _FLOPS_PER_TOKEN: Final = 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 4096 * 8192
 _PEAK: Final = 989e12
+_PCIE_5: Final = 64e9
+"""Bytes a second of 16 lanes in one direction."""
 _DEQUANTIZING: Final = 0.75
 """What is left where weights of 4 or 8 bits become numbers before each product; an estimate, without a source."""
 
@@ -38,9 +41,12 @@ class Device:
         memory: Bytes.
         bandwidth: Bytes a second of that memory.
         link: Bytes a second to another GPU of the machine, in one direction.
+        num_links: Such links, each to another GPU; 1 where a switch gives all of it to any of them.
+        num_bridged: GPUs that the link joins; more of them meet over PCIe.
         watts: Rated power of a board; ``None`` where it is not known.
         has_bf16: Whether products in bfloat16 are as fast as in float16.
         taken: Which of several boards a short name is taken for; may be empty.
+        is_part: Whether it is a MIG instance.
     """
 
     name: str
@@ -48,9 +54,18 @@ class Device:
     memory: float
     bandwidth: float = 0
     link: float = 0
+    num_links: int = 1
+    num_bridged: float = math.inf
     watts: int | None = None
     has_bf16: bool = True
     taken: str = ""
+    is_part: bool = False
+
+    def find_rate(self, num_ranks: int) -> float:
+        """Return the bytes a second that a GPU sends to the others of ``num_ranks`` GPUs of its machine."""
+        if num_ranks > self.num_bridged:
+            return _PCIE_5
+        return self.link * min(self.num_links, max(num_ranks - 1, 1))
 
 
 @functools.cache
@@ -72,27 +87,29 @@ def find_device(name: str) -> Device | None:
     """
     # MIG, a part of a GPU: sevenths of its multiprocessors, and memory with a like share of the bandwidth.
     part = re.search(r"\b(\d)g\.(\d+)gb\b", name, re.IGNORECASE)
+    # Not the memory in the name of a MIG profile, which has a dot before it: that is the part's.
     told = re.search(r"(?<!\.)\b(\d+) ?GB\b", name, re.IGNORECASE)
-    for pattern, row in _read_devices().items():
-        if re.search(rf"\b{_loosen(pattern)}\b", name, re.IGNORECASE):
-            memory, taken, flops, bandwidth = row["memory"], row.get("taken", ""), row["flops"], row["bandwidth"]
+    for known, row in _read_devices().items():
+        if re.search(rf"\b{_loosen(row.get('pattern', known))}\b", name, re.IGNORECASE):
+            memory, flops, bandwidth = row["memory"], row["flops"], row["bandwidth"]
             # In the name of a GH200, the number may be the memory of its CPU; in A100-80 there is no GB.
-            if (size := told or re.search(r"[-: ](\d{2,3})$", name)) and not pattern.startswith("GH200"):
+            if (size := told or re.search(r"[-: ](\d{2,3})$", name)) and not known.startswith("GH200"):
                 memory = float(size[1])
             if part:
                 flops, bandwidth = flops * int(part[1]) / 7, bandwidth * int(part[2]) / memory
                 memory = float(part[2])
-            if name.upper() != pattern:
-                taken = ""
             return Device(
                 name,
                 flops=flops * 1e12,
                 memory=memory * 1e9,
                 bandwidth=bandwidth * 1e9,
                 link=row["link"] * 1e9,
+                num_links=row.get("mesh", 1),
+                num_bridged=row.get("bridge", math.inf),
                 watts=row.get("watts"),
                 has_bf16=row.get("bf16", True),
-                taken=taken,
+                taken=row.get("taken", "") if name.upper() == known else "",
+                is_part=part is not None,
             )
     return Device(name, 0, float(told[1]) * 1e9) if told else None
 
@@ -105,7 +122,7 @@ def choose_device(name: str) -> Device:
     """
     if (device := find_device(name)) is not None:
         return device
-    names = [pattern.removesuffix("?") for pattern in _read_devices()]
+    names = list(_read_devices())
     near = [known for known in names if name.upper() in known.upper()] or difflib.get_close_matches(
         name.upper(), names, n=3
     )

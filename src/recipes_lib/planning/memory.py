@@ -251,7 +251,8 @@ def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout:
         # micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
-    choices = count_choices(config, model_config, layout, _list_checkpointing(config), is_half=is_half)
+    kept = count_kept(config, model_config, layout, is_half=is_half)
+    choices = count_choices(config, model_config, layout, kept, _list_checkpointing(config), is_half=is_half)
     return "", models, temporary, choices
 
 
@@ -259,6 +260,7 @@ def count_choices(
     config: RecipeConfig,
     model_config: PreTrainedConfig,
     layout: Layout,
+    kept: Activations,
     kinds: Mapping[str, Checkpointing],
     *,
     is_half: bool,
@@ -269,10 +271,10 @@ def count_choices(
         config: The run, of a recipe with upstream's trainer.
         model_config: What a process computes of the model that is trained.
         layout: How its processes hold the model.
+        kept: From ``count_kept``.
         kinds: By name.
         is_half: As for ``plan_memory``.
     """
-    kept = count_kept(config, model_config, layout, is_half=is_half)
     width = _count_width(config, model_config, is_half)
     return {
         name: {
@@ -349,8 +351,7 @@ def count_kept(
     batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
     with torch.device("meta"):
         # Under autocast hidden states have the dtype of the weights, under FSDP2 and ZeRO the compute dtype.
-        casts_weights = is_half and (layout.shards.weights != 1 or layout.is_deepspeed)
-        dtype = "bfloat16" if casts_weights else config.model.dtype
+        dtype = "bfloat16" if is_half and layout.casts_weights else config.model.dtype
         model = _build(AutoModelForCausalLM, shortened, dtype, kernel)
         add_loss_head(model)
         if config.adapter.use_peft:

@@ -19,6 +19,7 @@ from recipes_lib.planning.compute import (
 from recipes_lib.planning.devices import Device, find_overhead
 from recipes_lib.planning.memory import Batch
 from recipes_lib.planning.memory_plan import Layout
+from recipes_lib.planning.search import Traffic, count_gathered, count_traffic, time_traffic
 
 MAX_SEQUENCES: Final = 256
 """Answers that a continuous batch of one GPU holds at a time: vLLM's ``max_num_seqs``."""
@@ -63,12 +64,24 @@ class Iteration:
         return max(self.sampling, rest) if self.is_overlapped else self.sampling + rest
 
 
+def list_readers(config: RecipeConfig) -> list[str]:
+    """Return the models that read each answer in a forward pass of their own."""
+    is_ppo = config.recipe == "ppo"
+    models = {
+        "policy": True,
+        "critic": is_ppo,
+        "reference": is_ppo or config.read("beta"),
+        "reward model": config.rewards.reward_model_name_or_path,
+    }
+    return [name for name, reads in models.items() if reads]
+
+
 def estimate_iteration(
     config: RecipeConfig,
     model_config: PreTrainedConfig,
     num_answers: int,
     num_passes: int,
-    num_gpus: int,
+    layout: Layout,
     device: Device,
     peak: float,
     mfu: float,
@@ -78,32 +91,37 @@ def estimate_iteration(
     Each decoding step of a batch reads the weights once and the KV cache of every answer, at full memory bandwidth; or
     computes at the peak; or waits for the host, whichever takes longest. Log-probabilities and updates are FLOPs at
     ``mfu``, the former without recomputation; critic, reference and reward model count as models of the policy's size.
-    Host time of an engine, weight transfers to it and traffic between GPUs are ignored.
+    Weights and gradients travel meanwhile: what takes longer counts. A sharded policy is gathered once to be sampled
+    from. Host time of an engine and the loading of weights into it are ignored.
 
     Args:
         config: The run.
         model_config: Of the policy.
         num_answers: Answers of an iteration over all GPUs.
         num_passes: Times that they are learnt from.
-        num_gpus: GPUs; a server of vLLM is counted as so many more.
-        device: Each of them.
+        layout: Of the training processes; a server of vLLM is counted as as many GPUs more.
+        device: Each of the GPUs.
         peak: Its FLOP/s.
         mfu: Model FLOPs utilisation of reading and learning.
 
     Source: the memory-bound decoding of Pope et al. 2022, section 2; ``tests/planning/test_rollouts.py``.
     """
-    engine, held = config.engine, Batch.of(config, Layout(""))
+    engine, held, num_gpus = config.engine, Batch.of(config, Layout("")), layout.num_gpus
     answer, prompt = held.num_predicted, held.length - held.num_predicted
     each = math.ceil(num_answers / num_gpus)
     is_continuous = engine.use_vllm or engine.use_transformers_continuous_batching
     batch = min(each, MAX_SEQUENCES if is_continuous else config.read("per_device_eval_batch_size"))
     num_batches = math.ceil(each / batch)
-    text, size = model_config.get_text_config(), compute_model_size(model_config).active
+    text, whole = model_config.get_text_config(), compute_model_size(model_config)
+    size = whole.active
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    # Keys and values that a token reads: of its prompt and, on average, of half the answer.
     row = _NARROW * 2 * text.num_hidden_layers * heads * width * (prompt + answer / 2)
     host = 0 if is_continuous else _HOST_SECONDS * text.num_hidden_layers
+    # A decoding step is bound by the memory's bandwidth, by its products, or by the host that launches kernels.
     token = max((_NARROW * size + batch * row) / device.bandwidth, 2 * size * batch / peak, host)
+    # Forward passes without gradients recompute nothing, so they reach more of the peak than updates do.
     plain = config.with_training(list_keys("none"))
     reading = mfu * find_overhead(plain)[0] / find_overhead(config)[0]
 
@@ -113,12 +131,19 @@ def estimate_iteration(
     flops = compute_flops_per_token(model_config, held.length)
     forward = (flops.body + flops.head) / FORWARD_AND_BACKWARD
     trained = compute_flops_per_token(model_config, held.length, is_frozen=config.adapter.use_peft)
-    is_ppo = config.recipe == "ppo"
-    num_read = 1 + is_ppo + bool(is_ppo or config.read("beta")) + bool(config.rewards.reward_model_name_or_path)
+    readers, num_trained = list_readers(config), 1 + (config.recipe == "ppo")
+    sent = time_traffic(count_traffic(config, model_config, whole.total, layout), layout, device)
+    # Forward passes gather each micro-batch anew; for sampling the policy is gathered, or sent to the engine, once.
+    gathering = time_traffic(Traffic(model=count_gathered(whole.total, layout)), layout, device).model
+    num_passes_read = len(readers) * math.ceil(each / config.read("per_device_eval_batch_size"))
+    per_step = held.num_rows * config.read("gradient_accumulation_steps") * layout.num_processes
+    num_steps = num_passes * num_answers / per_step
+    computing = num_passes * time(trained.body + trained.head, held.length, mfu)
     return Iteration(
-        sampling=time(forward, prompt, reading) + num_batches * answer * token,
-        scoring=num_read * time(forward, held.length, reading),
-        updates=(1 + is_ppo) * num_passes * time(trained.body + trained.head, held.length, mfu),
+        sampling=gathering + time(forward, prompt, reading) + num_batches * answer * token,
+        scoring=max(len(readers) * time(forward, held.length, reading), num_passes_read * gathering),
+        # What the host sends and receives waits for the update on it.
+        updates=num_trained * (max(computing, num_steps * sent.overlapped) + num_steps * sent.host),
         batch=batch,
         num_batches=num_batches,
         prompt=prompt,

@@ -10,16 +10,15 @@ from typing import Any, Final, NamedTuple
 from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.planning.activations import MODES, list_keys
+from recipes_lib.planning.activations import MODES, Activations, list_keys
 from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
-from recipes_lib.planning.memory import Batch, count_choices, plan_memory, read_checkpointing
+from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 
 NETWORK_BYTES: Final = 50e9
 """Bytes a second between machines, for each GPU: 400 Gbit/s."""
 GPUS_OF_A_MACHINE: Final = 8
-MATRIX_PRODUCTS: Final = "matrix products"
 _HOST_BYTES: Final = 25e9
 """Bytes a second between a GPU and its host, by PCIe 4."""
 
@@ -80,11 +79,12 @@ def search(
     Raises:
         ConfigError: The adapter does not fit the model, or the teacher's configuration cannot be had.
     """
-    found = list[Candidate]()
+    found, counter = list[Candidate](), _Counter(config, model_config)
     whole = {"per_device_train_batch_size": num_rows, "gradient_accumulation_steps": 1}
     num_flops = count_step(config.with_training(whole), model_config, 1).num_flops
     size = compute_model_size(model_config).total
     for layout in layouts:
+        # The batch is the method's: what cannot divide it is no candidate.
         if num_rows % layout.num_processes:
             continue
         rows = num_rows // layout.num_processes
@@ -95,10 +95,11 @@ def search(
             if not compiled:
                 continue
             sized = config.with_training(batch)
+            # Weights, gradients and states do not depend on the micro-batch: planned once a layout, by the smallest.
             if memory is None:
                 plain = sized.with_training(list_keys("none"))
                 memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
-            options = list(_list_modes(sized, model_config, memory, device))
+            options = list(_list_modes(sized, counter, number, memory, device))
             for keys, mode, placed in options:
                 for choice in compiled:
                     changed = config.with_training(all_keys := {**batch, **keys, "torch_compile": choice})
@@ -121,13 +122,37 @@ def _rank(one: Candidate) -> tuple[bool, float, int, int]:
     return not one.fits, float(f"{one.seconds:.3g}") if one.fits else one.memory.peak, groups, -one.num_rows
 
 
+class _Counter:
+    """Activations of micro-batches, each counted once for all layouts whose processes compute the same."""
+
+    def __init__(self, config: RecipeConfig, model_config: PreTrainedConfig) -> None:
+        self._config, self.model_config = config, model_config
+        self.is_half = config.training.get("bf16") is not False
+        self._counted: dict[tuple[object, ...], Activations] = {}
+
+    def count(self, layout: Layout, number: int) -> Activations:
+        """Return the activations of ``per_device_train_batch_size: number``.
+
+        They grow by as many bytes for each row, but for the first: of one row alone, some operations make no copy.
+        """
+        if number > 3:
+            return self.count(layout, 2).extrapolate(self.count(layout, 3), number - 2)
+        key = (number, layout.tensor, layout.context, layout.pipeline_stages, layout.casts_weights)
+        if key not in self._counted:
+            sized = self._config.with_training({"per_device_train_batch_size": number})
+            narrowed = layout.narrow(self.model_config)
+            self._counted[key] = count_kept(sized, narrowed, layout, is_half=self.is_half)
+        return self._counted[key]
+
+
 def _list_modes(
-    config: RecipeConfig, model_config: PreTrainedConfig, memory: MemoryPlan, device: Device
+    config: RecipeConfig, counter: _Counter, number: int, memory: MemoryPlan, device: Device
 ) -> Iterator[tuple[dict[str, Any], str, MemoryPlan]]:
     """Yield the keys of each kind of checkpointing, its name, and the memory of a process."""
-    layout, is_half = memory.layout, config.training.get("bf16") is not False
+    layout, kept = memory.layout, counter.count(memory.layout, number)
     kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
-    choices = count_choices(config, layout.narrow(model_config), layout, kinds, is_half=is_half)
+    narrowed = layout.narrow(counter.model_config)
+    choices = count_choices(config, narrowed, layout, kept, kinds, is_half=counter.is_half)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
         components = {**memory.components, **sizes}
@@ -147,28 +172,20 @@ def _list_costs(
 
     Weights and gradients travel while others are computed; what a layer waits for does not.
     """
-    traffic, stages = count_traffic(config, model_config, num_parameters, layout), layout.pipeline_stages
-    bubble = seconds * (stages - 1) / config.read("gradient_accumulation_steps")
-    network = min(device.link, NETWORK_BYTES)
-
-    def time(num_bytes: float, num_ranks: int) -> float:
-        link = device.link if num_ranks <= GPUS_OF_A_MACHINE else network
-        return num_bytes / link if link else 0.0
-
-    group = layout.tensor * (layout.shards.weights if layout.replicas > 1 else layout.num_gpus // stages)
-    overlapped = time(traffic.model, group) + time(traffic.replicas, layout.num_gpus)
+    sent = time_traffic(count_traffic(config, model_config, num_parameters, layout), layout, device)
+    bubble = seconds * (layout.pipeline_stages - 1) / config.read("gradient_accumulation_steps")
     return {
-        MATRIX_PRODUCTS: seconds,
-        "the pipeline bubble": bubble,
-        "traffic of weights": max(overlapped - seconds - bubble, 0.0),
-        "traffic in layers": time(traffic.layers, layout.tensor * layout.context),
-        "traffic of stages": time(traffic.stages, layout.num_gpus),
-        "traffic with the host": traffic.host / _HOST_BYTES,
+        "compute": seconds,
+        "bubble": bubble,
+        "weight traffic": max(sent.overlapped - seconds - bubble, 0.0),
+        "layer traffic": sent.layers,
+        "stage traffic": sent.stages,
+        "host traffic": sent.host,
     }
 
 
 class Traffic(NamedTuple):
-    """Bytes that a GPU sends per optimizer step.
+    """Bytes that a GPU sends per optimizer step, or the seconds that this takes.
 
     Attributes:
         model: Weights and gradients, to those that share or replicate them.
@@ -183,6 +200,38 @@ class Traffic(NamedTuple):
     layers: float = 0.0
     stages: float = 0.0
     host: float = 0.0
+
+    @property
+    def overlapped(self) -> float:
+        """What travels while others compute."""
+        return self.model + self.replicas
+
+
+def time_traffic(traffic: Traffic, layout: Layout, device: Device) -> Traffic:
+    """Return the seconds of traffic from its bytes; GPUs beyond ``GPUS_OF_A_MACHINE`` meet over the network."""
+
+    def time(num_bytes: float, num_ranks: int) -> float:
+        rate = device.find_rate(min(num_ranks, GPUS_OF_A_MACHINE))
+        # A ring over several machines is as fast as its slowest link.
+        rate = rate if num_ranks <= GPUS_OF_A_MACHINE else min(rate, NETWORK_BYTES)
+        return num_bytes / rate if rate else 0.0
+
+    sharded = layout.shards.weights if layout.replicas > 1 else layout.num_gpus // layout.pipeline_stages
+    return Traffic(
+        model=time(traffic.model, layout.tensor * sharded),
+        replicas=time(traffic.replicas, layout.num_gpus),
+        layers=time(traffic.layers, layout.tensor * layout.context),
+        stages=time(traffic.stages, layout.num_gpus),
+        host=traffic.host / _HOST_BYTES,
+    )
+
+
+def count_gathered(num_parameters: float, layout: Layout) -> float:
+    """Return the bytes that a GPU sends to gather a sharded model in 16 bits for a pass; 0 where each has all of it."""
+    if layout.shards.weights == 1:
+        return 0.0
+    held = num_parameters / (layout.tensor * layout.pipeline_stages)
+    return 2 * held * _others(layout.shards.weights or layout.num_processes)
 
 
 def count_traffic(
@@ -212,7 +261,7 @@ def count_traffic(
         return found._replace(model=2 * gradients * _others(layout.num_processes))
     group = layout.shards.weights or layout.num_processes
     return found._replace(
-        model=_others(group) * times * (2 * 2 * held + gradients),
+        model=times * (2 * count_gathered(num_parameters, layout) + _others(group) * gradients),
         replicas=2 * _others(layout.replicas) * gradients / group,
         host=0.0 if layout.shards.weights else times * 2 * 4 * held / layout.num_processes,
     )

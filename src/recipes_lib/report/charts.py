@@ -53,6 +53,7 @@ _DISTILLATION_PARTS = (
 )
 """Figures of distillation, each with its heading and unit."""
 STYLE = {
+    # Text stays text: searchable, and in the font of the page.
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 9.5,
@@ -104,7 +105,7 @@ class Chart:
         title: Heading.
         alt: What a person sees in it, in a sentence, for one who does not.
         svg: An ``<svg>`` element whose colours are the page's variables.
-        is_wide: It deserves the whole width.
+        narrow: Of a wide chart, the same for screens on which its text would be too small; empty otherwise.
         hover: Values of the curves and their places in the drawing, as JSON for ``hover.js``; empty without any.
     """
 
@@ -112,7 +113,7 @@ class Chart:
     title: str
     alt: str
     svg: str
-    is_wide: bool
+    narrow: str = ""
     hover: str = ""
 
 
@@ -126,7 +127,7 @@ class Plan:
         lines: Curves, which have one definition.
         unit: Above the axis.
         alarms: Steps that are marked.
-        is_wide: It deserves the whole width.
+        is_wide: It deserves the whole width of a large screen.
         from_zero: The axis begins at 0.
         has_legend: Whether labels stand in the chart, rather than on the page.
     """
@@ -195,7 +196,13 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
         *([*_plan_rl(run), loss] if is_rl else [loss]),
-        Plan("heldout_loss", "Held-out loss", [by_text], "bits per byte" if in_bytes else unit, held_out_alarms),
+        Plan(
+            "heldout_loss",
+            "Held-out bits per byte" if in_bytes else "Held-out loss",
+            [by_text],
+            "a property of the text, whatever the tokenizer" if in_bytes else unit,
+            held_out_alarms,
+        ),
         Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
         *(pairs if is_pairs else ()),
         Plan("nll", "Cost of the text", nll, "nats per target token"),
@@ -243,16 +250,23 @@ def _draw_sets(run: RunFiles) -> list[Line]:
 
 def draw_chart(plan: Plan, folder: Path) -> Chart:
     """Draw a chart with data, and write its PNG to the existing ``folder``."""
+    # Ids in an SVG are random without a salt, and the same run would make another page each time.
     with mpl.rc_context({**STYLE, "svg.hashsalt": plan.name}):
-        figure = Figure(figsize=(9.2, 3.1) if plan.is_wide else (4.5, 2.5), layout="constrained")
-        axes = figure.add_subplot()
-        for line in plan.lines:
-            _draw_line(axes, line)
-        _finish(axes, plan)
+        figure, axes = _draw_figure(plan, is_wide=plan.is_wide)
         svg = save_figure(figure, folder / f"{plan.name}.png")
         hover = json.dumps([_locate(figure, axes, line) for line in plan.lines if line.curve])
+        narrow = render(_draw_figure(plan, is_wide=False)[0]) if plan.is_wide else ""
     alt = f"{plan.title}: " + "; ".join(_describe(line) for line in plan.lines if line.curve)
-    return Chart(plan.name, plan.title, alt, svg, plan.is_wide, hover)
+    return Chart(plan.name, plan.title, alt, svg, narrow, hover)
+
+
+def _draw_figure(plan: Plan, *, is_wide: bool) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(9.2, 3.1) if is_wide else (4.5, 2.5), layout="constrained")
+    axes = figure.add_subplot()
+    for line in plan.lines:
+        _draw_line(axes, line)
+    _finish(axes, plan, num_ticks=8 if is_wide else 5)
+    return figure, axes
 
 
 def _locate(figure: Figure, axes: Axes, line: Line) -> dict[str, Any]:
@@ -275,11 +289,13 @@ def _locate(figure: Figure, axes: Axes, line: Line) -> dict[str, Any]:
 
 
 def save_figure(figure: Figure, path: Path) -> str:
-    """Write a figure to ``path`` as a PNG, and return it as an ``<svg>`` element in the page's colours.
-
-    The element is hidden from screen readers, which have the text beside it.
-    """
+    """Write a figure to ``path`` as a PNG, and return it as ``render`` does."""
     figure.savefig(path, dpi=160, facecolor=PNG_BACKGROUND)
+    return render(figure)
+
+
+def render(figure: Figure) -> str:
+    """Return a figure as an ``<svg>`` element in the colours of the page, hidden from screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     document = buffer.getvalue()
@@ -303,7 +319,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.plot(*zip(*thin_out(shown), strict=True), **bold)
 
 
-def _finish(axes: Axes, plan: Plan) -> None:
+def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     values = [value for line in plan.lines for _, value in line.curve]
     if plan.from_zero:
         axes.set_ylim(bottom=0, top=1.08 * max(values) or 1)
@@ -315,7 +331,7 @@ def _finish(axes: Axes, plan: Plan) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=_TICK_STEPS))
-    axes.xaxis.set_major_locator(MaxNLocator(8 if plan.is_wide else 5, integer=True, steps=_TICK_STEPS, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(num_ticks, integer=True, steps=_TICK_STEPS, min_n_ticks=1))
     axes.margins(x=0.02)
     axes.set_xlabel("optimizer step")
     axes.set_title(plan.unit, loc="left", fontsize=9.5, color=COLOURS["muted"])

@@ -47,6 +47,7 @@ def write_page(
         for name, file in (("style", "page.css"), ("hover", "hover.js"))
     }
     page = environment.get_template(f"{template}.html.jinja").render(**given, **values)
+    # A sample may hold half a surrogate pair, which UTF-8 cannot encode.
     replace_text(path, page.encode(errors="replace").decode())
     return path
 
@@ -126,6 +127,7 @@ def write_score_report(scored: Path, column: str) -> Path:
         losses.append(loss := float(row[column]))
         text = _show_row(row)
         for heap, key in ((highest, loss), (lowest, -loss)):
+            # A heap of fixed size: texts of all other rows are dropped as they are read.
             change = heapq.heappush if len(heap) < NUM_EXTREMES else heapq.heappushpop
             change(heap, (key, number, text))
     given: dict[str, Any] = {}

@@ -74,7 +74,8 @@ def list_entries(folder: Path) -> list[Entry]:
     if (folder / PIPELINE).is_file():
         record = read_record(folder / PIPELINE, {"stages": dict, "pipeline": list})
         stages = [stage for stage in record["pipeline"] if isinstance(stage, dict)]
-        return [_describe_stage(folder, stage, record["stages"].get(stage.get("name")) or {}) for stage in stages]
+        states = {name: state for name, state in record["stages"].items() if isinstance(state, dict)}
+        return [_describe_stage(folder, stage, states.get(str(stage.get("name")), {})) for stage in stages]
     entries = [describe_output(path, str(path.relative_to(folder))) for path in _find_outputs(folder, _MAX_DEPTH)]
     if not entries:
         remedy = "give a folder below which there are output directories of runs"

@@ -9,6 +9,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,9 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         yield KeyFigure("Tokens trained on", format_count(tokens[-1][1]), note)
     if any(rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second"))):
         mfu = sorted(value for _, value in read_curve(run.train, "mfu"))
-        note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if mfu else "median"
+        # Above 1 the peak is wrong: a CPU's is measured, perhaps while other programs ran.
+        known = mfu and mfu[len(mfu) // 2] <= 1
+        note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if known else "median"
         yield KeyFigure("Target tokens/s", format_count(rates[len(rates) // 2]), note)
     if memory := read_curve(run.train, "memory_bytes"):
         yield KeyFigure("Peak memory", f"{max(value for _, value in memory) / 2**30:.2f} GiB", "of one process")
@@ -335,11 +338,16 @@ def _judge_end(run: RunFiles) -> list[str]:
 
 
 def _judge_rollbacks(run: RunFiles) -> list[str]:
-    return [
-        f"Step {rollback['step']} was a spike ({rollback['cause']}): the run went back to step {rollback['back_to']} "
-        f"and on without the rows of steps {rollback['steps'][0]} to {rollback['steps'][1]}."
-        for rollback in run.facts.get("rollbacks", [])
-    ]
+    told = []
+    # An untrusted record may hold anything.
+    with suppress(TypeError, KeyError, ValueError):
+        for rollback in run.facts.get("rollbacks") or []:
+            first, last = rollback["steps"][:2]
+            told.append(
+                f"Step {rollback['step']} was a spike ({rollback['cause']}): the run went back to step "
+                f"{rollback['back_to']} and on without the rows of steps {first} to {last}."
+            )
+    return told
 
 
 def _judge_non_finite(run: RunFiles) -> list[str]:

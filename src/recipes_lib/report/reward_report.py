@@ -25,7 +25,7 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
 from recipes_lib.models.heads.scoring import RewardModel, compute_reward_statistics, store_reward_statistics
-from recipes_lib.report.charts import COLOURS, STYLE, Chart, save_figure
+from recipes_lib.report.charts import COLOURS, STYLE, Chart, render, save_figure
 
 Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.integer[Any]]
@@ -330,16 +330,18 @@ def draw_reliability(report: Mapping[str, Any], folder: Path) -> Chart:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({**STYLE, "svg.hashsalt": _NAME}):
-        figure = Figure(figsize=(9.2, 3.4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _draw_reliability(left, report)
-        _draw_histogram(right, report["histogram"])
-        svg = save_figure(figure, folder / f"{_NAME}.png")
+        figures = []
+        for size, rows, columns in (((9.2, 3.4), 1, 2), ((4.5, 6.4), 2, 1)):
+            figures.append(figure := Figure(figsize=size, layout="constrained"))
+            left, right = figure.subplots(rows, columns)
+            _draw_reliability(left, report)
+            _draw_histogram(right, report["histogram"])
+        svg, narrow = save_figure(figures[0], folder / f"{_NAME}.png"), render(figures[1])
     alt = (
         f"Calibration error {report['ece']:.3f}, of which chance explains {report['ece_by_chance']:.3f}; "
         f"scores from {report['scores']['min']:.3g} to {report['scores']['max']:.3g}"
     )
-    return Chart(_NAME, "Calibration and scores", alt, svg, is_wide=True)
+    return Chart(_NAME, "Calibration and scores", alt, svg, narrow)
 
 
 def _draw_reliability(axes: Axes, report: Mapping[str, Any]) -> None:

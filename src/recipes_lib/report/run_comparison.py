@@ -144,7 +144,8 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
         if value is None or base is None
         else "="
         if value == base
-        else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base else "")
+        # A share of what is negative, or of nothing, would have the wrong sign, or none.
+        else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base > 0 else "")
         for value in values[1:]
     ]
     # Counts are shown exactly, other figures with five digits.

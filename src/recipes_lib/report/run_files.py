@@ -116,7 +116,11 @@ def list_scores(facts: Record) -> Iterator[Score]:
 
 def read_number(record: Record, name: str) -> float | None:
     """Return a figure of a record, NaN and infinities included; ``None`` if it is missing or not a number."""
-    return parse_number(record.get(name))
+    number = parse_number(record.get(name))
+    try:
+        return None if number is None else float(number)
+    except OverflowError:  # JSON has integers of any size.
+        return math.inf
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:

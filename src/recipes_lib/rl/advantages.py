@@ -6,6 +6,7 @@ at other positions are ignored.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
@@ -52,6 +53,7 @@ def compute_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) ->
     and the summarisation paper put it one position later, which costs a factor ``lam``.
     """
     rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    # Index of the last token, (B, 1): answers are padded on the right.
     last = mask.long().sum(dim=1, keepdim=True) - 1
     return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
 
@@ -75,6 +77,7 @@ def compute_advantages(
     """
     advantages = torch.zeros_like(rewards)
     carried, next_values = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    # Backwards in time, all answers at once; masked tokens hand both carried values on unchanged.
     for t in reversed(range(rewards.shape[1])):
         deltas = rewards[:, t] + gamma * next_values - values[:, t]
         is_token = mask[:, t]
@@ -98,6 +101,7 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     """
     count = mask.sum().clamp(min=1)
     mean = torch.where(mask, values, 0.0).sum() / count
+    # Around the mean: mean of squares less squared mean would cancel in float32.
     variance = torch.where(mask, (values - mean) ** 2, 0.0).sum() / count
     white = (values - mean) * torch.rsqrt(variance + 1e-8)
     return torch.where(mask, white if shift_mean else white + mean, 0.0)
@@ -122,6 +126,7 @@ def compute_group_advantages(rewards: Tensor, group: int, *, scale: str) -> Tens
         advantages = advantages / (_compute_deviation(grouped) + GROUP_EPSILON)
     elif scale == "batch":
         advantages = advantages / (_compute_deviation(rewards[None]) + GROUP_EPSILON)
+    # NaN: answers that are not scored, and a group with a single scored one, whose deviation is 0 / 0.
     return advantages.flatten().nan_to_num(nan=0.0)
 
 
@@ -131,6 +136,7 @@ def find_flat_groups(rewards: Tensor) -> Tensor:
     Args:
         rewards: ``(groups, answers)``; NaN of an answer that is not scored, which tells nothing apart.
     """
+    # NaN is neither the lowest nor the highest.
     lowest = rewards.nan_to_num(nan=torch.inf).amin(dim=1)
     highest = rewards.nan_to_num(nan=-torch.inf).amax(dim=1)
     # A group without any reward has the difference -inf, and so counts as flat.
@@ -150,6 +156,7 @@ def compute_leave_one_out_advantages(rewards: Tensor, group: int, *, normalize: 
     """
     grouped = rewards.view(-1, group)
     others = (~grouped.isnan()).sum(dim=1, keepdim=True) - 1
+    # (groups, group) to (B,). Without scored siblings this is 0 / 0, which becomes 0 at the end.
     advantages = rewards - ((grouped.nansum(dim=1, keepdim=True) - grouped) / others).flatten()
     if normalize:
         advantages = (advantages - advantages.nanmean()) / (_compute_deviation(advantages[None])[0] + GROUP_EPSILON)
@@ -172,54 +179,40 @@ def compute_explained_variance(values: Tensor, returns: Tensor, mask: Tensor) ->
     return float(1 - (kept_returns - kept_values).var(unbiased=False) / variance)
 
 
-class KLController:
-    """KL coefficient: fixed, or adapted to a target KL per answer.
+def adapt_kl_coef(kl_coef: float, kl_per_sequence: float, num_answers: int, config: PPOConfig) -> float:
+    """Return the KL coefficient of the next iteration; the same one without ``kl_target_per_sequence``.
 
-    Attributes:
-        kl_coef: The current coefficient.
+    Args:
+        kl_coef: The coefficient so far.
+        kl_per_sequence: Mean KL of the last answers, in nats per answer.
+        num_answers: Number of these answers.
+        config: The KL that is aimed at, and the answers over which the coefficient follows.
+
+    Source: Ziegler et al. 2019, section 2.2: the relative error is cut off at 0.2.
     """
-
-    def __init__(self, kl_coef: float, *, target_per_sequence: float | None, horizon: float) -> None:
-        """Start at ``kl_coef``.
-
-        Args:
-            kl_coef: The initial coefficient.
-            target_per_sequence: KL of a whole answer, in nats, that is aimed at; ``None`` keeps the coefficient.
-            horizon: Answers over which the coefficient follows.
-        """
-        self.kl_coef = kl_coef
-        self._target = target_per_sequence
-        self._horizon = horizon
-
-    def update(self, kl_per_sequence: float, num_answers: int) -> None:
-        """Update the coefficient after ``num_answers`` answers with this mean KL, in nats per answer.
-
-        Source: Ziegler et al. 2019, section 2.2: the relative error is cut off at 0.2.
-        """
-        if self._target is not None:
-            error = min(max(kl_per_sequence / self._target - 1, -0.2), 0.2)
-            self.kl_coef *= 1 + error * num_answers / self._horizon
+    if config.kl_target_per_sequence is None:
+        return kl_coef
+    error = min(max(kl_per_sequence / config.kl_target_per_sequence - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * num_answers / config.kl_horizon)
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
-    """Training targets of an iteration.
+class Estimate:
+    """Advantages and figures of an iteration.
 
     Attributes:
-        advantages: Whitened, ``(B, T)``; 0 where nothing is learnt.
-        returns: What the critic should have said, ``(B, T)``; as ``advantages``.
-        scores: What each answer is worth less the penalty, ``(B,)``; NaN of an answer that is not scored.
-        total: Sum of each answer's rewards, ``(B,)``; of an answer that is not scored, what it costs alone.
+        rollout: With advantages, and returns where there is a critic.
+        rewards: What the guard of rewards judges, ``(groups, answers)``; NaN of answers that are not scored.
+        total: Sum of each answer's rewards, ``(B,)``; in PPO, of an answer that is not scored, what it costs alone.
     """
 
-    advantages: Tensor
-    returns: Tensor
-    scores: Tensor
+    rollout: Rollout
+    rewards: Tensor
     total: Tensor
 
 
-def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef: float) -> Targets:
-    """Compute advantages and returns of all answers of an iteration.
+def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef: float) -> Estimate:
+    """Compute whitened advantages, and returns, of all answers of an iteration; both 0 where nothing is learnt.
 
     Args:
         rollout: All answers, of all processes.
@@ -234,4 +227,6 @@ def compute_targets(rollout: Rollout, config: PPOConfig, penalty: float, kl_coef
     if config.whiten_rewards:
         rewards = whiten(rewards, learnt, shift_mean=False)
     advantages, returns = compute_advantages(rewards, rollout.values, learnt, gamma=config.gamma, lam=config.lam)
-    return Targets(whiten(advantages, learnt), returns, torch.where(rollout.scored, scores, torch.nan), total)
+    learning = dataclasses.replace(rollout, advantages=whiten(advantages, learnt), returns=returns)
+    # One group of all answers: the critic replaces the other answers to a prompt as the baseline.
+    return Estimate(learning, torch.where(rollout.scored, scores, torch.nan)[None], total)

@@ -195,6 +195,7 @@ class Collector:
         WATCHDOG.enter("sampling answers")
         # Batches have prompts of similar length, which reduces padding; answers do not depend on the order.
         order = list(range(len(prompts)))
+        # Answers that were sampled ahead are in the order in which they were asked for.
         if early is None:
             order.sort(key=lambda row: len(prompts[row].input_ids))
         size = self.generator.batch_size or len(order)
@@ -229,6 +230,7 @@ class Collector:
         return everything.take(range(len(prompts)))
 
     def _draw(self, number: int) -> Any:
+        # A stream for each answer, whichever process samples it and whatever was drawn before.
         return np.random.default_rng([self.seed, Stream.ANSWER, number]).random(self.response_length)
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
@@ -239,6 +241,7 @@ class Collector:
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
         own = None if self.rewards.model is None else self.rewards.model.model
+        # Whole on every process, because each scores answers of its own, in batches of other shapes.
         with held_whole(own if self.models.reward is None else self.models.policy):
             scores = self.rewards.score(rollout.prompts, texts, answers, rollout.finished.tolist())
         known: dict[str, Any] = {
@@ -272,6 +275,7 @@ class Collector:
         with torch.no_grad(), self.precision():
             for rows in parts:
                 beat_between(self.models.policy)
+                # (rows, T of the longest of them); what is behind it stays 0.
                 part = compute(lay_out(rollout.take(rows), self.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.rl.advantages import (
+    Estimate,
     compute_group_advantages,
     compute_leave_one_out_advantages,
     compute_targets,
@@ -21,21 +21,6 @@ from recipes_lib.rl.monitor import Figures, average_steps, describe_values
 from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule, verify_warmup
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Advantages and figures of an iteration.
-
-    Attributes:
-        rollout: With advantages, and returns where there is a critic.
-        rewards: What the guard of rewards judges, ``(groups, answers)``; NaN of answers that are not scored.
-        total: Sum of each answer's rewards, ``(B,)``.
-    """
-
-    rollout: Rollout
-    rewards: torch.Tensor
-    total: torch.Tensor
 
 
 class PPOMethod:
@@ -56,10 +41,7 @@ class PPOMethod:
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
         """Compute the advantages and returns of all answers of an iteration, over all processes."""
-        targets = compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, kl_coef)
-        learnt = dataclasses.replace(rollout, advantages=targets.advantages, returns=targets.returns)
-        # One group of size 1: the critic replaces the other answers to a prompt as the baseline.
-        return Estimate(learnt, targets.scores[None], targets.total)
+        return compute_targets(rollout, self._config.ppo, self._config.rewards.missing_eos_penalty or 0.0, kl_coef)
 
     def describe(self, estimate: Estimate, policy: Sequence[Figures], critic: Sequence[Figures]) -> Figures:
         """Return the explained variance of the critic and the averages of the updates."""

@@ -231,6 +231,7 @@ def load_actor_critic(
         critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
+        # With adapters, the critic is a scorer on the policy's layers, which are done once.
         for model in {id(policy): policy, id(critic): critic}.values():
             if model is not None and not isinstance(model, AdapterScorer):
                 _checkpoint_activations(unwrap_adapter(model), args)
@@ -258,6 +259,7 @@ def _add_scorers(config: RecipeConfig, args: TrainingArguments, policy: Any) -> 
             found = f"the critic shares the policy's weights, and cannot start from another model: {reason}"
             remedy = "name a reward model that is an adapter on the policy's model, or that model itself"
             raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
+    # The same fresh weights on every process, and no draw taken from the run's own generator.
     with torch.random.fork_rng():
         torch.manual_seed(args.seed)
         critic = add_critic(policy, start)
@@ -313,6 +315,7 @@ def _load_critic(config: RecipeConfig, implementation: str, args: TrainingArgume
 
 def _rescale(head: nn.Linear, scale: RewardStatistics) -> nn.Linear:
     """Rescale the head of a reward model to the units of its rewards, in which returns are computed."""
+    # (w h - mean) / std as one linear layer.
     rescaled = nn.Linear(head.in_features, 1, dtype=head.weight.dtype, device=head.weight.device)
     with torch.no_grad():
         rescaled.weight.copy_(head.weight / scale.std)

@@ -43,6 +43,7 @@ def describe_rollout(
     gap = torch.where(mask, rollout.engine_logps - rollout.logps, 0.0)
     num_tokens = rollout.num_tokens
     prompt_lengths = [len(prompt.input_ids) for prompt in rollout.prompts]
+    # As if all answers were one batch, padded to the longest.
     longest = max(p + int(n) for p, n in zip(prompt_lengths, rollout.lengths, strict=True))
     return {
         **average_rewards("objective/score", rollout, reward_names),
@@ -193,6 +194,7 @@ class AnswerWatch:
 
 def correlate(first: Tensor, second: Tensor) -> float:
     """Return the Pearson correlation of two ``(B,)``; 0 if one of them is constant."""
+    # In double precision: scores that differ little around a large mean cancel in float32.
     centred = [values.double() - values.double().mean() for values in (first, second)]
     norm = float(centred[0].norm() * centred[1].norm())
     return float(centred[0] @ centred[1]) / norm if norm > 0 else 0.0

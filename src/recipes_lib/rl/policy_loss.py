@@ -88,6 +88,7 @@ def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor
     Source: truncated importance sampling, Yao et al. 2025; TRL's ``vllm_importance_sampling_mode``.
     """
     level, _, treatment = objective.vllm_importance_sampling_mode.partition("_")
+    # Detached: the weight is a constant of the sample, not a way to lower the loss.
     log_ratio = torch.where(mask, logps - engine_logps, 0.0).detach()
     if not objective.vllm_importance_sampling_correction:
         log_ratio = torch.zeros_like(log_ratio)
@@ -97,6 +98,7 @@ def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor
     lowest, highest = objective.vllm_importance_sampling_clip_min, objective.vllm_importance_sampling_clip_max
     bounded = ratio.clamp(lowest or 0.0, math.inf if highest is None else highest)
     if treatment == "mask":
+        # Exactly equal where nothing was cut off.
         bounded = torch.where(bounded == ratio, ratio, 0.0)
     return torch.where(mask, bounded, 0.0)
 
@@ -164,6 +166,7 @@ def compute_policy_loss(
     Source: Schulman et al. 2017, equation 7; dual clip (``delta``): Ye et al. 2020, equation 5; TRL's
     ``GRPOTrainer._compute_loss`` and ``RLOOTrainer._compute_loss``. ``tests/rl/test_policy_loss.py``.
     """
+    # Masked before exp: an overflow in padding would reach gradients as 0 * inf.
     log_ratio = torch.where(mask, logps - old_logps, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio, lengths = log_ratio.exp(), mask.sum(dim=1, keepdim=True).clamp(min=1)
     sampled = old_logps if engine_logps is None else engine_logps
@@ -171,20 +174,24 @@ def compute_policy_loss(
     used = _raise_to_level(ratio, log_ratio, lengths, objective.importance_sampling_level)
     losses, is_clipped = _compute_surrogate(logps, used, log_ratio, advantages, mask, objective, weights)
     if (threshold := objective.off_policy_mask_threshold) is not None:
+        # Nats a token, (B, 1): by how much less likely the whole answer is now.
         drift = torch.where(mask, sampled - logps.detach(), 0.0).sum(dim=1, keepdim=True) / lengths
         losses = losses * ((advantages >= 0) | (drift <= threshold))
+    # VESPO has the engine's weights inside its own weight.
     if objective.loss_type != "vespo":
         losses = losses * weights
     ref_kl = torch.zeros_like(ratio)
     if objective.beta:
         assert ref_logps is not None, "a KL penalty needs a reference"
         gap = torch.where(mask, ref_logps - logps, 0.0)
+        # k3, exp(gap) - gap - 1; expm1 keeps the digits of a small gap.
         ref_kl = torch.expm1(gap) - gap
         if objective.use_bias_correction_kl:
             ref_kl = ref_kl * used
         losses = losses + objective.beta * ref_kl
     losses = torch.where(mask, losses, 0.0)
     if objective.loss_type in ("grpo", "sapo"):
+        # Mean over the tokens of an answer, (B, T) / (B, 1); the normaliser is the number of answers.
         losses = losses / lengths
     is_clipped, seen = is_clipped & mask, ratio.detach()
     return PolicyLoss(
@@ -201,6 +208,7 @@ def _raise_to_level(ratio: Tensor, log_ratio: Tensor, lengths: Tensor, level: st
     """Ratio to be clipped: ``(B, T)`` per token, or ``(B, 1)`` per answer."""
     if level == "token":
         return ratio
+    # Tokens are clamped one by one, so their sum can still overflow exp.
     total = log_ratio.sum(dim=1, keepdim=True)
     return (total / lengths if level == "sequence" else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
@@ -230,6 +238,7 @@ def _compute_surrogate(
     if objective.loss_type == "vespo":
         weight = _compute_vespo_weight(log_ratio.detach(), advantages, mask, objective, weights)
         return -weight * advantages * logps, torch.zeros_like(mask)
+    # Both are losses: the larger one is the pessimistic bound, whatever the sign of the advantage.
     free = -advantages * (ratio if objective.delta is None else ratio.clamp(max=objective.delta))
     clipped = -advantages * ratio.clamp(1 - objective.epsilon, 1 + objective.highest)
     return torch.maximum(free, clipped), clipped > free
@@ -239,7 +248,9 @@ def _compute_vespo_weight(
     log_ratio: Tensor, advantages: Tensor, mask: Tensor, objective: PolicyObjective, weights: Tensor
 ) -> Tensor:
     """``exp(lambda (1 - w)) w^k`` of the ratio ``w`` of each whole answer, engine weights included; ``(B, 1)``."""
+    # log 0 of padding and of masked tokens is -inf; clamped as in TRL.
     by_token = log_ratio + weights.log().clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
+    # The log-ratio of the policy to the engine, of the whole answer, (B, 1).
     log_w = torch.where(mask, by_token, 0.0).sum(dim=1, keepdim=True).clamp(MIN_VESPO_LOG_RATIO, MAX_LOG_RATIO)
     good = advantages >= 0
     power = torch.where(good, objective.vespo_k_pos, objective.vespo_k_neg)

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -70,13 +71,12 @@ def _ask_with_chats(function: Callable[..., Any], *, completions: Sequence[Any],
 
 
 def call(function: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments, and await it if it is ``async``."""
+    """Call a function with keyword arguments, await it if it is ``async``, and convert arrays and tensors to lists."""
     result = function(**given)
-    return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
-
-
-async def _wait_for(result: Any) -> Any:
-    return await result
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
+    # By its method, because the worker imports neither torch nor numpy.
+    return result.tolist() if hasattr(result, "tolist") else result
 
 
 class _LostError(Exception):
@@ -169,6 +169,8 @@ class _Worker:
                 raise _LostError(f"it took more than {self._seconds:g} s")
             is_done, result = connection.recv()
         except (EOFError, OSError) as error:
+            if self._connection is None:
+                raise _LostError(f"its process did not start: {error}") from error
             raise _LostError(f"its process ended with {self._end()}") from error
         except _LostError:
             self._end()
@@ -180,8 +182,11 @@ class _Worker:
     def _start(self) -> Connection:
         ours, theirs = Pipe()
         command = [sys.executable, "-m", __name__, self._path, str(theirs.fileno())]
+        # Without the terminal's input, which belongs to the user.
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        # Held open here, it would keep the death of the worker from ending the connection.
         theirs.close()
+        # Also at the end of the interpreter.
         weakref.finalize(self, self._process.kill)
         self._connection = ours
         if not ours.poll(_SECONDS_TO_IMPORT):
@@ -203,6 +208,8 @@ class _Worker:
 
 def main(path: str, descriptor: int) -> None:
     """Serve calls until the socket closes."""
+    # Ctrl-C reaches every process of the terminal; the run finishes its answers or ends, and this process with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection, parent = Connection(descriptor), os.getppid()
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     try:
@@ -226,6 +233,7 @@ def _leave_with(parent: int) -> None:
     """End this process when its parent ends, even while the function runs."""
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
+    # A thread can end its process by nothing else while the function runs.
     os._exit(1)
 
 

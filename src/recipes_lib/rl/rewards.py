@@ -180,15 +180,19 @@ def _call(
 ) -> list[float | None]:
     # The first prompt is representative: ``load_prompt_data`` gives all prompts of a run one form and the same columns.
     is_chat = not isinstance(prompts[0].content, str)
-    completions: list[Any] = [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts)
-    columns = {column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns}
+    given: dict[str, list[Any]] = {
+        **{column: [prompt.columns[column] for prompt in prompts] for column in prompts[0].columns},
+        # Last: a column of one of these names must not take the place of the answers that are scored.
+        "prompts": [prompt.content for prompt in prompts],
+        "completions": [[{"role": "assistant", "content": text}] for text in texts] if is_chat else list(texts),
+        "completion_ids": list(ids),
+    }
     try:
-        asked = [prompt.content for prompt in prompts]
-        scores = call(function, {"prompts": asked, "completions": completions, "completion_ids": list(ids), **columns})
-    except Exception as error:
+        scores = call(function, given)
+    except Exception as error:  # The function is the user's, and may raise anything.
         found = f"{name} failed on {len(texts)} answers: {type(error).__name__}: {error}"
         raise ConfigError(
-            Problem("reward_funcs", found, f"it gets keyword arguments, all lists: {', '.join(columns)}")
+            Problem("reward_funcs", found, f"it gets keyword arguments, all lists: {', '.join(given)}")
         ) from error
     if not isinstance(scores, Sequence) or len(scores) != len(texts):
         found = f"{name} returned {scores!r:.80} for {len(texts)} answers"

@@ -109,6 +109,7 @@ def share(rollout: Rollout, world_size: int) -> Rollout:
     """
     if world_size == 1:
         return rollout
+    # Gathered rank by rank, and put back into the order of prompts, which were dealt out round-robin.
     starts = range(0, len(rollout) * world_size, len(rollout))
     return join(gather_objects(rollout)).take([start + row for row in range(len(rollout)) for start in starts])
 
@@ -165,7 +166,9 @@ def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
     for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
         input_ids[row, : len(prompt)] = torch.tensor(prompt)
         input_ids[row, len(prompt) : len(prompt) + length] = rollout.response_ids[row, :length]
+    # Flattened position that predicts the first token of each answer: the last one of its prompt.
     first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])
+    # (B, 1) + (T,), then only where a token stands: (N,), row by row, as `mask` orders targets and places.
     predictors = (first[:, None] + torch.arange(rollout.mask.shape[1]))[rollout.mask]
     inputs = {"input_ids": input_ids, "position_ids": torch.arange(width).expand(len(prompts), -1)}
     return Sequences(

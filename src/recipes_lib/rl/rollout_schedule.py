@@ -66,6 +66,7 @@ class RolloutSchedule:
         """
         period = max(1, math.ceil(every * self.num_steps)) if every < 1 else int(every)
         before, after = self.count_steps(iteration), self.count_steps(iteration + 1)
+        # An iteration has several steps: it is due when one of them crosses a multiple of the period.
         return after // period > before // period or iteration + 1 == self.num_iterations
 
 
@@ -150,6 +151,7 @@ def choose_prompts(num_prompts: int, first: int, count: int, seed: int, group: i
         asked = choose_prompts(num_prompts, start, stop - start, seed)
         return [asked[number // group - start] for number in range(first, first + count)]
     passes = range(first // num_prompts, (first + count - 1) // num_prompts + 1)
+    # A generator for each pass over the prompts, so that any range follows without those before it.
     order = np.concatenate(
         [np.random.default_rng([seed, Stream.PROMPT, number]).permutation(num_prompts) for number in passes]
     )

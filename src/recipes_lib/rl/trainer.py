@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError
-from recipes_lib.rl.advantages import KLController, find_flat_groups
+from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.collect import OFF_POLICY_SHARE
 from recipes_lib.rl.engines.engine import EngineGuard, build_collector
 from recipes_lib.rl.methods import METHODS, Method
@@ -179,13 +179,9 @@ class PolicyTrainer:
             target_kl=self.method.target_kl,
             max_length=config.rewards.response_length,
             temperature=config.rewards.temperature,
-            batch_size=args.per_device_train_batch_size,
-            rank=self._rank,
-            world_size=self._world_size,
-            seed=args.seed,
+            args=args,
             precision=self._collector.precision,
             dtype=self._dtype,
-            device=args.device,
             guard=self._guard,
             progress=self._log.progress,
         )
@@ -276,7 +272,7 @@ class PolicyTrainer:
         """Collect answers, update policy and critic, and return all figures."""
         began, state, schedule = time.perf_counter(), self.state, self.schedule
         rollout, sampling, num_answers, num_tokens = self._collect()
-        if iteration == 0:
+        if iteration == 0 and self._models.has_reference:
             self._log.progress.say(verify_first_rollout(rollout, self._dtype))
         self._engine_guard.judge(rollout, step=state.step + 1, is_stale=bool(sampling.get(OFF_POLICY_SHARE)))
         kl_coef = state.kl_coef
@@ -294,7 +290,8 @@ class PolicyTrainer:
         ended = time.perf_counter()
 
         # Before the policy is updated, its KL divergence is no signal for the coefficient.
-        next_kl_coef = self._control_kl(figures["objective/kl_seq"], len(rollout)) if is_warm else kl_coef
+        kl, ppo = figures["objective/kl_seq"], self._config.ppo
+        next_kl_coef = adapt_kl_coef(kl_coef, kl, len(rollout), ppo) if is_warm else kl_coef
         self.state = dataclasses.replace(
             state,
             iteration=iteration + 1,
@@ -349,6 +346,7 @@ class PolicyTrainer:
         if limit > 1:
             left_out = len(is_flat) - count // group
             figures |= {"rollout/num_gen_batches": len(batches), "rollout/num_groups_left_out": left_out}
+            # Groups with a signal first (False sorts before True), cut off, and in their own order again.
             kept = sorted(sorted(range(len(is_flat)), key=is_flat.__getitem__)[: count // group])
             rollout = rollout.take([number * group + place for number in kept for place in range(group)])
         return rollout, figures, num_answers, num_tokens
@@ -382,14 +380,6 @@ class PolicyTrainer:
     def _find_prompt(self, number: int) -> int:
         """Position of an answer's prompt in the training set."""
         return choose_prompts(len(self._prompts.train), number, 1, self._args.seed, self.schedule.group)[0]
-
-    def _control_kl(self, kl_per_sequence: float, num_answers: int) -> float:
-        config = self._config.ppo
-        controller = KLController(
-            self.state.kl_coef, target_per_sequence=config.kl_target_per_sequence, horizon=config.kl_horizon
-        )
-        controller.update(kl_per_sequence, num_answers)
-        return controller.kl_coef
 
     def _evaluate(self) -> None:
         """Answer the sample prompts; after a stop request they are answered on resume."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,32 +70,30 @@ class UpdateGuard:
         name = next((name for name, rows in bad.items() if rows.any()), None)
         if name is None:
             return
+        # Every rank has the same rollout, so all of them decide alike without a collective operation.
         rows = torch.stack(list(bad.values())).any(dim=0).nonzero().flatten().tolist()
         why = f"the {_SPOKEN[name]} of {int(bad[name].sum())} of {len(rollout)} answers are not finite"
-        self._stop({}, StepInputs(*self._describe([rollout.take(rows)])), step=step, facts={}, why=why)
+        inputs = StepInputs(*self._describe([rollout.take(rows)]))
+        stop_before_update({}, inputs, output_dir=self.output_dir, step=step, facts={}, why=why)
 
     def judge(
         self,
-        learner: str,
-        parameters: Mapping[str, Tensor],
+        learner: Learner,
         parts: Sequence[Rollout],
         losses: Sequence[Tensor],
         *,
         step: int,
         loss: float,
-        learning_rate: float,
         norm: float,
     ) -> None:
         """Check a step after the reduction of its gradients, before they are clipped.
 
         Args:
-            learner: Whose step it is.
-            parameters: Its own, with their gradients.
+            learner: Whose step it is, with the gradients.
             parts: This process's micro-batches.
             losses: Its share of each.
             step: Number of the step, from 1.
             loss: Of all processes.
-            learning_rate: Of the update.
             norm: Of the gradients.
 
         Raises:
@@ -104,11 +103,11 @@ class UpdateGuard:
             return
         batches, row_ids = self._describe(parts)
         inputs = StepInputs(batches, row_ids, losses=list(losses))
-        facts = {"learner": learner, "loss": loss, "grad_norm": norm, "learning_rate": learning_rate}
-        self._stop(parameters, inputs, step=step, facts=facts, learner=learner)
-
-    def _stop(self, parameters: Mapping[str, Tensor], inputs: StepInputs, why: str = "", **more: Any) -> None:
-        stop_before_update(parameters, inputs, output_dir=self.output_dir, why=why, **more)
+        name = learner.name
+        facts = {"learner": name, "loss": loss, "grad_norm": norm, "learning_rate": learner.learning_rate}
+        stop_before_update(
+            learner.parameters, inputs, step=step, output_dir=self.output_dir, facts=facts, why="", learner=name
+        )
 
     def _describe(self, parts: Sequence[Rollout]) -> tuple[list[dict[str, Tensor]], list[list[int]]]:
         """Return all values of each part's answers, their tokens, and the positions of their prompts."""
@@ -211,7 +210,10 @@ class Learner:
     def discard(self) -> None:
         """Clear the gradients, and advance the schedule."""
         self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
+        with warnings.catch_warnings():
+            # A step without an update advances the schedule on purpose; torch warns if the first one is such a step.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self.scheduler.step()
 
 
 @dataclass
@@ -233,6 +235,7 @@ class Sums:
         if get_world_size() > 1:
             for values, operation in ((self.sums, distributed.ReduceOp.SUM), (self.largest, distributed.ReduceOp.MAX)):
                 if values:
+                    # One collective for all sums, one for all maxima: every rank has the same names in the same order.
                     joined = torch.stack(list(values.values()))
                     distributed.all_reduce(joined, op=operation)
                     values.update(zip(values, joined, strict=True))
@@ -260,13 +263,10 @@ class Updater:
         target_kl: At 1.5 times this KL a token from the policy that answered, the updates of an iteration end.
         max_length: Longest answer that the run allows.
         temperature: Of the log-probabilities.
-        batch_size: Answers of a forward and backward pass on one process.
-        rank: Of this process.
-        world_size: Number of processes.
-        seed: Decides with the iteration which answers form a minibatch.
+        args: Answers of a forward and backward pass, rank and world size, the device of the models, and the seed, which
+            decides with the iteration which answers form a minibatch.
         precision: Gives the context in which products are computed.
         dtype: Of those products.
-        device: Of the models.
         guard: Judges every step.
         progress: What the terminal shows.
     """
@@ -280,13 +280,9 @@ class Updater:
     target_kl: float | None
     max_length: int
     temperature: float
-    batch_size: int
-    rank: int
-    world_size: int
-    seed: int
+    args: TrainingArguments
     precision: Callable[[], Any]
     dtype: torch.dtype
-    device: torch.device
     guard: UpdateGuard
     progress: TrainingProgress
 
@@ -314,6 +310,7 @@ class Updater:
                 normaliser = self._compute_normaliser(rollout, batch)
                 losses = [self._learn_policy(policy, part, normaliser, sums, with_entropy) for part in parts]
                 figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.policy.learning_rate}
+                # A loss that is not finite is left to the judge, who writes a dump of the batch.
                 is_finite = math.isfinite(figures["loss"])
                 if not steps and is_finite:
                     verify_first_minibatch(figures, self.dtype)
@@ -323,7 +320,7 @@ class Updater:
                     is_over = True
                     self.policy.discard()
                 else:
-                    judge = self._build_judge(self.policy, parts, losses, step, figures)
+                    judge = partial(self.guard.judge, self.policy, parts, losses, step=step, loss=figures["loss"])
                     figures["grad_norm"] = self.policy.step(judge)
                 steps.append(figures)
                 WATCHDOG.finish_step()
@@ -348,24 +345,10 @@ class Updater:
                 sums, parts = Sums(), list(self._share(batch))
                 losses = [self._learn_critic(critic, part, batch.num_targets, sums) for part in parts]
                 figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.critic.learning_rate}
-                judge = self._build_judge(self.critic, parts, losses, step, figures)
+                judge = partial(self.guard.judge, self.critic, parts, losses, step=step, loss=figures["loss"])
                 steps.append({**figures, "grad_norm": self.critic.step(judge)})
                 WATCHDOG.finish_step()
         return steps
-
-    def _build_judge(
-        self, learner: Learner, parts: list[Rollout], losses: list[Tensor], step: int, figures: Figures
-    ) -> Callable[..., None]:
-        return partial(
-            self.guard.judge,
-            learner.name,
-            learner.parameters,
-            parts,
-            losses,
-            step=step,
-            loss=figures["loss"],
-            learning_rate=figures["lr"],
-        )
 
     def _compute_normaliser(self, rollout: Rollout, batch: Rollout) -> float:
         """Divisor of the losses of a step."""
@@ -379,11 +362,11 @@ class Updater:
         WATCHDOG.beat()
         assert part.advantages is not None
         mask, old, engine, advantages, ref = (
-            send(tensor, self.device)
+            send(tensor, self.args.device)
             for tensor in (part.loss_mask, part.logps, part.engine_logps, part.advantages, part.ref_logps)
         )
         with self.precision():
-            sequences = lay_out(part, self.device)
+            sequences = lay_out(part, self.args.device)
             logps, entropy = compute_response_logps(
                 policy, sequences, temperature=self.temperature, with_entropy=with_entropy
             )
@@ -416,8 +399,9 @@ class Updater:
         assert part.returns is not None
         assert self.critic is not None
         with self.precision():
-            values = compute_response_values(critic, lay_out(part, self.device))
-        before, returns, mask = (send(tensor, self.device) for tensor in (part.values, part.returns, part.loss_mask))
+            values = compute_response_values(critic, lay_out(part, self.args.device))
+        learnt = (part.values, part.returns, part.loss_mask)
+        before, returns, mask = (send(tensor, self.args.device) for tensor in learnt)
         result = compute_value_loss(
             values,
             before,
@@ -439,7 +423,8 @@ class Updater:
             yield step, rows
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
-        seeds = [[self.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(self.schedule.passes)]
+        # Not from a running generator: a resumed run has the same minibatches.
+        seeds = [[self.args.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(self.schedule.passes)]
         order = np.concatenate([np.random.default_rng(seed).permutation(num_answers) for seed in seeds]).tolist()
         size = self.schedule.answers_per_step
         for start in range(0, len(order), size):
@@ -447,10 +432,11 @@ class Updater:
 
     def _share(self, batch: Rollout) -> Iterator[Rollout]:
         """Yield this process's micro-batches: answers sorted by length, assigned round-robin to processes."""
+        # Round-robin over lengths: little padding in a micro-batch, and the same work on every rank.
         by_length = [row for rows in batch.cut(1) for row in rows]
-        mine = by_length[self.rank :: self.world_size]
-        for start in range(0, len(mine), self.batch_size):
-            yield batch.take(mine[start : start + self.batch_size])
+        mine, size = by_length[self.args.process_index :: self.args.world_size], self.args.per_device_train_batch_size
+        for start in range(0, len(mine), size):
+            yield batch.take(mine[start : start + size])
 
 
 def _per_token(figures: Figures, num_tokens: int) -> Figures:
@@ -465,7 +451,9 @@ def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     handles = []
     for parameter in parameters:
         if parameter.grad is None:
+            # Every rank must take part in each all-reduce, also with a share that did not reach this parameter.
             parameter.grad = torch.zeros_like(parameter)
+        # All are started before the first is awaited, so that transfers overlap.
         handles.append(distributed.all_reduce(parameter.grad, async_op=True))
     for handle in handles:
         handle.wait()

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from typing import Any, Final
 
 from recipes_lib.data.final_numbers import read_final_number
@@ -15,21 +16,30 @@ Completion = str | Sequence[dict[str, Any]]
 """An answer as a reward function gets it: a text, or a chat of one message."""
 SECONDS_TO_RUN: Final = 10.0
 """Of wall time for a program with its tests."""
-_CODE: Final = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_CODE: Final = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+"""Fenced blocks of any language: if some were skipped, their closing fences would open the text between blocks."""
 
 
-def exact_match(*, completions: Sequence[Completion], solution: Sequence[str | None], **_: Any) -> list[float | None]:
-    """1 if an answer equals the row's ``solution`` except for white space at its ends, else 0; ``None`` without one."""
-    pairs = zip(map(_read_text, completions), solution, strict=True)
-    return [None if wanted is None else float(text.strip() == wanted.strip()) for text, wanted in pairs]
+def exact_match(
+    *, completions: Sequence[Completion], solution: Sequence[str | float | None], **_: Any
+) -> list[float | None]:
+    """1 if an answer equals the row's ``solution`` except for white space at its ends, else 0; ``None`` without one.
+
+    A blank solution counts as none: it would reward empty answers.
+    """
+    wanted = [_write(value).strip() for value in solution]
+    given = [_read_text(completion).strip() for completion in completions]
+    return [float(g == w) if w else None for g, w in zip(given, wanted, strict=True)]
 
 
-def final_number(*, completions: Sequence[Completion], answer: Sequence[str | None], **_: Any) -> list[float | None]:
+def final_number(
+    *, completions: Sequence[Completion], answer: Sequence[str | float | None], **_: Any
+) -> list[float | None]:
     """1 if the final number of an answer equals that of the row's ``answer``, else 0; ``None`` if that has no number.
 
-    The column is that of GSM8K; ``read_final_number`` defines the final number.
+    The column is that of GSM8K, or a number; ``read_final_number`` defines the final number.
     """
-    wanted = [None if text is None else read_final_number(text) for text in answer]
+    wanted = [read_final_number(_write(value)) for value in answer]
     given = [read_final_number(_read_text(completion)) for completion in completions]
     return [None if w is None else float(g == w) for g, w in zip(given, wanted, strict=True)]
 
@@ -37,14 +47,14 @@ def final_number(*, completions: Sequence[Completion], answer: Sequence[str | No
 def python_tests(
     *, completions: Sequence[Completion], tests: Sequence[str | Sequence[str] | None], **_: Any
 ) -> list[float | None]:
-    """1 if the Python program of an answer passes the row's ``tests``, else 0; ``None`` without tests.
+    """1 if the Python program of an answer passes the row's ``tests``, else 0; ``None`` without tests, or blank ones.
 
     The program is the last fenced block of the answer, or the whole answer without a block. Tests are code (a string or
     a list of lines such as assertions), appended to the program. Both run in the sandbox, with one process per core.
     """
     programs = [
-        None if wanted is None else "\n".join([read_program(_read_text(completion)), *_list_lines(wanted)])
-        for completion, wanted in zip(completions, tests, strict=True)
+        "\n".join([read_program(_read_text(completion)), *lines]) if any(map(str.strip, lines)) else None
+        for completion, lines in zip(completions, map(_list_lines, tests), strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(_run, programs))
@@ -56,8 +66,15 @@ def read_program(text: str) -> str:
     return blocks[-1] if blocks else text
 
 
-def _list_lines(tests: str | Sequence[str]) -> Sequence[str]:
-    return [tests] if isinstance(tests, str) else tests
+def _list_lines(tests: str | Sequence[str] | None) -> Sequence[str]:
+    return [tests] if isinstance(tests, str) else tests or []
+
+
+def _write(value: str | float | None) -> str:
+    """A column's value as text; numbers in full, because ``1e+20`` would be read as 20."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{Decimal(str(value)):f}"
 
 
 def _run(program: str | None) -> float | None:

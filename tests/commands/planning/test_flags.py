@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from recipes_lib.commands.planning.flags import _build_plan_parser
+
 CODE = """
 import sys
 from recipes_lib import cli
@@ -24,3 +26,16 @@ sys.exit(code)
 def test_a_wrong_flag_is_told_without_torch(typed: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", CODE, *typed], capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "number"), [("500", 500), ("500USD", 500), ("$500", 500), ("12h", 12), (" 1e3 ", 1000)]
+)
+def test_an_amount_may_have_its_unit(typed: str, number: float) -> None:
+    assert _build_plan_parser().parse_args(["--budget", typed, "--deadline", typed]).budget == number
+
+
+def test_an_amount_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _build_plan_parser().parse_args(["--budget", "much"])
+    assert "--budget" in capsys.readouterr().err

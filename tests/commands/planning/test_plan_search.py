@@ -16,9 +16,10 @@ import yaml
 from transformers import AutoConfig
 
 from recipes_lib.cli import main
-from recipes_lib.commands.planning.plan_search import list_starts, write_plan
+from recipes_lib.commands.planning.plan_search import describe_misfit, list_starts, write_plan
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
+from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.search import search
 from recipes_lib.training.layouts.compatibility import verify_combination
@@ -49,7 +50,7 @@ def tell(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_the_best_is_told_with_its_keys_and_written(tell, tmp_path: Path) -> None:
     told = tell("2xH100", "--num_rows", 1600, "--price-per-gpu-hour", 3, "--write", tmp_path / "plan")
     assert "batch           16 rows an optimizer step" in told
-    assert told.count("the fastest that fits") == 1
+    assert told.count("fastest that fits") == 1
     # Three epochs.
     assert "300 steps" in told
     assert re.search(r"cost +0.0\d, at 3 for a GPU hour", told)
@@ -81,6 +82,16 @@ def test_what_cannot_be_is_told_with_what_would(tell, flags, changes, words) -> 
     assert words in tell(*flags, code=2, **changes)
 
 
+@pytest.mark.parametrize(("gigabytes", "words"), [(24, "16-bit weights"), (12, "`load_in_4bit: true`")])
+def test_the_nearest_change_is_an_adapter_on_as_many_bits_as_fit(tiny_model_dir: Path, gigabytes, words) -> None:
+    """Fine-tuning of 8B on two small GPUs: no shorter row helps."""
+    shape = AutoConfig.for_model(**{**read_shapes()["meta-llama/Llama-3.1-8B"], "vocab_size": 32_000})
+    flags = [f"--{key}={value}" for key, value in {**KEYS, "model_name_or_path": tiny_model_dir}.items()]
+    device = dataclasses.replace(choose_device("RTX 4090"), memory=gigabytes * 1e9)
+    told = describe_misfit(load_config("sft", flags), shape, "2x4090", device, 2, 80.0)
+    assert words in told.remedy
+
+
 def test_a_flag_that_the_plan_changes_is_not_repeated(tell, tmp_path: Path) -> None:
     flags = ["--per_device_train_batch_size=2", "--gradient-accumulation-steps", 4, "--seed", 7]
     tell("1xH100", "--num_processes", 1, *flags, "--write", tmp_path / "plan")
@@ -94,7 +105,7 @@ def test_groups_are_searched_and_what_is_not_possible_is_told(tell, tmp_path: Pa
     """A row a step on two GPUs: data parallelism cannot divide it."""
     keys = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
     told = tell("2xH100", "--num_processes", 1, "--write", tmp_path / "plan", **keys)
-    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*the fastest that fits", told)
+    assert re.search(r"fsdp2_[ct]p [ct]p 2 .*fastest that fits", told)
     told = re.sub(r"\n {16}", " ", told)
     assert re.search(r"not possible +ddp stages 2, fsdp2 stages 2: .*only pretraining supports", told)
     document = yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())

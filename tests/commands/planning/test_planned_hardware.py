@@ -27,7 +27,7 @@ def test_the_bill_is_hours_times_gpus_times_price_and_power() -> None:
     assert rows["energy"] == "at most 67.2 kWh: 700 W a board, PUE 1.2; 26.9 kg of CO2"
 
 
-@pytest.mark.parametrize(("gpu", "names"), [("H100", ["energy"]), ("B300", [])])
+@pytest.mark.parametrize(("gpu", "names"), [("H100", ["energy"]), ("GH200", [])])
 def test_what_is_not_known_is_not_told(gpu, names) -> None:
     assert [name for name, _ in build(gpu=gpu).describe_bill(10)] == names
 
@@ -38,6 +38,15 @@ def test_rows_have_names_in_a_column_but_curves() -> None:
         "                more",
         "xx",
     ]
+
+
+def test_rows_are_as_wide_as_the_terminal_but_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = format_rows([("time", "word " * 40), ("keys", "--key value " * 10)])
+    assert max(map(len, lines[:-1])) <= 60
+    assert len(lines[-1]) > 60
+    monkeypatch.setenv("COLUMNS", "300")
+    assert 60 < max(map(len, format_rows([("time", "word " * 40)]))) <= 100
 
 
 def write_run(folder: Path, *mfu: float | None, recipe: str = "sft", gpu: str = "NVIDIA H100 80GB HBM3", **keys: Any):

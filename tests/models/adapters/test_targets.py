@@ -43,6 +43,13 @@ def test_what_a_model_has_is_accepted(keys):
     ("keys", "where", "found", "remedy"),
     [
         ({"lora_target_modules": ["q_porj"]}, "lora_target_modules", "no module 'q_porj'", "did you mean q_proj"),
+        (
+            {"lora_target_modules": ["q_porj"], "init_lora_weights": "pissa"},
+            "lora_target_modules",
+            "no module",
+            "q_proj",
+        ),
+        ({"lora_target_modules": ["mlp"], "init_lora_weights": "olora"}, "lora_target_modules", "LlamaMLP", "inside"),
         ({"lora_target_modules": ["c_attn"]}, "lora_target_modules", "no module 'c_attn'", "there are down_proj, gate"),
         ({"lora_target_modules": ["proj"]}, "lora_target_modules", "no module 'proj'", "did you mean"),
         ({"lora_target_modules": ["norm"]}, "lora_target_modules", "norm is a LlamaRMSNorm", "layers inside"),

@@ -54,6 +54,13 @@ def test_every_shipped_template_ends_where_training_ends_it(name: str, more: dic
     assert encode_answers(tokenizer, [messages]) == [read_trained(tokenizer, row, eos_token)]
 
 
+def test_the_last_token_of_a_text_may_stand_there_twice_and_an_empty_answer_has_no_token() -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    tokenizer = build_byte_level(template)
+    twice, empty = encode_answers(tokenizer, [[answer("moo")], [answer("")]])
+    assert (tokenizer.decode(twice), empty) == ("moo", [])
+
+
 @pytest.mark.parametrize("name", [*SHIPPED_NAMES, *OURS])
 def test_an_answer_that_was_broken_off_has_no_end(name: str) -> None:
     """Neither of the turn nor of the text, whatever stands between and behind them; all of its own is there."""

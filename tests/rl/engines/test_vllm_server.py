@@ -20,7 +20,9 @@ from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.rl.engines.vllm_server import connect
 from recipes_lib.rl.update import Updater
+from recipes_lib.training.guards.preemption import LeftError
 
+SHORT = {"tokens": ["token_id:9"], "token_logprobs": [0.0], "top_logprobs": [None]}
 CONFIG = EngineConfig(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0)
 
 
@@ -94,6 +96,59 @@ def test_a_server_that_is_not_there_or_not_what_is_needed_is_refused(stub, monke
     with pytest.raises(ConfigError, match="can't be reached") as refused:
         connect(gone, build_sampling(), device=CPU, is_main=True)
     assert "vllm serve" in refused.value.problems[0].remedy
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/server_info"])
+def test_a_server_of_another_kind_is_refused_with_its_status(stub, path):
+    stub.statuses[path] = 404
+    with pytest.raises(ConfigError, match="vllm_server_base_url: http://127") as refused:
+        reach(stub)
+    assert "404" in str(refused.value) or "VLLM_SERVER_DEV_MODE" in str(refused.value)
+
+
+def test_a_server_of_another_version_is_refused_in_words(stub):
+    del stub.settings["model_config"]["logprobs_mode"]
+    with pytest.raises(ConfigError, match=r"another form than expected \(KeyError: 'logprobs_mode'\)"):
+        reach(stub)
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"token_ids": None}, "another form than expected"),
+        ({"logprobs": None}, "another form than expected"),
+        ({"token_ids": [9], "logprobs": SHORT}, "after 1 of 9 tokens"),
+    ],
+)
+def test_answers_of_another_form_or_cut_short_end_the_run_as_the_servers_fault(stub, monkeypatch, broken, words):
+    policy, engine = build_policy("llama"), reach(stub)
+    engine.load(policy)
+    answer = stub._answer
+    monkeypatch.setattr(stub, "_answer", lambda prompt, body: answer(prompt, body) | broken)
+    with pytest.raises(ConfigError, match="use_vllm: vLLM failed at sampling answers") as told:
+        engine.generate(policy, PROMPTS, draw(4))
+    assert words in told.value.problems[0].found
+
+
+def test_who_is_asked_to_stop_does_not_wait_for_answers(stub, monkeypatch):
+    """The first request is answered, and the others not before this process has left."""
+    has_left, complete = threading.Event(), stub.complete
+    count = iter(range(len(PROMPTS)))
+
+    def answer(body):
+        assert next(count) == 0 or has_left.wait(60)
+        return complete(body)
+
+    def leave():
+        raise LeftError
+
+    engine = reach(stub, beat=leave)
+    engine.load(build_policy("llama"))
+    monkeypatch.setattr(stub, "complete", answer)
+    with pytest.raises(LeftError):
+        engine.generate(None, PROMPTS, draw(4))
+    assert not has_left.is_set()
+    has_left.set()
 
 
 def test_the_next_answers_are_sampled_while_some_are_learnt_from(policy_dir, prompts_file, tmp_path, monkeypatch):

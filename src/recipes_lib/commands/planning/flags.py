@@ -50,6 +50,11 @@ def scale(argv: Sequence[str]) -> None:
     run(options)
 
 
+def _read_amount(text: str) -> float:
+    """Return a number written with or without its unit: a currency, of which there is only one, or hours."""
+    return float(text.strip().removeprefix("$").removesuffix("USD").removesuffix("EUR").removesuffix("h"))
+
+
 def _build_plan_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes plan", description=_PLAN, allow_abbrev=False)
     add_recipe_flags(parser)
@@ -72,8 +77,9 @@ def _build_plan_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--explain", action="store_true", help="explain how each memory component is counted")
     parser.add_argument("--gpus", metavar="8xH100", help="search layout, micro-batch, checkpointing and compilation")
-    parser.add_argument("--budget", type=float, help="search: maximum cost of the run")
-    parser.add_argument("--deadline", type=float, metavar="HOURS", help="search: the cheapest plan within these hours")
+    parser.add_argument("--budget", type=_read_amount, help="search: maximum cost of the run, such as 500 or 500USD")
+    told = "search: maximum hours of the run, such as 12 or 12h"
+    parser.add_argument("--deadline", type=_read_amount, metavar="HOURS", help=told)
     parser.add_argument(
         "--write", type=Path, metavar="FOLDER", help="search: write launch file and keys of the best plan"
     )

@@ -17,14 +17,14 @@ from typing import Any, Final
 import numpy as np
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.planning.plan_search import choose_layout, compose_flags, search_plan, write_plan
+from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
+from recipes_lib.commands.planning.plan_search import search_plan
 from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, format_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record
-from recipes_lib.planning.activations import list_keys
 from recipes_lib.planning.compute import (
     RL_RECIPES,
     TOKENS_PER_PARAMETER,
@@ -35,14 +35,12 @@ from recipes_lib.planning.compute import (
     count_step,
     find_planned_model,
 )
-from recipes_lib.planning.devices import Device, choose_device, find_device, find_efficiency, find_peak
+from recipes_lib.planning.devices import choose_device, find_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
 from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
-from recipes_lib.planning.rollouts import Iteration, estimate_iteration
 from recipes_lib.planning.schedule import Schedule, compute_steps
-from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
 from recipes_lib.training.layouts.launch_environment import (
@@ -54,8 +52,6 @@ from recipes_lib.training.layouts.memory_layout import build_layout
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
-_MANY_PROMPTS: Final = 1_000_000_000
-"""Planning reads no data: iterations have the same size, however many prompts there are."""
 _PNG_POINTS: Final = 1200
 
 
@@ -78,24 +74,27 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     if problems := list(_find_problems(config, options, batch_processes)):
         raise ConfigError(*problems)
     num_processes, num_gpus, layouts = _choose_layouts(config, options)
+    hardware = _choose_hardware(config, options, num_gpus)
     model_config = find_planned_model(config)
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
     if options.gpus and recipe not in RL_RECIPES:
-        hardware = _choose_hardware(config, options, num_gpus)
         assert hardware is not None
         _print_rows(search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus))
         return
-    launch: list[Row] = []
+    launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
-        plans, launch = _choose_rollout_layout(config, model_config, options, flags)
+        assert hardware is not None
+        plan, launch = search_rollouts(config, model_config, options, flags, hardware)
+        plans = [plan]
     elif recipe != "pretrain" or options.gpu or options.hardware:
         plans = [plan_memory(config, model_config, layout) for layout in layouts]
-    else:
-        plans = []
+    layout = layouts[0]
     if options.gpu and plans:
-        config = _settle(config, plans, choose_device(options.gpu).memory)
-    hardware = _choose_hardware(config, options, num_gpus)
-    rows = [*_describe(config, model_config, options, num_processes, hardware), *launch]
+        placed = _choose_plan(plans, choose_device(options.gpu).memory)
+        layout, config = placed.layout, settle_checkpointing(config, placed)
+        if hardware and options.mfu is None:
+            hardware = hardware.suit(config)
+    rows = [*_describe(config, model_config, options, num_processes, layout, hardware), *launch]
     _print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
     if plans:
         _tell_memory(plans, options, num_gpus)
@@ -110,6 +109,7 @@ def _describe(
     model_config: PreTrainedConfig,
     options: argparse.Namespace,
     num_processes: int,
+    layout: Layout,
     hardware: Hardware | None,
 ) -> Iterator[Row]:
     """Yield the GPU, and the plan of the kind that the recipe has."""
@@ -124,25 +124,13 @@ def _describe(
     elif config.recipe not in RL_RECIPES:
         yield from describe_step(config, model_config, num_processes, hardware, options.num_rows)
     elif hardware:
-        yield from describe_iteration(config, model_config, num_processes, hardware)
+        yield from describe_iteration(config, model_config, layout, hardware)
 
 
-def _settle(config: RecipeConfig, plans: Sequence[MemoryPlan], memory: float) -> RecipeConfig:
-    """A run with the checkpointing that ``auto`` chooses in the first layout that fits a device, else in the last."""
+def _choose_plan(plans: Sequence[MemoryPlan], memory: float) -> MemoryPlan:
+    """Return the plan of the first layout that fits a device, else of the last, as placed there."""
     placed = [plan.place(memory) for plan in plans]
-    return settle_checkpointing(config, next((plan for plan in placed if plan.peak <= memory), placed[-1]))
-
-
-def _choose_rollout_layout(
-    config: RecipeConfig, model_config: PreTrainedConfig, options: argparse.Namespace, flags: Sequence[str]
-) -> tuple[list[MemoryPlan], list[Row]]:
-    """Return the memory of the layout that fits reinforcement learning on the GPUs, how to launch it; and write it."""
-    device = choose_device(options.gpu)
-    plan, start, tried = choose_layout(config, model_config, options.gpus, device, options.num_processes)
-    if options.write:
-        keys = list_keys(plan.place(device.memory).checkpointing) if plan.choices else {}
-        write_plan(options.write, flags, keys, plan.layout, start)
-    return [plan], [tried, ("launch", compose_flags(start, plan.layout))]
+    return next((plan for plan in placed if plan.peak <= memory), placed[-1])
 
 
 def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_gpus: int) -> None:
@@ -197,6 +185,9 @@ def _choose_hardware(config: RecipeConfig, options: argparse.Namespace, num_gpus
     """
     if options.gpu is None:
         return None
+    if num_gpus > 1 and (found := find_device(options.gpu)) and found.is_part:
+        told = f"NCCL, by which {num_gpus} processes communicate, supports no MIG instances"
+        raise ConfigError(Problem("--gpu", told, "plan for one of them, or for the whole GPU without MIG"))
     try:
         peak = find_peak(options.gpu, config)
     except ConfigError:
@@ -292,70 +283,6 @@ def describe_step(
         yield from hardware.describe_bill(hours * num_steps)
     else:
         yield from hardware.describe_bill(hours_per_token * 1e9, " for 1,000,000,000 tokens of rows")
-
-
-def describe_iteration(
-    config: RecipeConfig, model_config: PreTrainedConfig, num_processes: int, hardware: Hardware
-) -> Iterator[Row]:
-    """Yield the estimated time of an iteration of reinforcement learning, and of the run, row by row.
-
-    Args:
-        config: The run.
-        model_config: Of the policy.
-        num_processes: Its data-parallel processes.
-        hardware: What to tell the time on.
-
-    Raises:
-        ConfigError: The answers of an iteration cannot be divided.
-    """
-    device = hardware.device
-    one, schedule = plan_iteration(
-        config, model_config, num_processes, hardware.num_gpus, device, hardware.peak, hardware.mfu
-    )
-    answers = schedule.answers_per_iteration
-    lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
-    yield "iteration", f"{answers:,} answers of {lengths}, all full, passes: {schedule.passes}"
-    batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
-    yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
-    yield "scoring", f"{one.scoring:.3g} s"
-    yield "updates", f"{one.updates:.3g} s" + (", while the server samples" if one.is_overlapped else "")
-    told = f"{one.seconds:.3g} s an iteration, an estimate, without transfers of weights and traffic between GPUs"
-    yield "time", told
-    if config.read("max_steps") > 0:
-        hours = one.seconds * schedule.num_iterations / 3600
-        yield "", f"{hours:.1f} hours for {schedule.num_iterations:,} iterations"
-        yield from hardware.describe_bill(hours)
-
-
-def plan_iteration(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    num_processes: int,
-    num_gpus: int,
-    device: Device,
-    peak: float,
-    mfu: float,
-) -> tuple[Iteration, RolloutSchedule]:
-    """Estimate an iteration of reinforcement learning, and return the numbers of a run of them.
-
-    Args:
-        config: The run; without ``max_steps`` its length is that of the data, and ``num_iterations`` is not.
-        model_config: Of the policy.
-        num_processes: Its data-parallel processes.
-        num_gpus: GPUs.
-        device: Each of them.
-        peak: Its FLOP/s.
-        mfu: As for ``estimate_iteration``.
-
-    Raises:
-        ConfigError: The answers of an iteration cannot be divided.
-    """
-    if config.recipe == "ppo":
-        schedule = compute_schedule(_MANY_PROMPTS, config.ppo, config.training, num_processes)
-    else:
-        schedule = compute_group_schedule(_MANY_PROMPTS, config, num_processes)
-    answers, passes = schedule.answers_per_iteration, schedule.passes
-    return estimate_iteration(config, model_config, answers, passes, num_gpus, device, peak, mfu), schedule
 
 
 def draw_curve(values: Sequence[float], height: int) -> list[str]:

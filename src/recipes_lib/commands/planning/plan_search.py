@@ -16,13 +16,14 @@ import yaml
 from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row
+from recipes_lib.config.loader import drop_flags
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.files import replace_text
 from recipes_lib.planning.compute import RL_RECIPES
-from recipes_lib.planning.devices import Device, find_efficiency
+from recipes_lib.planning.devices import Device
 from recipes_lib.planning.memory import list_layouts, plan_memory
-from recipes_lib.planning.memory_plan import KINDS, Held, Layout, MemoryPlan
+from recipes_lib.planning.memory_plan import KINDS, Held, Layout
 from recipes_lib.planning.pretraining import count_run_tokens
 from recipes_lib.planning.schedule import compute_steps
 from recipes_lib.planning.search import GPUS_OF_A_MACHINE, Candidate, search
@@ -38,7 +39,9 @@ from recipes_lib.training.layouts.launch_environment import (
 )
 from recipes_lib.training.layouts.memory_layout import build_layout, verify_model
 
-_WIDTH: Final = 16
+_HEADS: Final = ("layout", "rows", "recomputed", "compiled", "GB", "s/step", "verdict")
+"""Rows of a micro-batch x accumulation, of a data-parallel process."""
+_ALIGNED: Final = "<><<>><"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,8 @@ def search_plan(
     """
     number, device = hardware.num_gpus, hardware.device
     batch = config.read("per_device_train_batch_size") * config.read("gradient_accumulation_steps") * num_processes
+    # Before the search, so that a schedule longer than the run is told in seconds.
+    steps = _count_steps(config, options.num_rows, batch, num_processes)
     starts, refused = list_starts(model_config, number)
 
     def is_supported(layout: Layout, keys: Mapping[str, Any]) -> bool:
@@ -100,73 +105,45 @@ def search_plan(
     best = found[0]
     if not best.fits:
         least = min(one.memory.peak for one in found) / 1e9
-        raise ConfigError(_describe_misfit(config, model_config, options.gpus, device, number, least))
-    steps = _count_steps(config, options.num_rows, batch, num_processes)
+        raise ConfigError(describe_misfit(config, model_config, options.gpus, device, number, least))
     hours = best.seconds * steps / 3600
     _verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
     if options.write:
         write_plan(options.write, flags, best.keys, best.layout, starts[best.layout])
-    heads = f"{'layout':{_WIDTH}}{'batch':>8}  {'recomputed':15}{'compiled':>8}{'GB':>7}{'s/step':>7}  verdict"
-    share, source = find_efficiency(config.with_training(best.keys), hardware.measured)
     rows = [
-        *dataclasses.replace(hardware, mfu=share, source=source).describe(),
-        ("batch", f"{batch:,} rows an optimizer step, as the recipe has it; below, of a process: rows x accumulation"),
+        *hardware.suit(config.with_training(best.keys)).describe(),
+        ("batch", f"{batch:,} rows an optimizer step, the recipe's for {num_processes:,} processes (--num_processes)"),
         (CURVE, ""),
     ]
-    rows += [(CURVE, heads)]
-    rows += [(CURVE, _describe(starts[one.layout].name, one, best, device.memory)) for one in _thin(found)]
+    candidates = [_describe(starts[one.layout].name, one, best) for one in _thin(found)]
+    rows += [(CURVE, line) for line in _format_table([_HEADS, *candidates])]
     searched = {starts[one.layout].name for one in found}
     rows += [(CURVE, ""), *_tell_refused({name: why for name, why in refused.items() if name not in searched})]
-    rows.append(("keys", _join_keys(best.keys)))
-    rows.append(("launch", compose_flags(starts[best.layout], best.layout)))
+    return [*rows, *_describe_best(config, model_config, best, starts[best.layout], hardware, steps)]
+
+
+def _describe_best(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    best: Candidate,
+    start: Start,
+    hardware: Hardware,
+    steps: int,
+) -> Iterator[Row]:
+    """Yield the keys and the launch of the best candidate, its host memory, and the hours and cost of the run."""
+    yield "keys", _join_keys(best.keys)
+    yield "launch", compose_flags(start, best.layout)
     if not best.layout.shards.weights:
         held = _count_host_bytes(config.with_training(best.keys), model_config, best.layout)
         told = "for weights, gradients and optimizer states; their update on the CPU is not in the time"
-        rows.append(("host memory", f"{held / 1e9:,.1f} GB for each machine, {told}"))
-    if steps:
-        rows += [("time", f"{hours:,.1f} hours for {steps:,} steps"), *hardware.describe_bill(hours)]
-    return rows
-
-
-def choose_layout(
-    config: RecipeConfig, model_config: PreTrainedConfig, gpus: str, device: Device, number: int
-) -> tuple[MemoryPlan, Start, Row]:
-    """Return the first layout in which an iteration of reinforcement learning fits, and what each tried one takes.
-
-    The time of an iteration leaves traffic out, by which layouts would differ: the one that shards least is chosen.
-
-    Args:
-        config: The run.
-        model_config: Of the policy.
-        gpus: As the user wrote them.
-        device: The GPU.
-        number: GPUs.
-
-    Raises:
-        ConfigError: Nothing fits, with the nearest change that would; or no layout supports the recipe.
-    """
-    starts, refused = list_starts(model_config, number)
-    tried = dict[str, MemoryPlan]()
-    for layout, start in starts.items():
-        try:
-            verify_combination(config, start.launch, start.name)
-        except ConfigError as error:
-            refused.setdefault(start.name, error.problems[0])
-            continue
-        plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
-        told = "".join([f"{name} {one.peak / 1e9:.1f} GB, does not fit; " for name, one in tried.items()])
-        tried[start.name] = placed = plan.place(device.memory)
-        if plan.fits(device.memory):
-            return plan, start, ("layouts", f"{told}{start.name} {placed.peak / 1e9:.1f} GB")
-    if not tried:
-        raise ConfigError(*refused.values())
-    least = min(tried.values(), key=lambda one: one.peak)
-    if least.peak <= device.memory:
-        found = f"vLLM's weights and one answer do not fit its {least.engine_share:.0%} of {gpus}"
-        raise ConfigError(
-            Problem("--gpus", found, "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory")
-        )
-    raise ConfigError(_describe_misfit(config, model_config, gpus, device, number, least.peak / 1e9))
+        yield "host memory", f"{held / 1e9:,.1f} GB for each machine, {told}"
+        yield "without it", _find_change(config, model_config, hardware.device.memory, hardware.num_gpus)
+    if not steps:
+        yield "time", f"{best.seconds:.3g} s a step; --num_rows, the packed rows of the training set, tells the hours"
+        return
+    hours = best.seconds * steps / 3600
+    yield "time", f"{hours:,.1f} hours for {steps:,} steps"
+    yield from hardware.describe_bill(hours)
 
 
 def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layout, Start], dict[str, Problem]]:
@@ -256,23 +233,30 @@ def _thin(found: Sequence[Candidate]) -> list[Candidate]:
     return list(kinds.values())
 
 
-def _describe(name: str, one: Candidate, best: Candidate, memory: float) -> str:
+def _describe(name: str, one: Candidate, best: Candidate) -> tuple[str, ...]:
+    """Return the cells of a candidate; it loses by the cost that exceeds the best one's most."""
     rows = f"{one.keys['per_device_train_batch_size']} x {one.keys['gradient_accumulation_steps']}"
-    ratio = one.seconds / best.seconds
-    verdict = "as fast, its micro-batch no larger"
-    if ratio >= 1.005:
+    verdict = "as fast"
+    if one.seconds >= 1.005 * best.seconds:
         most = max(one.costs, key=lambda what: one.costs[what] - best.costs[what])
-        verdict = f"{ratio:.2f}x: {one.costs[most] - best.costs[most]:+.2g} s {most}"
+        verdict = f"{one.costs[most] - best.costs[most]:+.2g} s {most}"
     if one is best:
-        verdict = "the fastest that fits"
+        verdict = "fastest that fits"
     if not one.fits:
-        verdict = f"does not fit {memory / 1e9:g} GB"
+        verdict = "does not fit"
     compiled = "yes" if one.keys["torch_compile"] else "no"
-    held = f"{one.memory.peak / 1e9:7.1f} {one.seconds:6.3g}"
-    return f"{name:{_WIDTH}}{rows:>8}  {one.mode:15}{compiled:>8}{held}  {verdict}"
+    return name, rows, one.mode, compiled, f"{one.memory.peak / 1e9:.1f}", f"{one.seconds:.3g}", verdict
 
 
-def _describe_misfit(
+def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a table, as narrow as its cells; numbers are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [f"{cell:{align}{width}}" for cell, align, width in zip(row, _ALIGNED, widths, strict=True)]
+        yield "  ".join(cells).rstrip()
+
+
+def describe_misfit(
     config: RecipeConfig, model_config: PreTrainedConfig, gpus: str, device: Device, number: int, least: float
 ) -> Problem:
     """Return that a run fits in no layout, and the smallest change with which it would."""
@@ -286,27 +270,26 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: f
     least = config.with_training({**keys, "activation_checkpointing_kwargs": None})
     length = config.tokens.max_length or 0
     tried = [
-        (
-            f"max_length: {part} would",
-            dataclasses.replace(least, tokens=dataclasses.replace(config.tokens, max_length=part)),
-            number,
-        )
+        (f"max_length: {part}", dataclasses.replace(least, tokens=dataclasses.replace(config.tokens, max_length=part)))
         for part in (length // 2, length // 4)
         if part
     ]
-    if config.recipe in ("sft", "dpo", "reward", *RL_RECIPES) and not config.adapter.use_peft:
-        adapter = dataclasses.replace(config.adapter, use_peft=True)
-        tried.append(
+    if config.recipe in ("sft", "lora", "dpo", "reward", *RL_RECIPES):
+        adapter, model = dataclasses.replace(config.adapter, use_peft=True), config.model
+        frozen = dataclasses.replace(least, adapter=adapter, model=dataclasses.replace(model, dtype="bfloat16"))
+        quantized = dataclasses.replace(config.quantization, load_in_4bit=True, load_in_8bit=False)
+        tried += [
+            ("an adapter on 16-bit weights (`use_peft: true`, `dtype: bfloat16`)", frozen),
             (
-                "an adapter would (`use_peft: true`, or recipes/lora.py)",
-                dataclasses.replace(least, adapter=adapter),
-                number,
-            )
-        )
-    tried += [(f"{number * factor} of these GPUs would", least, number * factor) for factor in (2, 4, 8, 16)]
-    for told, changed, count in tried:
+                "an adapter on 4-bit weights (`use_peft: true`, `load_in_4bit: true`)",
+                dataclasses.replace(frozen, quantization=quantized),
+            ),
+        ]
+    counted = [(told, changed, number) for told, changed in tried]
+    counted += [(f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16)]
+    for told, changed, count in counted:
         if any(plan_memory(changed, model_config, layout).fits(memory) for layout in list_layouts(count)):
-            return told
+            return f"{told} would fit"
     return "name GPUs with more memory"
 
 
@@ -338,17 +321,6 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
     flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
     command = " ".join(
-        ["recipes launch", shlex.join(_drop(recipe, keys)), *([_join_keys(keys)] if keys else []), flags]
+        ["recipes launch", shlex.join(drop_flags(recipe, keys)), *([_join_keys(keys)] if keys else []), flags]
     )
     replace_text(folder / "launch.sh", command + "\n")
-
-
-def _drop(flags: Sequence[str], keys: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the flags without those of the keys, which may not be repeated."""
-    is_dropped = False
-    for word in flags:
-        if word.startswith("--"):
-            name = word.removeprefix("--").partition("=")[0]
-            is_dropped = name.replace("-", "_") in keys
-        if not is_dropped:
-            yield word

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import statistics
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +21,7 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import verify_fields
 from recipes_lib.planning.activations import AUTO, MODES, list_keys
 from recipes_lib.planning.compute import compute_hours, has_live_reference
-from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_overhead
+from recipes_lib.planning.devices import Device, Kind, Measured, find_device, find_efficiency, find_overhead
 from recipes_lib.planning.failures import Failures
 from recipes_lib.proving.results import PASSED, read_rows
 from recipes_lib.report.run_files import RunFiles, read_curve, read_run
@@ -66,6 +68,11 @@ class Hardware:
         """Return the hours of so many FLOPs, without failures."""
         return compute_hours(num_flops, self.num_gpus, self.peak, self.mfu)
 
+    def suit(self, config: RecipeConfig) -> Hardware:
+        """Return the hardware with the MFU of another run, such as one with the checkpointing that was chosen."""
+        mfu, source = find_efficiency(config, self.measured)
+        return dataclasses.replace(self, mfu=mfu, source=source)
+
     def describe(self) -> Iterator[Row]:
         """Yield the assumed GPU, and the origin of its MFU."""
         device = self.device
@@ -85,17 +92,18 @@ class Hardware:
 
 
 def format_rows(rows: Iterable[Row]) -> list[str]:
-    """Return the lines of each row: name column and text, wrapped; flags stay on one line, to be copied."""
-    lines = list[str]()
+    """Return the lines of each row: name column and text, wrapped; flags stay on one line, to be copied.
+
+    A terminal narrower than ``_LINE_WIDTH`` has its own width.
+    """
+    lines, width = list[str](), min(_LINE_WIDTH, shutil.get_terminal_size((_LINE_WIDTH, 0)).columns)
     for name, text in rows:
         line = text if name == CURVE else f"{name:{_LABEL_WIDTH}}{text}"
         if name == CURVE or text.startswith("--"):
             lines.append(line)
             continue
         hanging = " " * _LABEL_WIDTH
-        lines += textwrap.wrap(
-            line, _LINE_WIDTH, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
-        )
+        lines += textwrap.wrap(line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
     return lines
 
 

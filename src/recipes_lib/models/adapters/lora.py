@@ -101,6 +101,7 @@ def add_adapter(
         fan_in_fan_out=stores_transposed(model, config),
         ensure_weight_tying=tied,
     )
+    # The same fresh weights on every process, and no draw taken from the run's own generator.
     with torch.random.fork_rng(), without_old_name():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
@@ -444,6 +445,7 @@ def takes_experts(model: PreTrainedModel, targets: list[str] | str) -> bool:
 
     Source: ``peft.utils.transformers_weight_conversion``; ``tests/models/adapters/test_adapter_experts.py``.
     """
+    # As in get_peft_model, which converts targets of experts to target_parameters.
     settings = LoraConfig(target_modules=targets)
     try:
         convert_peft_config_for_transformers(settings, model, None)
@@ -493,7 +495,9 @@ def _check_init(model: PreTrainedModel, config: AdapterConfig) -> Iterator[Probl
     if init == "olora" and stores_transposed(model, config):
         yield Problem(key, f"olora cannot read the weights of {type(model).__name__}", "write init_lora_weights: pissa")
     if init in ("pissa", "olora"):
-        largest = min(min(layer.weight.shape) for layer in find_targets(model, config).values())
+        # Targets that are no layers have a problem of their own already.
+        layers = [layer for layer in find_targets(model, config).values() if isinstance(layer, nn.Linear | Conv1D)]
+        largest = min((min(layer.weight.shape) for layer in layers), default=config.lora_r)
         if config.lora_r > largest:
             found = f"{init} finds at most {largest} directions in the smallest layer, and lora_r is {config.lora_r}"
             yield Problem("lora_r", found, f"write {largest} or less")

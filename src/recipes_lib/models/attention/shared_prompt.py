@@ -78,8 +78,10 @@ def build_shared_prompt_bounds(lengths: Tensor) -> dict[str, Tensor | int]:
         the place in the row of each key.
     """
     prompts, chosen, rejected = lengths.unbind(dim=1)
+    # Queries of the two parts of each pair, (2P,): prompt with chosen answer, rejected answer.
     parts = torch.stack([prompts + chosen, rejected], dim=1).flatten()
     keys = torch.stack([prompts + chosen, prompts + rejected], dim=1).flatten()
+    # Number of each key in its own part: 0, 1, ... from the prompt on.
     places = torch.arange(int(keys.sum())) - (keys.cumsum(0) - keys).repeat_interleave(keys)
     starts = (lengths.sum(dim=1).cumsum(0) - lengths.sum(dim=1)).repeat_interleave(2).repeat_interleave(keys)
     # The chosen answer is between a prompt and its rejected answer.
@@ -167,6 +169,7 @@ def _run_shared(model: Any, pairs: Sequence[Sequence[Tensor]]) -> dict[_Answer, 
     parts = [part for pair in pairs for part in pair]
     lengths = torch.tensor([len(part) for part in parts])
     numbers = torch.arange(len(parts)).repeat_interleave(lengths)
+    # Both answers continue from the end of the prompt.
     positions = [
         first + torch.arange(len(part))
         for prompt, *answers in pairs

@@ -119,6 +119,7 @@ def attend_documents(
     options: dict[str, Any] = {"scale": settings.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
     if query.is_cuda:
         bounds = (settings[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+        # Left and right of a query: keys before its own, which a window counts, and none after it.
         reach = (-1 if window is None else window - 1, 0)
         output = varlen_attn(query, key, value, *bounds, window_size=reach, **options)
         assert isinstance(output, Tensor)
@@ -128,7 +129,9 @@ def attend_documents(
     for parts in zip(*map(torch.split, (query, key, value), (num_queries, num_keys, num_keys)), strict=True):
         own, keys, values = (part.transpose(0, 1)[None] for part in parts)
         length, before, mask = own.shape[2], keys.shape[2] - own.shape[2], None
+        # is_causal aligns the first tokens, which is right only for as many keys as queries.
         if before or (window is not None and window < length):
+            # The last query sees the last key; its window ends there.
             mask = torch.ones(length, before + length, dtype=torch.bool, device=own.device).tril(before)
             mask = mask if window is None else mask.triu(1 + before - window)
         output = functional.scaled_dot_product_attention(own, keys, values, mask, is_causal=mask is None, **options)

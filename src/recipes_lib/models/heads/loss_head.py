@@ -142,6 +142,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
                     "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
                 )
             )
+    # The function and not the bound method, which would call the original from within a deep copy.
     original_forward = cast(types.MethodType, model.forward).__func__
 
     # generate() validates its arguments against the signature of the class's forward.
@@ -184,6 +185,7 @@ def verify_loss_head(model: Any) -> None:
             does something that is unknown here.
     """
     config = unwrap_adapter(model).config.get_text_config()
+    # Any eight tokens that the vocabulary has.
     input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
     with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
@@ -193,6 +195,7 @@ def verify_loss_head(model: Any) -> None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
     if not own.loss.isfinite():  # NaN is close to nothing, and would be told as a difference.
         raise ConfigError(Problem("model_name_or_path", *_explain_loss(model, float(own.loss))))
+    # In half precision, the model's own loss rounds its logits.
     tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
     if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
         raise ConfigError(
@@ -397,6 +400,7 @@ def _compute_logps(
     if attention_mask is not None:
         inputs["attention_mask"] = _spell_mask(model, attention_mask)
     hidden, aux_loss = _run_backbone(model, inputs)
+    # (B, L, D) to (N, D): nothing else is projected to the vocabulary.
     chosen = hidden.flatten(0, 1)[predictors]
     options = {"with_statistics": with_statistics, "temperature": temperature}
     scored: TokenLogps = _score(model, compute_token_logps, chosen, targets, **options)
@@ -437,6 +441,7 @@ def _is_causal(model: Any) -> bool:
 
 def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Last hidden states, ``(B, L, D)``, and the load-balancing loss if the model has one."""
+    # A cache would switch off the isolation of packed documents.
     inputs["use_cache"] = False
     config = model.config.get_text_config()
     is_flat, is_alone = "cu_seq_lens_q" in inputs, inputs.pop("one_document_a_row", False) and _is_causal(model)

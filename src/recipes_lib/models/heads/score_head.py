@@ -86,6 +86,7 @@ def load_reward_model(
             # later.
             head.to_empty(device=model.device)
         with torch.no_grad(), gathered_for_writing(head.weight):
+            # From a generator on the CPU: the same weights on every process and device.
             weight = torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed))
             head.weight.copy_(weight / math.sqrt(head.in_features + 1))
     return model

@@ -323,8 +323,9 @@ def encode_answers(
             problems.append(Problem(name_answer(index, where), f"cannot be rendered: {error}"))
     if problems:
         raise DataError(*problems)
+    # Rendered text has its special tokens already.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    begin = _find_begin(tokenizer)
+    begin, ends = _find_begin(tokenizer), {tokenizer.eos_token_id, *_list_special(tokenizer)}
     for answer, ids, has_ended in zip(answers, encoded, ended, strict=True):
         if _is_plain(answer) and ids[:1] != begin:
             ids[:0] = begin
@@ -332,7 +333,8 @@ def encode_answers(
             continue
         if _is_plain(answer):
             ids.append(tokenizer.eos_token_id)
-        while ids[-2:-1] == ids[-1:]:
+        # End tokens alone: a text may end with the same token twice.
+        while len(ids) > 1 and ids[-1] == ids[-2] and ids[-1] in ends:
             ids.pop()
     return encoded
 
@@ -357,8 +359,9 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
         raise ValueError(f"the last message is of the role {chat[-1]['role']!r}, and what is scored is the assistant's")
     template = _compile(tokenizer.get_chat_template())
     render: Callable[..., tuple[str, list[tuple[int, int]]]] = _render_with_assistant_indices
+    # Without tools, documents and generation prompt; `marked` are spans of characters.
     text, marked = render(template, chat, None, None, False, **tokenizer.special_tokens_map)
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = [*_list_special(tokenizer).values()]
     if marked:  # The template marks the end of the answer itself.
         text = text[: marked[-1][1]]
     elif text.rstrip().endswith(tuple(special)):
@@ -370,6 +373,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, answer: Answer, *, finished: boo
     # The end of turn and perhaps the end of text, with line breaks around them: the template added these.
     end = f"(?:{'|'.join(map(re.escape, special))})"
     return re.sub(rf"{end}(?:\s*{end})*\s*\Z", "", text)
+
+
+def _list_special(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Special tokens by id."""
+    return {at: str(token) for at, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 @functools.cache
@@ -396,6 +404,7 @@ def _cut(by_length: Sequence[int], rows: Sequence[TokenIds]) -> Iterator[list[in
     """Yield batches of rows of similar length."""
     batch: list[int] = []
     for index in by_length:
+        # Rows come shortest first, so the last one is the width of the batch.
         if batch and (len(batch) + 1) * len(rows[index]) > MAX_BATCH_TOKENS:
             yield batch
             batch = []

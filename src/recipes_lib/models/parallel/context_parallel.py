@@ -158,9 +158,11 @@ def _attend(
 
 def _take_heads(state: Tensor, share: ContextParallelGroup) -> Tensor:
     """Tokens of all ranks in rank order, with the heads of this rank: ``(n * T, heads / n, D)``."""
+    # Fewer key-value heads than ranks: each head goes to several.
     if state.shape[1] < share.size:
         state = state.repeat_interleave(share.size // state.shape[1], dim=1)
     num_tokens, num_heads, _ = state.shape
+    # (ranks, T, heads / ranks, D): the first dimension is exchanged.
     parts = state.view(num_tokens, share.size, num_heads // share.size, -1).transpose(0, 1).contiguous()
     received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]
     return received.flatten(0, 1)
@@ -168,6 +170,7 @@ def _take_heads(state: Tensor, share: ContextParallelGroup) -> Tensor:
 
 def _take_tokens(output: Tensor, index: Tensor, share: ContextParallelGroup) -> Tensor:
     """Local tokens with all heads, ``(T, heads, D)``, from all tokens in the order of ``index`` with some heads."""
+    # From document order back to the order of ranks.
     ordered = torch.empty_like(output).index_copy(0, index, output)
     parts = ordered.view(share.size, -1, *output.shape[1:])
     received: Tensor = _Exchange.apply(parts, share)  # type: ignore[no-untyped-call]

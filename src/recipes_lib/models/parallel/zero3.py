@@ -48,6 +48,7 @@ def gathered_for_writing(weight: Any) -> Iterator[None]:
 @contextmanager
 def zero3_init_disabled() -> Iterator[None]:
     """Load or build whole models on this rank: under ZeRO-3 transformers partitions every model that it loads."""
+    # What transformers asks whether ZeRO-3 is on, in every from_pretrained.
     told = integration._hf_deepspeed_config_weak_ref
     config = None if told is None else told()
     integration.unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]

@@ -31,7 +31,6 @@ from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_autocast, get_compute_dtype
 
 KEY: Final = "transformers_continuous_batching_config"
-_OWN: Final = ("return_logprobs", "seed")
 _SECONDS_TO_WAIT: Final = 1.0
 
 
@@ -66,6 +65,7 @@ class ContinuousBatchingBackend:
         self._options = dict(options or {})
         self._build_options(0)
         self._generation = build_plain_generation(sampling.stop_ids, sampling.pad_id, sampling.response_length)
+        # Without top_k, whose default of 50 would sample from another distribution than training reads.
         self._generation.update(do_sample=True, temperature=sampling.temperature, top_k=0)  # type: ignore[no-untyped-call]
         self._model: Any = None
         self._is_copy = False
@@ -91,6 +91,7 @@ class ContinuousBatchingBackend:
         Raises:
             RuntimeError: The engine failed.
         """
+        # A function of the run's seed and of the first answer's number.
         options = self._build_options(int(uniforms[0, 0] * 2**31))
         requests = [list(prompt) for prompt in prompts]
         with self._model.continuous_batching_context_manager(
@@ -111,6 +112,7 @@ class ContinuousBatchingBackend:
         step = None
         while len(answers) < count:
             result = manager.get_result(timeout=_SECONDS_TO_WAIT)
+            # The decoding thread can end by an error that no request carries.
             if result is None and not manager.is_running():
                 raise RuntimeError(f"continuous batching ended after {len(answers)} of {count} answers")
             if result is not None and result.error is not None:
@@ -124,10 +126,7 @@ class ContinuousBatchingBackend:
         return answers
 
     def _build_options(self, seed: int) -> ContinuousBatchingConfig:
-        own = [name for name in _OWN if name in self._options]
         try:
-            if own:
-                raise TypeError(f"{' and '.join(own)} are not the user's to set")
             return ContinuousBatchingConfig(**self._options, return_logprobs=True, seed=seed)
         except TypeError as error:
             remedy = "write fields of transformers' ContinuousBatchingConfig, or delete the line"
@@ -205,6 +204,7 @@ class EngineGuard:
         """
         name = self._generator.name
         gap = float((rollout.logps - rollout.engine_logps)[rollout.mask].abs().mean())
+        # Also if it is NaN.
         if not gap <= MAX_GAP:
             raise DivergedError(
                 f"before step {step} log-probabilities of {name} and of the policy differ by {gap:.2g} nats a token, "

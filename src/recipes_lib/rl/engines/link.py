@@ -33,6 +33,7 @@ def iterate_policy(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield from iterate_weights(policy)
         return
     for unit, names in _find_units(policy):
+        # A collective operation, which all ranks reach in the same order.
         unit.unshard()
         for name, tensor in iterate_weights(policy, names):
             yield name, tensor.clone()
@@ -47,6 +48,7 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
     prefixes[""] = policy
     units: dict[str, set[str]] = {}
     for name, _ in base.named_parameters():
+        # The innermost unit: FSDP2 leaves a parameter to the nearest sharded module around it.
         owner = max((prefix for prefix in prefixes if f"{name}.".startswith(f"{prefix}." if prefix else "")), key=len)
         units.setdefault(owner, set()).add(name)
     for prefix, names in units.items():
@@ -67,9 +69,17 @@ def engine_errors(key: str, name: str, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(Problem(key, f"{name} failed at {doing}: {reason}", RESUME)) from error
+    except Exception as error:  # Engines and clients raise no more specific error.
+        raise ConfigError(Problem(key, f"{name} failed at {doing}: {explain_failure(error)}", RESUME)) from error
+
+
+def explain_failure(error: Exception) -> str:
+    """Return the reason of an engine's failure in one line."""
+    words = " ".join(str(error).split())
+    if isinstance(error, LookupError | TypeError):
+        # TRL's client reads the fields of an answer without checking that they are there.
+        return f"its answer has another form than expected ({type(error).__name__}: {words}); is its version supported?"
+    return words or type(error).__name__
 
 
 def check_vllm() -> None:

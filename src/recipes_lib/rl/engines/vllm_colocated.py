@@ -71,8 +71,7 @@ class ColocatedVLLM:
         """Answer every prompt once; the first of ``uniforms`` is the seed.
 
         Raises:
-            ConfigError: The engine failed.
-            RuntimeError: As ``join_answers``.
+            ConfigError: The engine failed, or cut an answer short.
         """
         states = RandomStates.read()
         set_seed(int(uniforms[0, 0] * 2**31))
@@ -81,10 +80,12 @@ class ColocatedVLLM:
         finally:
             states.restore()
         self._sleep()
-        return join_answers(answers, self._sampling)
+        with engine_errors(_KEY, self.name, "sampling answers"):
+            return join_answers(answers, self._sampling)
 
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         engine, self._count = self._engine, self._count + 1
+        # No name twice: the engine knows requests by their names.
         names = [f"{self._count}-{row}" for row in range(len(prompts))]
         failing: Callable[[], Any] = partial(engine_errors, _KEY, self.name, "sampling answers")
         with failing():
@@ -179,8 +180,10 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
         temperature=sampling.temperature,
         max_tokens=sampling.response_length,
         stop_token_ids=list(sampling.stop_ids),
+        # The sampled token alone.
         logprobs=0,
         detokenize=False,
+        # Whole answers, once, instead of a copy of each at every step.
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     return ColocatedVLLM(engine, sampling, parameters, sleeps=config.engine.vllm_enable_sleep_mode)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import http.client
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,11 +18,13 @@ from trl.generation import vllm_client
 from recipes_lib.config.schema import EngineConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import Generated, Sampling, join_answers
-from recipes_lib.rl.engines.link import check_vllm, engine_errors, iterate_policy
+from recipes_lib.rl.engines.link import check_vllm, engine_errors, explain_failure, iterate_policy
 from recipes_lib.training.layouts.fsdp import is_sharded
 
 REQUESTS: Final = 64
 """Concurrent HTTP requests, over which the prompts are divided, as in TRL's client."""
+_SECONDS_TO_ANSWER: Final = 10.0
+_SECONDS_TO_RETRY: Final = 2.0
 _URL: Final = "vllm_server_base_url"
 _COMMAND: Final = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs "
@@ -62,6 +69,7 @@ class VLLMBackend:
             for name, tensor in iterate_policy(policy)
         ]
         if not self._is_main:
+            # Gathering a layer is collective: these ranks take part, and keep nothing.
             for _ in iterate_policy(policy):
                 pass
             return
@@ -73,19 +81,24 @@ class VLLMBackend:
         """Answer every prompt once; ``uniforms`` are not used.
 
         Raises:
-            ConfigError: The server failed.
-            RuntimeError: As ``join_answers``.
+            ConfigError: The server failed, or cut an answer short.
         """
         rows = range(len(prompts))
         parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
         answers: dict[int, tuple[list[int], list[float]]] = {}
-        with ThreadPoolExecutor(max_workers=len(parts)) as pool:
+        failing: Callable[[], Any] = partial(engine_errors, "use_vllm", self.name, "sampling answers")
+        pool = ThreadPoolExecutor(max_workers=len(parts))
+        try:
             waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
             for done in as_completed(waiting):
-                with engine_errors("use_vllm", self.name, "sampling answers"):
+                with failing():
                     answers.update(zip(waiting[done], done.result(), strict=True))
                 self._sampling.beat()
-        return join_answers([answers[row] for row in rows], self._sampling)
+        finally:
+            # A preempted rank does not wait for unfinished answers, whose requests cannot be taken back.
+            pool.shutdown(wait=False, cancel_futures=True)
+        with failing():
+            return join_answers([answers[row] for row in rows], self._sampling)
 
     def _ask(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         output = self._client.generate(
@@ -107,6 +120,7 @@ def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, i
     """
     check_vllm()
     try:
+        _wait_for_server(str(config.vllm_server_base_url), config.vllm_server_timeout)
         client = vllm_client.VLLMClient(
             base_url=config.vllm_server_base_url,
             group_port=config.vllm_group_port,
@@ -119,6 +133,26 @@ def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, i
         if is_main:
             client.init_communicator(device=device)
     except Exception as error:  # TRL's client raises no more specific error on a failed request.
-        found = f"{config.vllm_server_base_url}: {error}"
+        found = f"{config.vllm_server_base_url}: {explain_failure(error)}"
         raise ConfigError(Problem(_URL, found, f"start it on separate GPUs: {_COMMAND}")) from error
     return VLLMBackend(client, sampling, is_main=is_main)
+
+
+def _wait_for_server(url: str, seconds: float) -> None:
+    """Wait until a server is up; TRL 1.16's client waits for ever if ``/health`` has any other status than 200.
+
+    Raises:
+        ConnectionError: It is not within ``seconds``.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=_SECONDS_TO_ANSWER):
+                return
+        except urllib.error.HTTPError as error:
+            found = f"/health has the status {error.code}, so it is no vLLM server or its engine has ended"
+        except (OSError, http.client.HTTPException) as error:
+            found = f"it can't be reached: {error}"
+        if time.monotonic() >= end:
+            raise ConnectionError(f"{found}; waited for {seconds:g} seconds")
+        time.sleep(_SECONDS_TO_RETRY)

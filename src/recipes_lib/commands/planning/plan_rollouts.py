@@ -1,0 +1,137 @@
+"""``recipes plan`` of reinforcement learning: the layout of an iteration, its time, and the hours of the run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from transformers import PreTrainedConfig
+
+from recipes_lib.commands.planning.plan_search import compose_flags, describe_misfit, list_starts, write_plan
+from recipes_lib.commands.planning.planned_hardware import Hardware, Row
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.planning.activations import list_keys
+from recipes_lib.planning.devices import Device
+from recipes_lib.planning.memory import plan_memory, settle_checkpointing
+from recipes_lib.planning.memory_plan import Layout, MemoryPlan
+from recipes_lib.planning.rollouts import Iteration, estimate_iteration, list_readers
+from recipes_lib.rl.rollout_schedule import RolloutSchedule, compute_group_schedule, compute_schedule
+from recipes_lib.training.layouts.compatibility import verify_combination
+
+_MANY_PROMPTS: Final = 1_000_000_000
+"""Planning reads no data: iterations have the same size, however many prompts there are."""
+_ITERATIONS: Final = 1_000
+"""For the hours of a run whose length is that of its data."""
+
+
+def search_rollouts(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig,
+    options: argparse.Namespace,
+    flags: Sequence[str],
+    hardware: Hardware,
+) -> tuple[MemoryPlan, list[Row]]:
+    """Return the memory of the layout that makes an iteration fastest, memory and time of each, and how to launch it.
+
+    Args:
+        config: The run.
+        model_config: Of the policy.
+        options: Flags of the command.
+        flags: Recipe and keys of the run, as flags.
+        hardware: The GPUs.
+
+    Raises:
+        ConfigError: Nothing fits, with the nearest change that would; or no layout supports the recipe.
+    """
+    device, number = hardware.device, hardware.num_gpus
+    starts, refused = list_starts(model_config, number)
+    tried, timed, told = list[MemoryPlan](), dict[Layout, float](), list[str]()
+    for layout, start in starts.items():
+        try:
+            verify_combination(config, start.launch, start.name)
+        except ConfigError as error:
+            refused.setdefault(start.name, error.problems[0])
+            continue
+        plan = plan_memory(config, model_config, layout, device_bytes=device.memory)
+        tried.append(plan.place(device.memory))
+        verdict = "does not fit"
+        if plan.fits(device.memory):
+            settled = settle_checkpointing(config, tried[-1])
+            mfu = hardware.suit(settled).mfu
+            one, _ = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
+            timed[layout] = float(f"{one.seconds:.3g}")
+            verdict = f"{timed[layout]:g} s"
+        told.append(f"{start.name} {tried[-1].peak / 1e9:.1f} GB, {verdict}")
+    if not tried:
+        raise ConfigError(*refused.values())
+    if not timed:
+        least = min(tried, key=lambda one: one.peak)
+        if least.peak > device.memory:
+            raise ConfigError(describe_misfit(config, model_config, options.gpus, device, number, least.peak / 1e9))
+        found = f"vLLM's weights and one answer do not fit its {least.engine_share:.0%} of {options.gpus}"
+        remedy = "raise `vllm_gpu_memory_utilization`, or name GPUs with more memory"
+        raise ConfigError(Problem("--gpus", found, remedy))
+    # Among equals the first, which shards least.
+    best = min(timed, key=lambda layout: timed[layout])
+    (chosen,) = (plan for plan in tried if plan.layout == best)
+    if options.write:
+        keys = list_keys(chosen.checkpointing) if chosen.choices else {}
+        write_plan(options.write, flags, keys, best, starts[best])
+    return chosen, [("layouts", "; ".join(told)), ("launch", compose_flags(starts[best], best))]
+
+
+def describe_iteration(
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, hardware: Hardware
+) -> Iterator[Row]:
+    """Yield the estimated time of an iteration of reinforcement learning, and of the run, row by row.
+
+    Args:
+        config: The run.
+        model_config: Of the policy.
+        layout: Of its processes.
+        hardware: What to tell the time on.
+
+    Raises:
+        ConfigError: The answers of an iteration cannot be divided.
+    """
+    device = hardware.device
+    one, schedule = plan_iteration(config, model_config, layout, device, hardware.peak, hardware.mfu)
+    answers = schedule.answers_per_iteration
+    lengths = f"{one.answer:,} tokens after prompts of {one.prompt:,}"
+    yield "iteration", f"{answers:,} answers of {lengths}, all full, passes: {schedule.passes}"
+    batches = f"{one.num_batches:,} batches of {one.batch:,}" if one.num_batches > 1 else f"{one.batch:,} answers"
+    yield "sampling", f"{one.sampling:.3g} s: {batches} on each GPU, of {device.bandwidth / 1e12:.3g} TB/s"
+    yield "scoring", f"{one.scoring:.3g} s: forward passes of {', '.join(list_readers(config))}"
+    yield "updates", f"{one.updates:.3g} s" + (", while the server samples" if one.is_overlapped else "")
+    yield "time", f"{one.seconds:.3g} s an iteration, an estimate for {layout.launch_file}"
+    is_known = config.read("max_steps") > 0
+    number = schedule.num_iterations if is_known else _ITERATIONS
+    hours = one.seconds * number / 3600
+    yield "", f"{hours:.1f} hours for {number:,} iterations"
+    yield from hardware.describe_bill(hours, "" if is_known else f" for {number:,} iterations")
+
+
+def plan_iteration(
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, device: Device, peak: float, mfu: float
+) -> tuple[Iteration, RolloutSchedule]:
+    """Estimate an iteration of reinforcement learning, and return the numbers of a run of them.
+
+    Args:
+        config: The run; without ``max_steps`` its length is that of the data, and ``num_iterations`` is not.
+        model_config: Of the policy.
+        layout: Of its processes.
+        device: Each GPU.
+        peak: Its FLOP/s.
+        mfu: As for ``estimate_iteration``.
+
+    Raises:
+        ConfigError: The answers of an iteration cannot be divided.
+    """
+    if config.recipe == "ppo":
+        schedule = compute_schedule(_MANY_PROMPTS, config.ppo, config.training, layout.num_processes)
+    else:
+        schedule = compute_group_schedule(_MANY_PROMPTS, config, layout.num_processes)
+    answers, passes = schedule.answers_per_iteration, schedule.passes
+    return estimate_iteration(config, model_config, answers, passes, layout, device, peak, mfu), schedule

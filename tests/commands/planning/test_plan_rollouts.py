@@ -1,0 +1,69 @@
+"""Reinforcement learning is planned by layout: memory, time and launch of each, and the hours of the run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from recipes_lib.cli import main
+
+KEYS = {
+    "dataset_name": "a/b",
+    "output_dir": "out",
+    "max_length": 256,
+    "response_length": 128,
+    "reward_funcs": ["a.b:c"],
+    "per_device_train_batch_size": 8,
+    "num_generations": 8,
+}
+
+
+@pytest.fixture
+def tell(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Plan GRPO with changes, and return what was told."""
+
+    def tell(*flags: object, code: int = 0, **changes: object) -> str:
+        path = tmp_path / "grpo.yaml"
+        path.write_text(yaml.safe_dump({"model_name_or_path": str(tiny_model_dir), **KEYS, **changes}))
+        assert main(["plan", "--config", str(path), *map(str, flags)]) == code
+        told = capsys.readouterr()
+        return re.sub(r"\n {16}", " ", told.err if code else told.out)
+
+    return tell
+
+
+def test_the_fastest_layout_is_chosen_of_those_that_fit(tell, tmp_path: Path) -> None:
+    told = tell("--gpus", "2xH100", "--write", tmp_path / "plan")
+    layouts = dict(re.findall(r"(\w+) [\d.]+ GB, ([\d.e-]+) s", re.search(r"^layouts +(.*)$", told, re.MULTILINE)[1]))
+    assert {"ddp", "fsdp2"} <= layouts.keys()
+    fastest = min(layouts, key=lambda name: float(layouts[name]))
+    assert f"--hardware {fastest} --num_processes 2" in told
+    assert yaml.safe_load((tmp_path / "plan" / "accelerate.yaml").read_text())["num_processes"] == 2
+    assert re.search(rf"time +{re.escape(layouts[fastest])} s an iteration, an estimate for {fastest}", told)
+
+
+def test_a_run_as_long_as_its_data_has_hours_and_cost_for_a_thousand_iterations(tell) -> None:
+    told = tell("--gpu", "H100", "--price_per_gpu_hour", 3)
+    seconds = float(re.search(r"time +([\d.e-]+) s an iteration", told)[1])
+    assert f"{seconds * 1000 / 3600:.1f} hours for 1,000 iterations" in told
+    assert re.search(r"cost +[\d.]+ for 1,000 iterations, at 3 for a GPU hour", told)
+    assert "forward passes of policy\n" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpus", "2xH100 MIG 1g.10gb"], "supports no MIG instances"),
+        (["--gpu", "H100 MIG 1g.10gb", "--num_processes", 7], "supports no MIG instances"),
+        (["--gpus", "2x4090", "--max_length", 4_000_000], "in no layout"),
+    ],
+)
+def test_what_cannot_be_is_told(tell, flags, words) -> None:
+    assert words in tell(*flags, code=2)
+
+
+def test_one_mig_instance_is_planned_as_a_gpu(tell) -> None:
+    assert "fits H100 MIG 1g.10gb" in tell("--gpu", "H100 MIG 1g.10gb")
