@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -194,8 +195,11 @@ def test_a_folder_is_built_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(folder.parent.iterdir()) == []
     with building(folder) as staging:
         (staging / "weights").write_text("whole")
+        (staging / "weights").chmod(0o600)  # As safetensors 0.8 leaves it.
         assert not folder.exists()
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert (folder / "weights").read_text() == "whole"
+    readers = stat.S_IRGRP | stat.S_IROTH
+    assert (folder / "weights").stat().st_mode & readers == folder.stat().st_mode & readers
     with pytest.raises(ConfigError, match="is not empty"):
         refuse_full(folder)

@@ -151,7 +151,7 @@ def refuse_full(folder: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``folder``, which becomes it when the block succeeds; else nothing is left behind.
+    """Yield an empty folder beside ``folder``, which becomes it, flushed, when the block succeeds; else nothing is left.
 
     Raises:
         OSError: It cannot be made, or ``folder`` holds something.
@@ -161,6 +161,10 @@ def building(folder: Path) -> Iterator[Path]:
         built = Path(staging) / folder.name
         built.mkdir()
         yield built
+        for file in built.rglob("*"):
+            if file.is_file():
+                let_readers_of_folder_read(file)
+                fsync(file)
         built.replace(folder)
 
 
