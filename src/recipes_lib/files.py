@@ -151,7 +151,7 @@ def refuse_full(folder: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``folder``, which becomes it, flushed, when the block succeeds; else nothing is left.
+    """Yield an empty folder beside ``folder``, which becomes it, flushed, when the block succeeds; else it goes.
 
     Raises:
         OSError: It cannot be made, or ``folder`` holds something.
