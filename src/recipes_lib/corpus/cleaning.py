@@ -146,11 +146,11 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
         if config.executor != "local":
             _submit(jobs, config, submitted)
             return _read_finished(config, key)
-        run_local(jobs, config.workers or _count_cores())
+        run_local(jobs, config.workers or count_cores())
         return read_record(Path(config.output_dir) / MANIFEST)
 
 
-def _count_cores() -> int:
+def count_cores() -> int:
     """Return the cores that this process may use, fewer than the machine's in a job; macOS tells only the latter."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
