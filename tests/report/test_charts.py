@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.forked import ROOT
 
-from recipes_lib.report.charts import COLOURS, draw_charts, smooth, thin_out
+from recipes_lib.report.charts import COLOURS, Chart, draw_charts, smooth, thin_out
 from recipes_lib.report.run_files import RunFiles
 
 CURVES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300).map(lambda values: list(enumerate(values)))
@@ -180,3 +181,36 @@ def test_a_spike_makes_the_gradient_axis_logarithmic_and_zeros_do_not_break_it(t
     for smallest in (1.0, 0.0):
         norms = [smallest, *[1.0] * 10, 500.0]
         draw_charts(build_run([{"step": n, "grad_norm": norm} for n, norm in enumerate(norms)]), tmp_path)
+
+
+HEALTHY = {
+    # Recipe, figure -> chart, and the range as the page of the recipe has it.
+    ("reward", "rewards/accuracies"): ("accuracy", "0.65", "0.8"),
+    ("dpo", "rewards/accuracies"): ("accuracy", "0.6", "0.8"),
+    ("ppo", "policy/clipfrac"): ("clip_fraction", "0.01", "0.2"),
+    ("ppo", "value/explained_var"): ("explained_variance", "0", "0.8"),
+    ("distill", "distillation/agreement"): ("distillation_agreement", "0.6", "0.9"),
+}
+
+
+@pytest.mark.parametrize(("recipe", "name"), HEALTHY)
+def test_the_healthy_range_is_that_of_the_page_and_shaded_where_it_is_in_view(
+    recipe: str, name: str, tmp_path: Path
+) -> None:
+    chart_name, least, largest = HEALTHY[recipe, name]
+    extra = {"rewards/margins": 1.0, "objective/score": 1.0, "distillation/nll": 1.0}
+
+    def draw(*values: float) -> Chart:
+        run = build_run([{"step": step, name: value, **extra} for step, value in enumerate(values)])
+        charts = draw_charts(replace(run, facts={"stage": recipe}), tmp_path)
+        return next(chart for chart in charts if chart.name == chart_name)
+
+    seen = draw(float(least) / 2 - 0.1, (float(least) + float(largest)) / 2)
+    assert f"healthy between {least} and {largest}" in seen.alt
+    assert ">healthy</text>" in seen.svg
+    # Far below, nothing is shaded, and the axis does not stretch up to the range.
+    far = draw(-0.004, -0.003)
+    assert ">healthy</text>" not in far.svg
+    page = (ROOT / "docs" / f"{recipe}.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}") and "|" in line[2:]][:1]
+    assert {least, largest} <= set(re.findall(r"\d(?:\.\d+)?", row))

@@ -130,6 +130,7 @@ class Plan:
         is_wide: It deserves the whole width of a large screen.
         from_zero: The axis begins at 0.
         has_legend: Whether labels stand in the chart, rather than on the page.
+        healthy: Least and largest value of a healthy run, as on the page of the recipe.
     """
 
     name: str
@@ -140,6 +141,7 @@ class Plan:
     is_wide: bool = False
     from_zero: bool = False
     has_legend: bool = True
+    healthy: tuple[float, float] | None = None
 
 
 def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
@@ -181,12 +183,19 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
             [train("rewards/accuracies", "training"), held_out("rewards/accuracies")],
             "share of pairs",
             from_zero=True,
+            healthy=(0.65 if run.facts.get("stage") == "reward" else 0.6, 0.8),
         ),
         Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
     ]
     nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
     distillation = [
-        Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit)
+        Plan(
+            f"distillation_{name}",
+            title,
+            [train(f"distillation/{name}")],
+            part_unit,
+            healthy=(0.6, 0.9) if name == "agreement" else None,
+        )
         for name, title, part_unit in _DISTILLATION_PARTS
     ]
     lines = [train("loss", "" if mixed_unit else "training"), *([] if mixed_unit else [held_out("loss")])]
@@ -231,10 +240,23 @@ def _plan_rl(run: RunFiles) -> list[Plan]:
         Plan("score", "Reward", reward, "of an answer", is_wide=True),
         Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
         Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
-        Plan("clip_fraction", "Clip fraction", [train("policy/clipfrac")], "share of tokens", from_zero=True),
+        Plan(
+            "clip_fraction",
+            "Clip fraction",
+            [train("policy/clipfrac")],
+            "share of tokens",
+            from_zero=True,
+            healthy=(0.01, 0.2),
+        ),
         Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
         Plan("length", "Length", length, "tokens per answer", from_zero=True),
-        Plan("explained_variance", "Explained variance", [train("value/explained_var")], "of returns, by the critic"),
+        Plan(
+            "explained_variance",
+            "Explained variance",
+            [train("value/explained_var")],
+            "of returns, by the critic",
+            healthy=(0, 0.8),
+        ),
     ]
 
 
@@ -256,7 +278,9 @@ def draw_chart(plan: Plan, folder: Path) -> Chart:
         svg = save_figure(figure, folder / f"{plan.name}.png")
         hover = json.dumps([_locate(figure, axes, line) for line in plan.lines if line.curve])
         narrow = render(_draw_figure(plan, is_wide=False)[0]) if plan.is_wide else ""
-    alt = f"{plan.title}: " + "; ".join(_describe(line) for line in plan.lines if line.curve)
+    told = [_describe(line) for line in plan.lines if line.curve]
+    told += [f"healthy between {plan.healthy[0]:g} and {plan.healthy[1]:g}"] if plan.healthy else []
+    alt = f"{plan.title}: {'; '.join(told)}"
     return Chart(plan.name, plan.title, alt, svg, narrow, hover)
 
 
@@ -335,12 +359,25 @@ def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     axes.margins(x=0.02)
     axes.set_xlabel("optimizer step")
     axes.set_title(plan.unit, loc="left", fontsize=9.5, color=COLOURS["muted"])
+    if plan.healthy:
+        _shade(axes, *plan.healthy)
     for step in plan.alarms:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
     if plan.has_legend and sum(bool(line.label and line.curve) for line in plan.lines) > 1:
         # Beside the unit, where there is no curve.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=2, **place)
+
+
+def _shade(axes: Axes, least: float, largest: float) -> None:
+    """Shade a range of values as far as it is in view: the curves alone decide what is."""
+    bottom, top = axes.get_ylim()
+    begin, end = max(bottom, least), min(top, largest)
+    if begin < end:
+        axes.axhspan(begin, end, color=COLOURS["good"], alpha=0.1, linewidth=0)
+        place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "top"}
+        axes.text(0.995, end, "healthy", color=COLOURS["good"], fontsize=8, **place)
+        axes.set_ylim(bottom, top)
 
 
 def smooth(curve: Curve) -> Curve:
