@@ -375,8 +375,8 @@ def _shade(axes: Axes, least: float, largest: float) -> None:
     begin, end = max(bottom, least), min(top, largest)
     if begin < end:
         axes.axhspan(begin, end, color=COLOURS["good"], alpha=0.1, linewidth=0)
-        place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "top"}
-        axes.text(0.995, end, "healthy", color=COLOURS["good"], fontsize=8, **place)
+        place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "left", "va": "top"}
+        axes.text(0.01, end, "healthy", color=COLOURS["good"], fontsize=8, **place)
         axes.set_ylim(bottom, top)
 
 
