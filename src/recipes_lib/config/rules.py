@@ -234,7 +234,7 @@ def check_required(settings: Settings) -> Iterator[Problem]:
     for key in settings.table.required:
         if key not in settings.given:
             yield Problem(settings.name, f"`{key}` is missing", f"write `{key}: ...`")
-    if "dataset_name" not in settings.given and "dataset_mixture" not in settings.given:
+    if not any(settings.gives(key) or settings.broken(key) for key in ("dataset_name", "dataset_mixture")):
         yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
 
 
@@ -292,8 +292,8 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
             found = f"`eval_datasets` names a set {name!r}, which becomes part of metric names"
             yield settings.problem("eval_datasets", found, "name it by letters, digits, dots and hyphens")
-        unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else {"?"}
-        if unknown or not isinstance(entry.get("name"), str):
+        unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else set()
+        if unknown or not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             found = f"`eval_datasets: {name}` is no dataset" + (f": it has {sorted(unknown)[0]!r}" if unknown else "")
             yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
             continue

@@ -18,12 +18,23 @@ from recipes_lib.config.table import Schema, describe
 from recipes_lib.errors import Problem, suggest
 
 _MAX_DEPTH = 12
+_NEXT_TO = "begin each key at the left margin, with a blank after its colon"
+# The first sign that PyYAML's words contain decides, so the tab stands before other characters.
 _REMEDIES = (
     ("'\\t'", "indent with spaces"),
-    ("mapping values are not allowed", "put each key on a line of its own, and quote a value that contains ': '"),
-    ("found undefined alias", "quote a value that begins with '*'"),
+    ("cannot start any token", "quote a value that begins with this character"),
+    ("scanning an alias", "quote a value that begins with '*'"),
+    ("mapping values are not allowed", f"{_NEXT_TO}, as on the line before; quote a value that contains ': '"),
+    ("could not find expected ':'", "write `key: value`, with a blank after the colon"),
+    ("'<document start>'", f"write one `key: value` a line; {_NEXT_TO}"),
+    ("<block end>", "indent all keys of a mapping by the same number of blanks"),
+    ("expected ',' or", "put commas between the items, and close the bracket of line {opened}"),
+    ("end of stream", "close the quote that begins here"),
+    ("escape", "write it in single quotes, in which a backslash is itself"),
     ("expected a single document", "remove the line '---' and what follows it"),
 )
+_BEGINS_THERE = ("could not find expected ':'", "end of stream")
+"""Errors that PyYAML notices on a later line, or at the end of the file: their place is where the token begins."""
 
 
 _NULL = {"", "~", "null", "Null", "NULL"}
@@ -72,7 +83,9 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
     except IsADirectoryError:
         problems.append(Problem(str(path), "is a folder", "give the path of a recipe's YAML file"))
     except UnicodeDecodeError as error:
-        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})", "save the file as UTF-8"))
+        # Of ``error.object``, from whose beginning the byte counts: the codec has cut a byte-order mark off.
+        line = error.object.count(b"\n", 0, error.start) + 1
+        problems.append(Problem(f"{path}:{line}", "is not UTF-8 text", "save the file as UTF-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         problems.append(Problem(str(path), f"cannot be read: {reason}", "check the path and its permissions"))
@@ -83,8 +96,10 @@ def read_entries(text: str, name: str, problems: list[Problem]) -> list[Entry]:
     """Return the top-level entries of a YAML text in order, the first of each repeated key."""
     before = len(problems)
     root = compose(text, name, problems)
-    if root is None and len(problems) == before:
+    # A file of `---` alone holds one value, an empty text.
+    if (root is None or root.value == "") and len(problems) == before:
         problems.append(Problem(f"{name}:1", "the file is empty", "write one `key: value` a line"))
+        return []
     if root is None:
         return []
 
@@ -114,14 +129,15 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         loader = _Loader(text)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
-        line, found, remedy = text.count("\n", 0, error.position), f"the character #x{error.character:04x}", "delete it"
+        line, found = text.count("\n", 0, error.position), f"the character #x{error.character:04x}"
+        # UTF-16 without a byte-order mark is valid UTF-8 with every second byte zero.
+        remedy = "delete it" if error.character else "delete it, or save the file as UTF-8 if it is UTF-16"
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
         found = " ".join(part for part in (error.context, error.problem) if part)
-        line = mark.line if mark else 0
-        remedy = syntax_remedy or next(
-            (remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here"
-        )
+        marks = [mark for mark in (error.context_mark, error.problem_mark) if mark] or [yaml.Mark("", 0, 0, 0, "", 0)]
+        line = marks[0 if found.endswith(_BEGINS_THERE) else -1].line
+        remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")
+        remedy = syntax_remedy or remedy.format(opened=marks[0].line + 1)
     except _RefusedError as error:
         line, found, remedy = error.line, error.found, "write the value itself"
     except (ValueError, OverflowError):
@@ -314,8 +330,12 @@ def _read_number(text: str, kinds: Collection[str]) -> float | None:
 
 def _explain(text: str, schema: Schema) -> str:
     number = _read_number(text, ("number",))
-    if number is not None and "integer" in schema["type"] and number == int(number):
+    # Beyond 2**53 a float is rounded, and the number shown would be another one.
+    if number is not None and "integer" in schema["type"] and number == int(number) and abs(number) < 2**53:
         return f"write {int(number)}"
+    share = _read_number(text[:-1], ("number",)) if text.endswith("%") and "number" in schema["type"] else None
+    if share is not None:
+        return f"write {share / 100:g}"
     if "array" in schema["type"]:
         return f"write {describe(schema)}, such as [{text[:40]}]"
     return f"write {describe(schema)}"

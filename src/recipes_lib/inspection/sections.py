@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +99,9 @@ class Inspection(ABC):
 
     def look_at_keys(self, say: Say) -> None:
         """Number of keys given."""
-        given = sum(place not in ("default",) and "derived" not in place for place in self.config.provenance.values())
+        given = sum(
+            place != "default" and not place.startswith("derived: ") for place in self.config.provenance.values()
+        )
         say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
 
     def look_at_launch(self, say: Say) -> None:
@@ -351,10 +354,10 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
             say(f"warning: {entry['name']}: {warning}")
         if audit.warnings:
             told = {"name": entry["name"], "kind": kind, **keys}
-            of = f" --benchmarks_of '{json.dumps(evaluations)}'" if evaluations else ""
-            say(
-                f"    recipes clean --sources '{json.dumps([told])}' --output_dir {entry['name'].rstrip('/')}-clean{of}"
-            )
+            command = ["recipes", "clean", "--sources", json.dumps([told], ensure_ascii=False)]
+            command += ["--output_dir", f"{entry['name'].rstrip('/')}-clean"]
+            command += ["--benchmarks_of", json.dumps(evaluations, ensure_ascii=False)] if evaluations else []
+            say(f"    {shlex.join(command)}")
 
 
 def _find_evaluations(config: RecipeConfig) -> list[str]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -66,22 +67,31 @@ class WrongResultError(Exception):
 
 _LIMIT_SECONDS: Final = 600
 """None takes longer that works: one that hangs must not use up the time that a machine is rented for."""
+_GRACE_SECONDS: Final = 45
+"""Above the 30 s after which torchrun kills workers that ignore SIGTERM (torch 2.13, ``PContext.close``)."""
 
 
 def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path, limit: float = _LIMIT_SECONDS) -> int:
     """Run Python in a separate process, so that a device error does not end this one.
 
     Raises:
-        WrongResultError: It did not end within ``limit`` seconds; it has been killed.
+        WrongResultError: It did not end within ``limit`` seconds; it has been ended.
     """
-    with output.open("w", encoding="utf-8") as stream:
-        environment = {**read_environment(), **variables}
-        command = [sys.executable, *arguments]
+    environment = {**read_environment(), **variables}
+    with (
+        output.open("w", encoding="utf-8") as stream,
+        subprocess.Popen([sys.executable, *arguments], stdout=stream, stderr=stream, env=environment) as process,
+    ):
         try:
-            ended = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, timeout=limit)
+            return process.wait(limit)
         except subprocess.TimeoutExpired:
+            # A launcher ends its workers on SIGTERM; killed at once, it would leave them on the GPUs of later checks.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
             raise WrongResultError(f"it did not end within {limit:g} s: {output}") from None
-        return ended.returncode
+        finally:
+            process.kill()
 
 
 @dataclass(frozen=True, slots=True)

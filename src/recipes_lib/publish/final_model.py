@@ -119,6 +119,8 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             with trainer.accelerator.autocast():
                 verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
         for path in staging.iterdir():
+            # A folder, such as that of further chat templates, cannot replace one that an interrupted export has moved.
+            shutil.rmtree(folder / path.name, ignore_errors=True)
             path.replace(folder / path.name)
         staging.rmdir()
         record = read_record(folder / "run.json", {"stage": str, "config": dict})
