@@ -33,6 +33,15 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("reward_model_path: a/b", "is a key of PPO", "use the `ppo` recipe"),
         ("batch_size: 4", "unknown key", "did you mean `per_device_train_batch_size`?"),
         ("peft_config: x", "unknown key", "use the `lora` recipe"),
+        # Of other programs' files, where the nearest spelling would mislead.
+        ("max_samples: 1000", "is not read", "a smaller file"),
+        ("stage: sft", "is the recipe", "run recipes/sft.py"),
+        ("dataset_dir: data", "is not read", "write `dataset_name: "),
+        ("mix_strategy: concat", "unknown key", "did you mean `dataset_mixture`?"),
+        ("strategy: ddp", "hardware", "accelerate YAML"),
+        ("evals_per_epoch: 4", "is not read", "`eval_steps`"),
+        ("pad_to_sequence_len: true", "no counterpart", "delete the line"),
+        ("wandb_project: x", "unknown key", "did you mean `project`?"),
     ],
 )
 def test_an_unknown_key_says_what_to_write(problems_of, line: str, found: str, remedy: str) -> None:
