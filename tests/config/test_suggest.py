@@ -41,7 +41,7 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("strategy: ddp", "hardware", "accelerate YAML"),
         ("evals_per_epoch: 4", "is not read", "`eval_steps`"),
         ("pad_to_sequence_len: true", "no counterpart", "delete the line"),
-        ("wandb_project: x", "unknown key", "did you mean `project`?"),
+        ("wandb_project: x", "W&B", "the environment variable WANDB_PROJECT"),
     ],
 )
 def test_an_unknown_key_says_what_to_write(problems_of, line: str, found: str, remedy: str) -> None:

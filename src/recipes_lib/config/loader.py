@@ -58,7 +58,7 @@ def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
     table = load_table(recipe)
     problems: list[Problem] = []
     command = parse_command_line(argv, table, problems)
-    return _load(command, table, problems)
+    return _build(command.config, _gather_entries(command, problems), table, problems)
 
 
 def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
@@ -72,7 +72,7 @@ def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
     command = parse_command_line(argv, table, problems)
     if command.wants == "help":
         return format_help(table)
-    config = _load(command, table, problems)
+    config = _build(command.config, _gather_entries(command, problems), table, problems)
     return format_config(config, table) if command.wants == "print" else config
 
 
@@ -214,6 +214,7 @@ def _take_value(argument: str, arguments: list[str]) -> tuple[str, str | None]:
     name = name.replace("-", "_")
     if equals:
         return name, text
+    # Two dashes, because a value may be a negative number; and --print-config is the only switch that takes none.
     follows = arguments and not arguments[0].startswith("--") and name != "print_config"
     return name, arguments.pop(0) if follows else None
 
@@ -278,10 +279,6 @@ def _format_help_entry(key: Key, required: bool) -> list[str]:
     default = "required" if required else f"default {json.dumps(key.default, ensure_ascii=False)}"
     text = f"{key.help} ({describe(key.schema)}; {default})"
     return [f"  --{key.name}", *textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
-
-
-def _load(command: CommandLine, table: KeyTable, problems: list[Problem]) -> RecipeConfig:
-    return _build(command.config, _gather_entries(command, problems), table, problems)
 
 
 def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> RecipeConfig:

@@ -39,6 +39,7 @@ _BEGINS_THERE = ("could not find expected ':'", "end of stream")
 
 _NULL = {"", "~", "null", "Null", "NULL"}
 BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+# YAML 1.2 and not PyYAML's 1.1: 1e-5 is a number, 010 and 1:30 are none. 18 digits fit into 64 bits.
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?")
 _CORE_TAG = re.compile(r"tag:yaml\.org,2002:(str|int|float|bool|null|seq|map|timestamp|merge|value)")
@@ -182,6 +183,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node; raise on features that recipes do not allow."""
+        # Aliases of aliases make a small file exponentially large; depth would end in Python's RecursionError.
         if self.check_event(yaml.AliasEvent):
             raise _RefusedError("the value is an alias (*name)", self._line_of_event())
         if self.depth > _MAX_DEPTH:
@@ -217,6 +219,7 @@ class Reader:
         """Return the value of ``node`` as ``schema`` declares it, or ``INVALID``."""
         if not _CORE_TAG.fullmatch(node.tag):
             return self._refuse(node, f"`{name}` has the YAML tag {node.tag[:40]}", "delete the tag")
+        # The list first: a single value of a key that takes lists is a list of one.
         if "array" in schema["type"] and (children := _list_items(name, node, schema)) is not None:
             items = [self.read(label, item, schema["items"]) for label, item in children]
             return INVALID if any(item is INVALID for item in items) else items
@@ -237,6 +240,7 @@ class Reader:
             )
         if plain and text == "None" and "null" in kinds:
             return self._refuse(node, f"`{name}` is the text 'None'", "write null")
+        # A quoted 'true' is a text where texts are allowed, and a boolean where they are not.
         if "boolean" in kinds and text.lower() in BOOLEANS and (plain or "string" not in kinds):
             return BOOLEANS[text.lower()]
         if "string" in kinds:

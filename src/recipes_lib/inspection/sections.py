@@ -33,6 +33,7 @@ SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 Say = Callable[[str], None]
 
 
+# Imports of a section are in it, so that the first sections are printed before torch and transformers are imported.
 class Inspection(ABC):
     """Facts about a run, collected section by section; a section whose inputs are missing prints nothing."""
 
@@ -87,6 +88,7 @@ class Inspection(ABC):
             yield facts.append
         except UserError as error:
             found = error.problems
+        # Printed in the end, because the mark before the facts tells how the section has ended.
         if not facts and not found:
             return
         self.problems += found
@@ -166,7 +168,7 @@ class Inspection(ABC):
         precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
-        assert device is not None
+        assert device is not None  # `use_cpu` is set where there is no accelerator.
         products = str(compute_dtype).removeprefix("torch.")
         say(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
         attention = choose_kernel(

@@ -127,12 +127,14 @@ class Bench:
         num_steps = 3 if self.is_small else 20
         batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
         of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
+        # A reward model generates nothing, and its recipe refuses the key.
         quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}
         return {**quiet, **batch, **OF_RECIPE[recipe], **of_model, **keys}
 
     def measure_seconds(self, compute: Callable[[], Any], repeats: int = 10) -> float:
         """Return the median time of a call in seconds, with device synchronisation."""
         times = []
+        # Three calls of warm-up: kernels are loaded and chosen, and memory is allocated.
         for _ in range(3 + repeats):
             began = time.perf_counter()
             compute()
@@ -165,6 +167,7 @@ class Bench:
             WrongResultError: It failed.
         """
         output = self.folder / "runs" / name
+        # Else the run would resume from what an earlier proof has left.
         if not resumes:
             shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True, exist_ok=True)
@@ -213,6 +216,7 @@ def name_device() -> str:
 
 def write_inputs(folder: Path) -> Path:
     """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
+    # The last file that is written: with it, all are there.
     if (folder / "documents.jsonl").exists():
         return folder
     tokenizer = _build_tokenizer()

@@ -57,6 +57,7 @@ def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
     entries = {}
     for name, found in {**evaluation["groups"], **evaluation["tasks"]}.items():
         entry = {key: found.get(key) for key in ("scores", "num_questions", "num_fewshot", "version", "dataset")}
+        # Proper supersets of a group, and every group of a task.
         larger = [group for group, members in groups.items() if members > groups.get(name, {name}) or name in members]
         group = max(larger, key=lambda name: len(groups[name]), default=None)
         entries[name] = entry | {"limit": evaluation["settings"]["limit"], "group": group}
@@ -176,6 +177,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 def trace_lineage(record: Record) -> list[Row]:
     """Return the recipes that led to a model, the first one first, as far as their records are on this machine."""
     rows: list[Row] = []
+    # The limit also ends a lineage that leads to itself, as where a run was repeated over its own start.
     while len(rows) < _MAX_GENERATIONS:
         config = record["config"]
         start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
@@ -275,6 +277,7 @@ def list_curve(events: Sequence[Record]) -> list[Row]:
     """Return step, loss and held-out loss at up to ``MAX_CURVE_ROWS`` steps, the first and the last among them."""
     steps: dict[int, dict[str, Any]] = {}
     for event in events:
+        # A step has an event of training and one of evaluation.
         steps.setdefault(event["step"], {}).update({key: event[key] for key in ("loss", "eval_loss") if key in event})
     known = [(step, figures) for step, figures in steps.items() if figures]
     places = min(MAX_CURVE_ROWS, len(known))

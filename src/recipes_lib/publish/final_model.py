@@ -107,6 +107,8 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     staging = folder / UNVERIFIED
     if trainer.args.should_save:
         shutil.rmtree(staging, ignore_errors=True)
+    # No rank may write before the main one has deleted what an interrupted export left; and every rank has to save,
+    # because sharded weights are gathered by collective calls.
     trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(staging))
     if trainer.args.should_save:
@@ -116,6 +118,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             verify_weights(staging, read_published_shapes(model))
         else:
             _complete_adapter(model, staging)
+            # accelerate has put autocast into the forward pass of the trained model; the reopened one has none.
             with trainer.accelerator.autocast():
                 verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
         for path in staging.iterdir():
