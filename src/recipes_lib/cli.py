@@ -26,7 +26,9 @@ COMMANDS = {
     "check": Command(".commands.check:main", "find every problem of a run before it costs anything"),
     "clean": Command(".commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
     "classifier": Command(".commands.classifier:main", "train or evaluate a text classifier, for recipes clean"),
-    "eval": Command(".commands.evaluate:main", "benchmark scores of a model; `eval compare` of several"),
+    "eval": Command(
+        ".commands.evaluate:main", "benchmark scores; `eval compare` of models, `eval watch` of a run's checkpoints"
+    ),
     "score": Command(".commands.score:main", "loss and bits per byte of every row of a dataset under a model"),
     "launch": Command(".commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "run": Command(".commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,6 +18,7 @@ from tests.evaluation.conftest import write_tasks
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.evaluate import describe
 from recipes_lib.pipelines.runner import read_figure
+from recipes_lib.training.checkpoints.manifest import write_complete
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +130,94 @@ def test_what_was_cut_or_empty_is_a_warning() -> None:
         "t: acc 0.5000 ± 0.1960, 4 questions",
         "warning: t: 3 of 4 questions did not fit and lost their beginning",
     ]
+
+
+def write_checkpoint(run: Path, step: int, *, is_complete: bool = True) -> Path:
+    folder = run / f"checkpoint-{step}"
+    tiny.save_model(folder, tiny.build_tokenizer(), seed=step)
+    (folder / "optimizer.pt").write_bytes(b"state")
+    if is_complete:
+        write_complete(folder, step=step)
+    return folder
+
+
+def write_status(run: Path, status: str) -> None:
+    run.mkdir(exist_ok=True)
+    (run / "run.json").write_text(json.dumps({"stage": "sft", "status": status, "config": {}}))
+
+
+def test_the_checkpoints_of_a_run_are_evaluated_beside_it_once(
+    evaluated: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "a run"
+    write_status(run, "done")
+    first, _ = write_checkpoint(run, 2), write_checkpoint(run, 4, is_complete=False)
+    before = {file.name: file.read_bytes() for file in first.iterdir()}
+    command = ["eval", "watch", str(run), "--tasks", "local_choice", "--include_path", str(evaluated / "tasks")]
+    assert run_recipes([*command, "--use_cpu"]) == 0
+    assert "checkpoint-2" in capfd.readouterr().out
+    results = run / "eval" / "checkpoint-2"
+    assert json.loads((results / "eval.json").read_text())["tasks"]["local_choice"]["num_questions"] == 36
+    assert {file.name: file.read_bytes() for file in first.iterdir()} == before
+    assert not (results / "model").exists()
+    assert [folder.name for folder in (run / "eval").iterdir()] == ["checkpoint-2"]
+    assert run_recipes([*command, "--use_cpu"]) == 0
+    assert "checkpoint-2" not in capfd.readouterr().out
+    assert run_recipes(["eval", "watch", str(tmp_path / "none")]) == 2
+
+
+class Elsewhere:
+    """Stands in for the commands of a watched run: records them, and writes what an evaluation leaves."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.commands: list[list[str]] = []
+        self.code = code
+
+    def __call__(self, words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+        words = [str(word) for word in words[3:]]
+        self.commands.append(words[:1])
+        folder = Path(words[words.index("--output_dir") + 1])
+        if words[0] == "eval" and not self.code:
+            assert (Path(words[1]) / "model.safetensors").exists() or self.commands[-2] == ["export"]
+            (folder / "eval.json").write_text("{}")
+        folder.mkdir(parents=True, exist_ok=True)
+        return subprocess.CompletedProcess(words, self.code)
+
+
+def test_a_watched_run_is_followed_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.run", elsewhere := Elsewhere())
+    run = tmp_path / "run"
+    write_status(run, "running")
+    write_checkpoint(run, 2)
+    holder = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", holder, run / "_lock"], stdin=-1, stdout=-1, text=True) as trainer:
+        assert trainer.stdout is not None
+        trainer.stdout.readline()
+        looks = []
+
+        def sleep(_: float) -> None:
+            looks.append(len(elsewhere.commands))
+            if len(looks) == 2:
+                write_checkpoint(run, 4)
+                trainer.communicate("\n")  # As if killed: what run.json says is no longer so.
+
+        monkeypatch.setattr("time.sleep", sleep)
+        assert run_recipes(["eval", "watch", str(run), "--tasks", "core"]) == 0
+    assert looks == [1, 1]
+    assert elsewhere.commands == [["eval"], ["eval"]]
+
+
+def test_sharded_checkpoints_are_exported_and_what_is_wrong_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.run", elsewhere := Elsewhere())
+    run = tmp_path / "run"
+    write_status(run, "done")
+    checkpoint = write_checkpoint(run, 2, is_complete=False)
+    (checkpoint / "model.safetensors").rename(checkpoint / "shard-0")
+    write_complete(checkpoint, step=2)
+    assert run_recipes(["eval", "watch", str(run)]) == 0
+    assert elsewhere.commands == [["export"], ["eval"]]
+    (run / "eval" / "checkpoint-2" / "eval.json").unlink()
+    elsewhere.code = 2
+    assert run_recipes(["eval", "watch", str(run)]) == 2

@@ -37,12 +37,16 @@ def test_training_holds_what_the_user_gave_and_our_own_defaults(write, sound: st
 
 
 @pytest.mark.parametrize("flag", ["--recipe", "--stage"])
-def test_a_flag_names_the_recipe_before_the_file_does(flag: str) -> None:
+def test_a_flag_names_the_recipe_before_the_file_does(flag: str, tmp_path: Path) -> None:
     assert split_recipe(["--config", "dpo_long.yaml", "--seed", "7"]) == (
         "dpo",
         ["--config", "dpo_long.yaml", "--seed", "7"],
     )
     assert split_recipe([flag, "reward", "--config", "dpo.yaml"]) == ("reward", ["--config", "dpo.yaml"])
+    (tmp_path / "mine.yaml").write_text("output_dir: out\nsources:\n  - {name: texts/}\n")
+    given = ["--config", str(tmp_path / "mine.yaml")]
+    assert split_recipe(given, ("sft", "corpus"))[0] == "corpus"
+    assert split_recipe([flag, "sft", *given], ("sft", "corpus"))[0] == split_recipe(given, ("sft",))[0] == "sft"
     with pytest.raises(ConfigError, match="--recipe: there is no recipe 'dop'"):
         split_recipe([flag, "dop"])
 

@@ -160,6 +160,7 @@ def test_where_the_project_lies_is_no_part_of_a_stages_identity(tmp_path: Path) 
         ('stages: {a: {run: "echo \'x"}}', "a.run: cannot be read"),
         ("stages: {a: {recipe: sft, launch: nosuch}}", "a.launch: there is no launch file"),
         ("stages: {a: {recipe: eval, launch: ddp}}", "a.launch: eval is not a training"),
+        ("stages: {a: {run: x, launch: ddp}}", "a.launch: this stage is not a training"),
         ("stages: {a/b: {run: x}}", "is not a folder name"),
         ("stages: {l: {rounds: 1, stages: {a: {run: x}}}, m: {rounds: 1, stages: {a: {run: x}}}}", "called 'a-1' too"),
         ("stages: {sft-1: {run: x}, sft: {run: x, matrix: {seed: [0]}}}", "called 'sft-1' too"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -107,10 +106,11 @@ def plan(argv: Sequence[str]) -> None:
     config = _parse(argv)
     if config is None:
         return
+    from recipes_lib.corpus.cleaning import count_cores
     from recipes_lib.corpus.inputs import count_input_bytes, open_inputs
 
     sizes = {source.label: count_input_bytes(source) for source in open_inputs(config, streams=True)}
-    workers = config.workers or os.cpu_count() or 1
+    workers = config.workers or count_cores()
     for label, size in sizes.items():
         sys.stdout.write(f"{label}: {'of a size that it does not tell' if size is None else f'{size / 1e9:,.3f} GB'}\n")
     total = sum(size or 0 for size in sizes.values())

@@ -5,23 +5,32 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
-from recipes_lib.files import replace_record
+from recipes_lib.files import read_record, replace_record, try_lock
 
 _USAGE: Final = (
-    "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n"
+    "usage: recipes eval MODEL --tasks core,gsm8k [--key value ...]\n"
+    "       recipes eval watch RUN --tasks core,gsm8k [--key value ...]\n       recipes eval compare A B [...]\n"
     "       recipes eval compare A B [...] --judge J --prompts FILE --output_dir DIR\n\n"
 )
+_SECONDS: Final = 10
+"""Between two looks at a run."""
+_STATES: Final = (".pt", ".pth", ".bin")
+"""Suffixes of what a checkpoint holds for resuming alone; no model is read from pickles."""
 
 
-def main(argv: Sequence[str]) -> None:
-    """Run the command.
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit code of a watched checkpoint's evaluation.
 
     Raises:
         ConfigError: The configuration is wrong, or the extra ``eval`` is not installed.
@@ -29,21 +38,24 @@ def main(argv: Sequence[str]) -> None:
     """
     if argv and argv[0] == "compare":
         compare(argv[1:])
-        return
+        return EXIT_DONE
+    if argv and argv[0] == "watch":
+        return watch(argv[1:])
     config = _parse(argv)
     if config is None:
-        return
+        return EXIT_DONE
     from recipes_lib.evaluation.harness import evaluate_model
     from recipes_lib.publish.card import add_scores
     from recipes_lib.report.html_pages import write_eval_report
 
     if (record := evaluate_model(config)) is None:
-        return
+        return EXIT_DONE
     report = write_eval_report(config.folder)
     add_scores(Path(config.model_name_or_path), record)
     for line in describe(record):
         sys.stdout.write(f"{line}\n")
     sys.stdout.write(f"every question and answer: {report}\n")
+    return EXIT_DONE
 
 
 def check(argv: Sequence[str]) -> int:
@@ -62,6 +74,85 @@ def check(argv: Sequence[str]) -> int:
         sys.stdout.write(f"{name}: {len(task.eval_docs):,} questions, {task.get_config('num_fewshot')} examples\n")
     sys.stdout.write(f"model: {json.dumps(describe_model(config))}\n\nready to evaluate\n")
     return EXIT_DONE
+
+
+def watch(argv: Sequence[str]) -> int:
+    """``recipes eval watch``: evaluate every checkpoint of a run while it trains elsewhere, until it ends.
+
+    The weights are linked or, where they are sharded, exported, so that the run may delete the checkpoint meanwhile.
+    Scores go to ``eval/checkpoint-N`` in the folder of the run; what is there is not evaluated again.
+
+    Raises:
+        ConfigError: There is no run.
+    """
+    parser = argparse.ArgumentParser(prog="recipes eval watch", description=watch.__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="output_dir of a training; further flags are those of `recipes eval`")
+    options, given = parser.parse_known_args(list(argv))
+    from recipes_lib.training.checkpoints.manifest import is_complete, list_checkpoints
+    from recipes_lib.training.run import RUN_FILE
+
+    if not (options.run / RUN_FILE).is_file():
+        remedy = "name the output_dir of a run that has started"
+        raise ConfigError(Problem(str(options.run), f"there is no {RUN_FILE}", remedy))
+    while True:
+        # Before its checkpoints are listed, so that the last one is not missed.
+        runs = _is_running(options.run)
+        for _, checkpoint in reversed(list_checkpoints(options.run)):
+            folder = options.run / "eval" / checkpoint.name
+            if (folder / "eval.json").is_file() or not is_complete(checkpoint):
+                continue
+            sys.stdout.write(f"{checkpoint.name}\n")
+            sys.stdout.flush()
+            if code := _evaluate_checkpoint(checkpoint, folder, given):
+                return code
+        if not runs:
+            return EXIT_DONE
+        time.sleep(_SECONDS)
+
+
+def _is_running(run: Path) -> bool:
+    """Return whether a run says that it trains, and a process holds its lock; of one that was killed none does."""
+    from recipes_lib.training.run import LOCK_FILE, RUN_FILE
+
+    if read_record(run / RUN_FILE).get("status") != "running":
+        return False
+    with (run / LOCK_FILE).open("a", encoding="utf-8") as file:
+        return try_lock(file, of_process=True) is not True
+
+
+def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:
+    """Run ``recipes eval`` on a copy of a checkpoint's weights, in a process of its own, and return its exit code."""
+    recipes, model = [sys.executable, "-m", "recipes_lib.cli"], folder / "model"
+    shutil.rmtree(model, ignore_errors=True)
+    try:
+        if list(checkpoint.glob("*.safetensors")):
+            model.mkdir(parents=True)
+            for file in checkpoint.iterdir():
+                if file.is_file() and file.suffix not in _STATES:
+                    _link(file, model / file.name)
+        elif code := subprocess.run([*recipes, "export", checkpoint, "--output_dir", model], check=False).returncode:
+            return code if checkpoint.is_dir() else EXIT_DONE
+        command = [*recipes, "eval", str(model), *flags, "--output_dir", str(folder)]
+        return subprocess.run(command, check=False).returncode
+    except FileNotFoundError:
+        sys.stdout.write(f"{checkpoint.name}: the run has deleted it\n")
+        return EXIT_DONE
+    finally:
+        shutil.rmtree(model, ignore_errors=True)
+
+
+def _link(file: Path, copy: Path) -> None:
+    """Give a file a second name; on a file system without links, copy it.
+
+    Raises:
+        FileNotFoundError: It is gone.
+    """
+    try:
+        os.link(file, copy)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(file, copy)
 
 
 def compare(argv: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -123,7 +124,7 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
     """Return the recipe of a command, and the remaining arguments.
 
     ``--recipe`` names it; otherwise the first word of the configuration's file name does, as in
-    ``pretrain_long.yaml``; the default is ``sft``.
+    ``pretrain_long.yaml``; a file with ``sources`` is of a corpus; the default is ``sft``.
 
     Args:
         argv: The arguments.
@@ -138,10 +139,16 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
     parser.add_argument("--config", type=Path)
     config = parser.parse_known_args(rest)[0].config
     named = config.stem.split("_")[0] if config else ""
-    recipe = options.recipe or (named if named in recipes else "sft")
+    recipe = options.recipe or (named if named in recipes else _guess_recipe(config) if "corpus" in recipes else "sft")
     if recipe not in recipes:
         raise ConfigError(Problem("--recipe", f"there is no recipe {recipe!r}", f"write one of {', '.join(recipes)}"))
     return recipe, rest
+
+
+def _guess_recipe(config: Path | None) -> str:
+    """Return ``corpus`` for a file whose keys are a corpus's, which no recipe that trains shares."""
+    text = config.read_text("utf-8", errors="replace") if config is not None and config.is_file() else ""
+    return "corpus" if re.search("^sources:", text, re.MULTILINE) else "sft"
 
 
 def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:

@@ -269,7 +269,7 @@ class _Reader:
         if kind == "recipe":
             # Outside the identity: where outputs lie decides nothing about them.
             arguments += [] if "output_dir" in flags else ["--output_dir", output.text]
-            files += self._find_launch(where, entry)
+        files += self._find_launch(where, entry)
         self._claim(where, name, Path(output.text))
         return Stage(
             name=name,
@@ -322,8 +322,8 @@ class _Reader:
         return require
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
-        if "launch" in entry and entry["recipe"] not in RECIPE_NAMES:
-            found = f"{entry['recipe']} is not a training, and runs as one process"
+        if "launch" in entry and entry.get("recipe") not in RECIPE_NAMES:
+            found = f"{entry.get('recipe', 'this stage')} is not a training, and runs as one process"
             self.problems.append(Problem(f"{where}.launch", found, "delete the line"))
             return []
         try:

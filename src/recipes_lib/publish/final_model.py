@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DivergedError
-from recipes_lib.files import read_record
+from recipes_lib.files import let_readers_of_folder_read, read_record
 from recipes_lib.models.adapters.lora import (
     compute_probe_logits,
     find_logit_shift,
@@ -124,6 +124,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
         for path in staging.iterdir():
             # A folder, such as that of further chat templates, cannot replace one that an interrupted export has moved.
             shutil.rmtree(folder / path.name, ignore_errors=True)
+            let_readers_of_folder_read(path)
             path.replace(folder / path.name)
         staging.rmdir()
         record = read_record(folder / "run.json", {"stage": str, "config": dict})
