@@ -41,7 +41,8 @@ _ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
 """Optimizers (torchao's) that read ``bf16_stochastic_round``; the others ignore it."""
 _NEEDED_OPTIONS: Final = {
     "warmup_stable_decay": {"num_decay_steps"},
-    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), {"min_lr", "min_lr_rate"}),
+    "cosine_with_min_lr": {"min_lr", "min_lr_rate"},
+    "cosine_warmup_with_min_lr": {"min_lr", "min_lr_rate"},
 }
 """Options of ``lr_scheduler_kwargs`` of which upstream's schedule takes exactly one, and none by default."""
 COMMIT = re.compile(r"[0-9a-f]{40}")

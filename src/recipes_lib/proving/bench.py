@@ -188,7 +188,38 @@ class Bench:
 
     def write_inputs(self) -> Path:
         """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
-        return write_inputs(self.folder / "inputs")
+        folder = self.folder / "inputs"
+        # The last file that is written: with it, all are there.
+        if (folder / "documents.jsonl").exists():
+            return folder
+        tokenizer = _build_tokenizer()
+        for name, seed in (("model", 0), ("teacher", 1)):
+            set_seed(seed)
+            ids: dict[str, Any] = {
+                "bos_token_id": None,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
+            }
+            LlamaForCausalLM(LlamaConfig(vocab_size=320, **SHAPE, **ids)).save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
+        draw = random.Random(0)
+
+        def speak() -> str:
+            return " ".join(draw.choices(_WORDS, k=draw.randint(2, 6)))
+
+        def answer(text: str) -> list[dict[str, str]]:
+            return [{"role": "assistant", "content": text}]
+
+        questions = [[{"role": "user", "content": speak()}] for _ in range(256)]
+        rows: dict[str, list[Any]] = {
+            "chats": [{"messages": question + answer(speak())} for question in questions],
+            "pairs": [{"prompt": q, "chosen": answer(speak()), "rejected": answer(speak())} for q in questions],
+            "prompts": [{"prompt": question[0]["content"]} for question in questions],
+            "documents": [{"text": ". ".join(speak() for _ in range(60))} for _ in range(2048)],
+        }
+        for name, lines in rows.items():
+            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return folder
 
     def name_inputs(self, recipe: str) -> dict[str, Any]:
         """Return the keys of a recipe's model and data, which are written if they do not exist."""
@@ -212,41 +243,6 @@ def score_letters(*, completions: Sequence[str], **_: Any) -> list[float]:
 def name_device() -> str:
     """Return the name of the GPU, or of the processor without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-
-
-def write_inputs(folder: Path) -> Path:
-    """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
-    # The last file that is written: with it, all are there.
-    if (folder / "documents.jsonl").exists():
-        return folder
-    tokenizer = _build_tokenizer()
-    for name, seed in (("model", 0), ("teacher", 1)):
-        set_seed(seed)
-        ids: dict[str, Any] = {
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-        LlamaForCausalLM(LlamaConfig(vocab_size=320, **SHAPE, **ids)).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    draw = random.Random(0)
-
-    def speak() -> str:
-        return " ".join(draw.choices(_WORDS, k=draw.randint(2, 6)))
-
-    def answer(text: str) -> list[dict[str, str]]:
-        return [{"role": "assistant", "content": text}]
-
-    questions = [[{"role": "user", "content": speak()}] for _ in range(256)]
-    rows: dict[str, list[Any]] = {
-        "chats": [{"messages": question + answer(speak())} for question in questions],
-        "pairs": [{"prompt": q, "chosen": answer(speak()), "rejected": answer(speak())} for q in questions],
-        "prompts": [{"prompt": question[0]["content"]} for question in questions],
-        "documents": [{"text": ". ".join(speak() for _ in range(60))} for _ in range(2048)],
-    }
-    for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return folder
 
 
 def _build_tokenizer() -> PreTrainedTokenizerFast:
