@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from recipes_lib.environment import read_versions
+from recipes_lib.files import replace_text
 from recipes_lib.shipped import find_recipe
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
@@ -189,7 +190,7 @@ class Bench:
     def write_inputs(self) -> Path:
         """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
         folder = self.folder / "inputs"
-        # The last file that is written: with it, all are there.
+        # The last file that is written, and whole or absent: with it, all are there.
         if (folder / "documents.jsonl").exists():
             return folder
         tokenizer = _build_tokenizer()
@@ -218,7 +219,7 @@ class Bench:
             "documents": [{"text": ". ".join(speak() for _ in range(60))} for _ in range(2048)],
         }
         for name, lines in rows.items():
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            replace_text(folder / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
         return folder
 
     def name_inputs(self, recipe: str) -> dict[str, Any]:
