@@ -25,6 +25,7 @@ def test_every_entry_knows_its_line() -> None:
     ("text", "line", "word"),
     [
         ("", 1, "empty"),
+        ("---\n", 1, "empty"),
         ("# only a comment\n", 1, "empty"),
         ("- a\n- b\n", 1, "list"),
         ("hello\n", 1, "single value"),
@@ -49,6 +50,33 @@ def test_what_is_not_one_flat_mapping_is_one_problem_at_its_line(text: str, line
     assert problems[0].remedy
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "remedy"),
+    [
+        ("a: 1\nb:2\nc: 3\n", 2, "a blank after the colon"),
+        ("a: 1\nb = 2\n", 2, "a blank after the colon"),
+        ("a:1\nb: 2\n", 2, "as on the line before"),
+        ("a: x\n  b: 2\n", 2, "at the left margin"),
+        (" a: 1\nb: 2\n", 2, "at the left margin"),
+        ("[a]\nb = 1\n", 2, "one `key: value` a line"),
+        ('{"a": 1}\n{"a": 2}\n', 2, "one `key: value` a line"),
+        ("a:\n    b: 1\n  c: 2\n", 3, "the same number of blanks"),
+        ("a: 1\nb: 'x\nc: 3\nd: 4\n", 2, "close the quote"),
+        ("a: 1\nb: [1, 2\nc: 3\n", 3, "the bracket of line 2"),
+        ("a: 1\nb: @x\n", 2, "quote a value"),
+        ("a: 1\nb: %x\n", 2, "quote a value"),
+        ("a: 1\nb: *\n", 2, "quote a value"),
+        ('a: 1\nb: "C:\\Users"\n', 2, "single quotes"),
+        ('a: 1\nb: "C:\\models"\n', 2, "single quotes"),
+        ("a: 1\n".encode("utf-16-le").decode(), 1, "UTF-16"),
+    ],
+)
+def test_a_mistake_of_syntax_is_reported_where_it_is_made_with_the_way_out(text: str, line: int, remedy: str) -> None:
+    _, problems = entries_and_problems(text)
+    assert [problem.where for problem in problems] == [f"f.yaml:{line}"]
+    assert remedy in problems[0].remedy
+
+
 @pytest.mark.parametrize("text", ["\U0001f600 hi", "é", "plain", "\U0010ffff\U00010000"])
 def test_what_json_writes_is_read_as_it_was(text: str) -> None:
     node = compose(json.dumps([text]), "--key", [])
@@ -64,16 +92,19 @@ def test_aliases_cannot_blow_a_file_up() -> None:
     assert len(problems) == 1
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1", "utf-16"])
 def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "f.yaml"
     if kind == "folder":
         path.mkdir()
     if kind == "latin-1":
-        path.write_bytes("name: é\n".encode("latin-1"))
+        path.write_bytes("a: 1\nname: é\n".encode("latin-1"))
+    if kind == "utf-16":
+        path.write_bytes("a: 1\n".encode("utf-16"))
     problems: list[Problem] = []
     assert read_text(path, problems) is None
-    assert [problem.where for problem in problems] == [str(path)]
+    line = {"latin-1": ":2", "utf-16": ":1"}.get(kind, "")
+    assert [problem.where for problem in problems] == [f"{path}{line}"]
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_key(tmp_path: Path) -> None:

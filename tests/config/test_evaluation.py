@@ -32,6 +32,13 @@ def test_flags_go_over_the_file_and_results_into_the_model(tmp_path: Path) -> No
     assert parse(tmp_path, "model_name_or_path: a/b\ntasks: [x]\noutput_dir: out\n").folder == Path("out")
 
 
+def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path: Path) -> None:
+    for name in ("gone.yaml", "."):
+        with pytest.raises(ConfigError) as caught:
+            parse_eval_command(["--config", str(tmp_path / name)])
+        assert len(caught.value.problems) == 1
+
+
 def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(tmp_path, "task: [core]\nlimit: 0\ninclude_path: [gone]\nmodel_name_or_path: ./gone\n")

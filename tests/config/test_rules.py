@@ -305,6 +305,7 @@ def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
         ('eval_datasets={"x": {"name": "a/b", "format": "chat"}}', "`eval_datasets: x` has `format: chat`"),
         ('eval_datasets={"x": {"name": "a/b", "columns": [1]}}', "`eval_datasets: x` has `columns: [1]`"),
         ('eval_datasets={"x": {"split": "a"}}', "`eval_datasets: x` is no dataset"),
+        ('eval_datasets={"x": null}', "`eval_datasets: x` is no dataset"),
         *((f"test_split_size={size}", "`test_split_size` is") for size in ("0", "-1", "1.5", "nan", "inf", "true")),
     ],
 )

@@ -33,6 +33,15 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
         ("reward_model_path: a/b", "is a key of PPO", "use the `ppo` recipe"),
         ("batch_size: 4", "unknown key", "did you mean `per_device_train_batch_size`?"),
         ("peft_config: x", "unknown key", "use the `lora` recipe"),
+        # Of other programs' files, where the nearest spelling would mislead.
+        ("max_samples: 1000", "is not read", "a smaller file"),
+        ("stage: sft", "is the recipe", "run recipes/sft.py"),
+        ("dataset_dir: data", "is not read", "write `dataset_name: "),
+        ("mix_strategy: concat", "unknown key", "did you mean `dataset_mixture`?"),
+        ("strategy: ddp", "hardware", "accelerate YAML"),
+        ("evals_per_epoch: 4", "is not read", "`eval_steps`"),
+        ("pad_to_sequence_len: true", "no counterpart", "delete the line"),
+        ("wandb_project: x", "W&B", "the environment variable WANDB_PROJECT"),
     ],
 )
 def test_an_unknown_key_says_what_to_write(problems_of, line: str, found: str, remedy: str) -> None:
@@ -49,9 +58,22 @@ def test_both_spellings_at_once_name_the_line_to_delete(problems_of) -> None:
     assert "warmup_steps" in problem.remedy
 
 
-def test_a_retired_spelling_is_not_reported_as_missing_too(problems_of) -> None:
-    text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixer:\n  a/b: 1.0\n"
-    assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("model_name_or_path: a/b\noutput_dir: o\ndataset_mixer:\n  a/b: 1.0\n", [3]),
+        ("base_model: a/b\noutput_dir: o\ndataset: c/d\n", [1, 3]),
+        ("model:\n  model_name_or_path: a/b\ndata:\n  dataset_name: c/d\noutput_dir: o\n", [1, 3]),
+    ],
+)
+def test_a_wrong_spelling_is_not_reported_as_missing_too(problems_of, text: str, lines: list[int]) -> None:
+    assert [problem.where for problem in problems_of(text=text)] == [f"recipe.yaml:{line}" for line in lines]
+
+
+@pytest.mark.parametrize("lines", ["dataset_name: null\n", "dataset_name:\ndataset_mixture: ~\n"])
+def test_a_dataset_of_null_is_a_missing_one(problems_of, lines: str) -> None:
+    (problem,) = problems_of(text=f"model_name_or_path: a/b\noutput_dir: o\n{lines}")
+    assert problem.found == "`dataset_name` is missing"
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)

@@ -62,6 +62,8 @@ def test_a_value_is_read_by_its_declared_type(line: str, value: Any) -> None:
         ("learning_rate: [1e-5]", "number"),
         ("max_steps: 1.5", "whole number"),
         ("max_steps: 1e3", "1000"),
+        ("max_steps: 99999999999999999999", "whole number"),
+        ("warmup_steps: 3%", "write 0.03"),
         ("seed: 007", "7"),
         ("seed: 1:30", "whole number"),
         ("seed:", "whole number"),

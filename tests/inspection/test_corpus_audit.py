@@ -27,7 +27,9 @@ def build_config(folder, name, recipe="pretrain"):
 
 def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):
     texts = [make_text(random.Random(at), 50) for at in range(20)]
-    path = write_rows(tmp_path / "a.jsonl", [*texts, *texts[:3]])
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    path = write_rows(folder / "a.jsonl", [*texts, *texts[:3]])
     said = []
     say_corpus(build_config(tmp_path, path), "text", said.append)
     assert f"warning: {path}: 3 of 23 documents (13.0%) repeat an earlier one" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 from tests.training.pretraining import build_config
@@ -38,3 +39,12 @@ def test_what_stands_on_broken_ground_says_nothing(tmp_path, tiny_tokenizer_dir)
     inspection.look_at_everything()
     assert [problem.where for problem in inspection.problems] == ["tokenizer_name_or_path"]
     assert "data\n" not in output.getvalue()
+
+
+def test_keys_of_a_file_whose_path_says_derived_are_given(tmp_path, tiny_tokenizer_dir) -> None:
+    config = build_config(tmp_path, tiny_tokenizer_dir)
+    places = {"seed": "derived/sft.yaml:3", "bf16": "--bf16", "eval_steps": "derived: why", "optim": "default"}
+    inspection = PretrainInspection(replace(config, provenance=places), plan_launch(None, 1), Console())
+    said: list[str] = []
+    inspection.look_at_keys(said.append)
+    assert "2 keys given, 4 in effect" in said[0]

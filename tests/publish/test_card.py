@@ -54,6 +54,23 @@ def test_local_paths_are_not_published_as_hub_ids(tmp_path):
     assert 'dataset_name: "chats.jsonl"' in card.text
 
 
+@pytest.mark.parametrize("name", ["/gone/models/x", "../x", "C:\\models\\x"])
+def test_paths_of_another_machine_are_no_hub_ids_either(tmp_path, name):
+    write_card(tmp_path, record(model_name_or_path=name, dataset_name="/gone/rows.jsonl"), {})
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.base_model, card.data.datasets) == (None, None)
+    assert "gone" not in card.text
+    assert "No revision of" not in card.text
+
+
+def test_a_reward_model_is_used_as_one(tmp_path):
+    """Text generation would give it an output projection of random weights."""
+    write_card(tmp_path, record() | {"stage": "reward"}, {})
+    used = ModelCard.load(tmp_path / "README.md").text.split("```")[1]
+    assert "RewardModel.load(" in used
+    assert "text-generation" not in used
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_figures_that_are_not_finite_are_shown_as_they_are(tmp_path, value):
     write_card(tmp_path, record(), {"eval_loss": value})
@@ -63,7 +80,9 @@ def test_figures_that_are_not_finite_are_shown_as_they_are(tmp_path, value):
 def test_a_mixture_is_named_part_by_part(tmp_path):
     parts = [{"name": "a/first", "weight": 1}, {"name": "b/second", "weight": 2}]
     write_card(tmp_path, record(dataset_name=None, dataset_mixture=parts), {})
-    assert "b/second" in (tmp_path / "README.md").read_text()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "after sft on first, second, trained" in card.text
+    assert card.data.datasets == ["a/first", "b/second"]
 
 
 def test_a_model_from_random_weights_has_no_base_and_continues_text(tmp_path):

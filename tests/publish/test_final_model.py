@@ -97,3 +97,15 @@ def test_a_model_that_cannot_be_used_never_takes_its_place(trained):
         export_model(trainer, folder)
     assert (folder / UNVERIFIED / "model.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
+
+
+def test_an_export_that_was_interrupted_is_made_again(trained):
+    """It had moved a folder already, which none can be renamed over."""
+    trainer, folder = trained
+    trainer.processing_class.chat_template = {"default": "{{ messages }}", "rag": "{{ messages }}"}
+    moved = folder / "additional_chat_templates"
+    moved.mkdir()
+    (moved / "rag.jinja").write_text("cut o")
+    export_model(trainer, folder)
+    assert (moved / "rag.jinja").read_text() == "{{ messages }}"
+    assert not (folder / UNVERIFIED).exists()

@@ -59,7 +59,7 @@ def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
     table = load_table(recipe)
     problems: list[Problem] = []
     command = parse_command_line(argv, table, problems)
-    return _load(command, table, problems)
+    return _build(command.config, _gather_entries(command, problems), table, problems)
 
 
 def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
@@ -73,7 +73,7 @@ def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
     command = parse_command_line(argv, table, problems)
     if command.wants == "help":
         return format_help(table)
-    config = _load(command, table, problems)
+    config = _build(command.config, _gather_entries(command, problems), table, problems)
     return format_config(config, table) if command.wants == "print" else config
 
 
@@ -221,6 +221,7 @@ def _take_value(argument: str, arguments: list[str]) -> tuple[str, str | None]:
     name = name.replace("-", "_")
     if equals:
         return name, text
+    # Two dashes, because a value may be a negative number; and --print-config is the only switch that takes none.
     follows = arguments and not arguments[0].startswith("--") and name != "print_config"
     return name, arguments.pop(0) if follows else None
 
@@ -273,7 +274,7 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
 
 
 def _format_value(key: Key, values: Mapping[str, object], provenance: str) -> str:
-    if provenance.startswith("derived") and key.name not in values:
+    if provenance.startswith("derived: ") and key.name not in values:
         return f"# {key.name}: {provenance}"
     ours = " (ours)" if provenance == "default" and key.reason else ""
     # JSON is YAML, and unlike YAML it never reads a text as something else.
@@ -287,26 +288,12 @@ def _format_help_entry(key: Key, required: bool) -> list[str]:
     return [f"  --{key.name}", *textwrap.wrap(text, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
-def _load(command: CommandLine, table: KeyTable, problems: list[Problem]) -> RecipeConfig:
-    entries: list[Entry] = []
-    if command.config is not None:
-        entries = _read_file(command.config, problems)
-        if problems and not entries:
-            # Whatever the flags say, nothing can be checked against a file that was not read.
-            raise ConfigError(*problems)
-    return _build(command.config, [*entries, *command.entries], table, problems)
-
-
 def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> RecipeConfig:
     given = {entry.key: entry for entry in entries}
     values = _read_values(given, table, problems, _adapt)
-    # A retired spelling stands for its successor, so that this is not reported as missing too.
-    unknown = [key for key in given if key not in table.keys]
-    known = read_known(table.recipe) if unknown else {}
-    standing_for = {known[key].new: given[key] for key in unknown if key in known}
-    settings = Settings(
-        table, str(path or "command line"), {key: entry for key, entry in standing_for.items() if key} | given, values
-    )
+    # A wrong spelling stands for the right one, so that this is not reported as missing too.
+    meant = {key: entry for entry in given.values() if entry.key not in table.keys for key in _find_meant(entry, table)}
+    settings = Settings(table, str(path or "command line"), meant | given, values)
     for rule in RULES[table.recipe]:
         problems.extend(rule(settings))
     if problems:
@@ -314,9 +301,16 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
     return _assemble(path, settings)
 
 
-def _read_file(path: Path, problems: list[Problem]) -> list[Entry]:
-    text = read_text(path, problems)
-    return [] if text is None else read_entries(text, str(path), problems)
+def _gather_entries(command: CommandLine, problems: list[Problem]) -> list[Entry]:
+    """Return the entries of the file and then of the flags; raise ``ConfigError`` if the file has none to read."""
+    if command.config is None:
+        return command.entries
+    text = read_text(command.config, problems)
+    entries = [] if text is None else read_entries(text, str(command.config), problems)
+    if problems and not entries:
+        # Whatever the flags say, nothing can be checked against a file that was not read.
+        raise ConfigError(*problems)
+    return [*entries, *command.entries]
 
 
 def _read_values(given: Mapping[str, Entry], table: KeyTable, problems: list[Problem], adapt: Adapt) -> dict[str, Any]:
@@ -402,6 +396,13 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     return Problem(entry.where, f"unknown key `{key[:60]}`", _suggest(key, table, entry.flag))
 
 
+def _find_meant(entry: Entry, table: KeyTable) -> list[str]:
+    """Return the keys that an unknown one stands for: its successor, or those nested in it."""
+    retired = read_known(table.recipe).get(entry.key)
+    successor = retired.new if retired else read_synonyms().get(entry.key)
+    return [*filter(None, [successor]), *_nested_keys(entry.node, table)]
+
+
 def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
     if not isinstance(node, yaml.MappingNode):
         return []
@@ -467,13 +468,15 @@ def read_given(name: str, argv: Sequence[str], adapt: Adapt) -> Given | str:
         name: Of the key table.
         argv: The arguments.
         adapt: Of every valid value.
+
+    Raises:
+        ConfigError: The file cannot be read.
     """
     table, problems = load_table(name), list[Problem]()
     command = parse_command_line(argv, table, problems)
     if command.wants == "help":
         return format_help(table)
-    entries = [] if command.config is None else _read_file(command.config, problems)
-    given = {entry.key: entry for entry in [*entries, *command.entries]}
+    given = {entry.key: entry for entry in _gather_entries(command, problems)}
     values = _read_values(given, table, problems, adapt)
     return Given(command.config, command.wants == "print", given, values, problems)
 

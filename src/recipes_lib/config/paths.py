@@ -50,6 +50,7 @@ def names_path(dataset_test_split: str) -> bool:
 def check_paths(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each path that does not exist, and for each reference that is neither path nor Hub id."""
     for key in _REFERENCES:
+        # Of a value that was refused a problem exists already: it is not among the valid ones.
         if settings.gives(key):
             yield from _check_reference(settings.where(key), key, settings[key])
     for index, entry in enumerate(settings["dataset_mixture"] or []):
@@ -88,6 +89,7 @@ def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
 
 
 def _check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
+    # Templates of the package are found without a checkout of it: `recipes/configs/chat_templates/...`.
     if not is_local(str(find_shipped(Path(text)))):
         remedy = _suggest_sibling(text) or "correct the path; it is relative to the working directory"
         yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)

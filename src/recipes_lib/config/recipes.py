@@ -21,6 +21,7 @@ import yaml
 from recipes_lib.config.schema import SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, Retired, load_table
 
+# libyaml reads these files twenty times as fast, where PyYAML was built with it.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 

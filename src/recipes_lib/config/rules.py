@@ -39,6 +39,12 @@ _HAVE_REFERENCE: Final = tuple(
 _OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
 _ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
 """Optimizers (torchao's) that read ``bf16_stochastic_round``; the others ignore it."""
+_NEEDED_OPTIONS: Final = {
+    "warmup_stable_decay": {"num_decay_steps"},
+    "cosine_with_min_lr": {"min_lr", "min_lr_rate"},
+    "cosine_warmup_with_min_lr": {"min_lr", "min_lr_rate"},
+}
+"""Options of ``lr_scheduler_kwargs`` of which upstream's schedule takes exactly one, and none by default."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Rule = Callable[[Settings], Iterator[Problem]]
 
@@ -91,6 +97,7 @@ _DEPENDENCIES: Final = (
 def check_exclusive(settings: Settings) -> Iterator[Problem]:
     """Mutually exclusive keys."""
     for first, second, remedy in _EXCLUSIVE:
+        # Not null, not the default, and not false or 0: `bf16: false` beside `fp16: true` is no contradiction.
         if settings.changes(first) and settings.changes(second) and settings[first] and settings[second]:
             found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
             yield settings.problem(second, found, remedy)
@@ -198,9 +205,7 @@ def check_schedule(settings: Settings) -> Iterator[Problem]:
 def check_schedule_options(settings: Settings) -> Iterator[Problem]:
     """Required and allowed options of upstream's schedules."""
     kind, options = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"] or {}
-    needed = {"warmup_stable_decay": {"num_decay_steps"}}.get(kind, set())
-    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
-        needed = {"min_lr", "min_lr_rate"}
+    needed = _NEEDED_OPTIONS.get(kind, set())
     if needed and len(needed & set(options)) != 1:
         names = " or ".join(f"`{name}`" for name in sorted(needed))
         found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
@@ -234,7 +239,7 @@ def check_required(settings: Settings) -> Iterator[Problem]:
     for key in settings.table.required:
         if key not in settings.given:
             yield Problem(settings.name, f"`{key}` is missing", f"write `{key}: ...`")
-    if "dataset_name" not in settings.given and "dataset_mixture" not in settings.given:
+    if not any(settings.gives(key) or settings.broken(key) for key in ("dataset_name", "dataset_mixture")):
         yield Problem(settings.name, "`dataset_name` is missing", "write `dataset_name: ...`, or `dataset_mixture`")
 
 
@@ -282,6 +287,7 @@ def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
 
     In fine-tuning a weight used to be what ``repeat`` is; a file that means that is refused, not read as another.
     """
+    # A missing weight makes the sum NaN, which is close to nothing; 2 % lets three times 0.33 pass.
     total = sum(entry.get("weight", math.nan) for entry in entries)
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
@@ -292,8 +298,8 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
             found = f"`eval_datasets` names a set {name!r}, which becomes part of metric names"
             yield settings.problem("eval_datasets", found, "name it by letters, digits, dots and hyphens")
-        unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else {"?"}
-        if unknown or not isinstance(entry.get("name"), str):
+        unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else set()
+        if unknown or not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             found = f"`eval_datasets: {name}` is no dataset" + (f": it has {sorted(unknown)[0]!r}" if unknown else "")
             yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
             continue
@@ -345,6 +351,7 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
     dtype, optim = settings["dtype"], settings["optim"]
     is_asked = "bf16_stochastic_round=True" in (settings["optim_args"] or "")
     rounds = optim == "adamw_bf16_stochastic" or (is_asked and optim in _ROUNDING)
+    # bfloat16 has 8 significant bits: half a unit in the last place is 2**-9 to 2**-8 of a weight.
     if dtype in ("bfloat16", "float16") and not (rounds and dtype == "bfloat16"):
         found = f"`dtype: {dtype}` would hold the weights: an update below 1/256 of a weight is rounded away"
         remedy = "delete the line (products are in bf16 all the same), or write `optim: adamw_bf16_stochastic`"
@@ -371,6 +378,7 @@ def check_curriculum(settings: Settings) -> Iterator[Problem]:
         yield Problem(where, found, "start the first at 0, the others in increasing order")
     for index, phase in enumerate(phases):
         count = len(settings["dataset_mixture"])
+        # The length first: of no weights there is neither a smallest nor a largest.
         is_sound = len(phase["weights"]) == count and min(phase["weights"]) >= 0 and max(phase["weights"]) > 0
         if not is_sound:
             found = f"phase {index} of `dataset_curriculum` has weights {phase['weights']}"
@@ -385,7 +393,7 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         ("ref_model_name_or_path", "ref_model_revision"),
         ("teacher_model_name_or_path", "teacher_model_revision"),
     ):
-        repository = settings[name] if name in settings.table.keys else None
+        repository = settings[name]
         if revision == "tokenizer_revision" and settings[revision] is not None:
             repository = repository or settings["model_name_or_path"]
         is_needed = settings["trust_remote_code"] and repository is not None and not is_local(repository)
@@ -425,6 +433,7 @@ def check_best_model(settings: Settings) -> Iterator[Problem]:
         yield Problem(where, found, "write `save_strategy` and `eval_strategy` alike, or `save_strategy: best`")
     elif settings["eval_strategy"] == "steps":
         save_steps, eval_steps = settings["save_steps"], settings["eval_steps"]
+        # Without `eval_steps` the ratio is one that is refused. Shares, such as 0.3 over 0.1, are no exact multiples.
         ratio = save_steps / eval_steps if eval_steps else 0.5
         if (save_steps < 1) != (eval_steps is not None and eval_steps < 1) or abs(ratio - round(ratio)) > 1e-9:
             found = f"`save_steps` ({save_steps}) is not a multiple of `eval_steps` ({eval_steps})"

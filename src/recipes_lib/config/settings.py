@@ -85,6 +85,7 @@ class Decision:
         """Return whether the user asked for both; a flag that overrules a line of the file is no contradiction."""
         if not settings.gives(self.key) or settings.values[self.key] == self.becomes or not self.applies(settings):
             return False
+        # `--max_steps 10` over a file with `num_train_epochs` is a short trial of the same recipe.
         overruled = settings.given[self.decider].flag and not settings.given[self.key].flag
         return not overruled
 
@@ -94,6 +95,7 @@ def is_local(reference: Any) -> bool:
     if not isinstance(reference, str) or not reference:
         return False
     try:
+        # It raises for names that are too long or hold a zero byte (Python 3.11), and those are no paths.
         return Path(reference).exists()
     except (OSError, ValueError):
         return False

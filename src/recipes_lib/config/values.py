@@ -18,16 +18,28 @@ from recipes_lib.config.table import Schema, describe
 from recipes_lib.errors import Problem, suggest
 
 _MAX_DEPTH = 12
+_NEXT_TO = "begin each key at the left margin, with a blank after its colon"
+# The first sign that PyYAML's words contain decides, so the tab stands before other characters.
 _REMEDIES = (
     ("'\\t'", "indent with spaces"),
-    ("mapping values are not allowed", "put each key on a line of its own, and quote a value that contains ': '"),
-    ("found undefined alias", "quote a value that begins with '*'"),
+    ("cannot start any token", "quote a value that begins with this character"),
+    ("scanning an alias", "quote a value that begins with '*'"),
+    ("mapping values are not allowed", f"{_NEXT_TO}, as on the line before; quote a value that contains ': '"),
+    ("could not find expected ':'", "write `key: value`, with a blank after the colon"),
+    ("'<document start>'", f"write one `key: value` a line; {_NEXT_TO}"),
+    ("<block end>", "indent all keys of a mapping by the same number of blanks"),
+    ("expected ',' or", "put commas between the items, and close the bracket of line {opened}"),
+    ("end of stream", "close the quote that begins here"),
+    ("escape", "write it in single quotes, in which a backslash is itself"),
     ("expected a single document", "remove the line '---' and what follows it"),
 )
+_BEGINS_THERE = ("could not find expected ':'", "end of stream")
+"""Errors that PyYAML notices on a later line, or at the end of the file: their place is where the token begins."""
 
 
 _NULL = {"", "~", "null", "Null", "NULL"}
 BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+# YAML 1.2 and not PyYAML's 1.1: 1e-5 is a number, 010 and 1:30 are none. 18 digits fit into 64 bits.
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?")
 _CORE_TAG = re.compile(r"tag:yaml\.org,2002:(str|int|float|bool|null|seq|map|timestamp|merge|value)")
@@ -72,7 +84,9 @@ def read_text(path: Path, problems: list[Problem]) -> str | None:
     except IsADirectoryError:
         problems.append(Problem(str(path), "is a folder", "give the path of a recipe's YAML file"))
     except UnicodeDecodeError as error:
-        problems.append(Problem(str(path), f"is not UTF-8 text (byte {error.start})", "save the file as UTF-8"))
+        # Of ``error.object``, from whose beginning the byte counts: the codec has cut a byte-order mark off.
+        line = error.object.count(b"\n", 0, error.start) + 1
+        problems.append(Problem(f"{path}:{line}", "is not UTF-8 text", "save the file as UTF-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         problems.append(Problem(str(path), f"cannot be read: {reason}", "check the path and its permissions"))
@@ -83,8 +97,10 @@ def read_entries(text: str, name: str, problems: list[Problem]) -> list[Entry]:
     """Return the top-level entries of a YAML text in order, the first of each repeated key."""
     before = len(problems)
     root = compose(text, name, problems)
-    if root is None and len(problems) == before:
+    # A file of `---` alone holds one value, an empty text.
+    if (root is None or root.value == "") and len(problems) == before:
         problems.append(Problem(f"{name}:1", "the file is empty", "write one `key: value` a line"))
+        return []
     if root is None:
         return []
 
@@ -114,14 +130,15 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         loader = _Loader(text)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
-        line, found, remedy = text.count("\n", 0, error.position), f"the character #x{error.character:04x}", "delete it"
+        line, found = text.count("\n", 0, error.position), f"the character #x{error.character:04x}"
+        # UTF-16 without a byte-order mark is valid UTF-8 with every second byte zero.
+        remedy = "delete it" if error.character else "delete it, or save the file as UTF-8 if it is UTF-16"
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
         found = " ".join(part for part in (error.context, error.problem) if part)
-        line = mark.line if mark else 0
-        remedy = syntax_remedy or next(
-            (remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here"
-        )
+        marks = [mark for mark in (error.context_mark, error.problem_mark) if mark] or [yaml.Mark("", 0, 0, 0, "", 0)]
+        line = marks[0 if found.endswith(_BEGINS_THERE) else -1].line
+        remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")
+        remedy = syntax_remedy or remedy.format(opened=marks[0].line + 1)
     except _RefusedError as error:
         line, found, remedy = error.line, error.found, "write the value itself"
     except (ValueError, OverflowError):
@@ -166,6 +183,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node; raise on features that recipes do not allow."""
+        # Aliases of aliases make a small file exponentially large; depth would end in Python's RecursionError.
         if self.check_event(yaml.AliasEvent):
             raise _RefusedError("the value is an alias (*name)", self._line_of_event())
         if self.depth > _MAX_DEPTH:
@@ -201,6 +219,7 @@ class Reader:
         """Return the value of ``node`` as ``schema`` declares it, or ``INVALID``."""
         if not _CORE_TAG.fullmatch(node.tag):
             return self._refuse(node, f"`{name}` has the YAML tag {node.tag[:40]}", "delete the tag")
+        # The list first: a single value of a key that takes lists is a list of one.
         if "array" in schema["type"] and (children := _list_items(name, node, schema)) is not None:
             items = [self.read(label, item, schema["items"]) for label, item in children]
             return INVALID if any(item is INVALID for item in items) else items
@@ -221,6 +240,7 @@ class Reader:
             )
         if plain and text == "None" and "null" in kinds:
             return self._refuse(node, f"`{name}` is the text 'None'", "write null")
+        # A quoted 'true' is a text where texts are allowed, and a boolean where they are not.
         if "boolean" in kinds and text.lower() in BOOLEANS and (plain or "string" not in kinds):
             return BOOLEANS[text.lower()]
         if "string" in kinds:
@@ -314,8 +334,12 @@ def _read_number(text: str, kinds: Collection[str]) -> float | None:
 
 def _explain(text: str, schema: Schema) -> str:
     number = _read_number(text, ("number",))
-    if number is not None and "integer" in schema["type"] and number == int(number):
+    # Beyond 2**53 a float is rounded, and the number shown would be another one.
+    if number is not None and "integer" in schema["type"] and number == int(number) and abs(number) < 2**53:
         return f"write {int(number)}"
+    share = _read_number(text[:-1], ("number",)) if text.endswith("%") and "number" in schema["type"] else None
+    if share is not None:
+        return f"write {share / 100:g}"
     if "array" in schema["type"]:
         return f"write {describe(schema)}, such as [{text[:40]}]"
     return f"write {describe(schema)}"

@@ -78,6 +78,7 @@ class Module:
     @property
     def held_out(self) -> bool:
         """Whether the module is held out: a function of its name, so the same on every machine."""
+        # Not ``hash``, whose seed is another one in each process.
         return hashlib.sha256(self.name.encode()).digest()[0] < HELD_OUT_SHARE * 256
 
 
@@ -123,6 +124,7 @@ def load_modules(roots: Iterable[Path]) -> list[Module]:
 
 def split_texts(modules: Sequence[Module], seed: int) -> Split[str]:
     """Return every document once, even if several modules have a copy; some modules are held out."""
+    # By the text without the module's name: several modules have copies of one function.
     train = {body: text for module in modules if not module.held_out for body, text in _iter_texts(module)}
     held_out = {body: text for module in modules if module.held_out for body, text in _iter_texts(module)}
     unseen = [text for body, text in held_out.items() if body not in train]
@@ -144,6 +146,7 @@ def _iter_files(root: Path) -> Iterator[tuple[PurePosixPath, bytes]]:
                     yield path, archive.read(name)
         return
     for folder, subfolders, files in os.walk(root):
+        # In place, which is how ``os.walk`` is told not to enter them.
         subfolders[:] = set(subfolders) - SKIPPED_FOLDERS
         for file in files:
             file_path = Path(folder, file)
@@ -158,6 +161,7 @@ def parse_module(name: str, data: bytes) -> Module | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Invalid escapes in the library's strings are not the user's problem.
             tree = ast.parse(text)
+        # Not ``splitlines``: a form feed begins a line for it, and none for the parser, whose numbers are used.
         return Module(name, _read_docstring(tree), tuple(_iter_definitions(tree, text.split("\n"))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # The last two: nesting beyond the parser's limits.
         return None
@@ -174,6 +178,7 @@ def _iter_definitions(tree: ast.Module, lines: list[str]) -> Iterator[Definition
 
 
 def _read_definition(node: _Function | ast.ClassDef, lines: list[str]) -> Definition:
+    # Without a body ``unparse`` gives the `def` line alone, as one line, however the source breaks it.
     bare = copy.copy(node)
     bare.body, bare.decorator_list = [], []
     num_parameters, num_required = (0, 0) if isinstance(node, ast.ClassDef) else _count_parameters(node.args)
@@ -259,6 +264,7 @@ def build_chats(modules: Iterable[Module], seed: int) -> Split[Chat]:
     by_question = [list(_ask(question, unseen)) for question in QUESTIONS]
     for asked in by_question:
         rng.shuffle(asked)
+    # It ends with the question that has the fewest chats, so that all are asked equally often.
     in_turn = [chat for turn in zip(*by_question, strict=False) for chat in turn]
     return Split(chats, in_turn[:MAX_HELD_OUT_CHATS])
 

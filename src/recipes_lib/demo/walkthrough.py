@@ -120,6 +120,7 @@ def save_student(folder: Path, tokenizer_dir: Path, seed: int) -> int:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    # The seed is that of the weights alone: what is drawn afterwards does not depend on them.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
@@ -211,6 +212,7 @@ def open_folder(output_dir: Path) -> None:
     """
     try:
         (output_dir / "data").mkdir(parents=True, exist_ok=True)
+        # A file of the demo's, as the proof that files can be written, too.
         (output_dir / "data" / "pretrain.jsonl").touch()
     except OSError as error:
         problem = Problem(str(output_dir), f"cannot be written: {error.strerror}", "name another --output_dir")
@@ -296,6 +298,7 @@ def show_answers(output_dir: Path, console: Console) -> None:
     """Print the model's answers before and after each stage, and the right ones."""
     for stage, count in SHOWN.items():
         samples = [*filter(None, read_lines(output_dir / stage / "samples.jsonl"))]
+        # Samples are taken before the first step and after the last one.
         first, last = ([s for s in samples if s["step"] == end["step"]] for end in (samples[0], samples[-1]))
         for before, after in zip(first[:count], last[:count], strict=True):
             prompt = before["prompt"] if stage == "pretrain" else strip_chat(before["prompt"])

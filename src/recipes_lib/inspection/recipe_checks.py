@@ -182,6 +182,7 @@ class PairInspection(Inspection):
         from recipes_lib.models.attention.shared_prompt import supports_shared_prompt
 
         super().look_at_kernels(say)
+        # The longest pair decides; it is not known where the data could not be read.
         if self._data is None:
             return
         reason: str | None = "`shared_prompt` is false"
@@ -189,6 +190,7 @@ class PairInspection(Inspection):
             implementation = self.config.model.attn_implementation or "sdpa"
             reason = supports_shared_prompt(self.model_config, implementation, max_length=self._data.max_length)
         audit = self._data.audit
+        # `num_tokens` has each prompt once; with one for each answer, they are in the sum again.
         saved = audit.num_prompt_tokens / (audit.num_tokens + audit.num_prompt_tokens)
         say(
             f"a prompt is computed once for both answers, which saves {saved:.0%} of the tokens"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 Say = Callable[[str], None]
 
 
+# Imports of a section are in it, so that the first sections are printed before torch and transformers are imported.
 class Inspection(ABC):
     """Facts about a run, collected section by section; a section whose inputs are missing prints nothing."""
 
@@ -86,6 +88,7 @@ class Inspection(ABC):
             yield facts.append
         except UserError as error:
             found = error.problems
+        # Printed in the end, because the mark before the facts tells how the section has ended.
         if not facts and not found:
             return
         self.problems += found
@@ -98,7 +101,9 @@ class Inspection(ABC):
 
     def look_at_keys(self, say: Say) -> None:
         """Number of keys given."""
-        given = sum(place not in ("default",) and "derived" not in place for place in self.config.provenance.values())
+        given = sum(
+            place != "default" and not place.startswith("derived: ") for place in self.config.provenance.values()
+        )
         say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
 
     def look_at_launch(self, say: Say) -> None:
@@ -163,7 +168,7 @@ class Inspection(ABC):
         precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
-        assert device is not None
+        assert device is not None  # `use_cpu` is set where there is no accelerator.
         products = str(compute_dtype).removeprefix("torch.")
         say(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
         attention = choose_kernel(
@@ -351,10 +356,10 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
             say(f"warning: {entry['name']}: {warning}")
         if audit.warnings:
             told = {"name": entry["name"], "kind": kind, **keys}
-            of = f" --benchmarks_of '{json.dumps(evaluations)}'" if evaluations else ""
-            say(
-                f"    recipes clean --sources '{json.dumps([told])}' --output_dir {entry['name'].rstrip('/')}-clean{of}"
-            )
+            command = ["recipes", "clean", "--sources", json.dumps([told], ensure_ascii=False)]
+            command += ["--output_dir", f"{entry['name'].rstrip('/')}-clean"]
+            command += ["--benchmarks_of", json.dumps(evaluations, ensure_ascii=False)] if evaluations else []
+            say(f"    {shlex.join(command)}")
 
 
 def _find_evaluations(config: RecipeConfig) -> list[str]:

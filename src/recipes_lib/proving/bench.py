@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from recipes_lib.environment import read_versions
+from recipes_lib.files import replace_text
 from recipes_lib.shipped import find_recipe
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
@@ -66,22 +68,31 @@ class WrongResultError(Exception):
 
 _LIMIT_SECONDS: Final = 600
 """None takes longer that works: one that hangs must not use up the time that a machine is rented for."""
+_GRACE_SECONDS: Final = 45
+"""Above the 30 s after which torchrun kills workers that ignore SIGTERM (torch 2.13, ``PContext.close``)."""
 
 
 def launch(arguments: Sequence[str], variables: Mapping[str, str], output: Path, limit: float = _LIMIT_SECONDS) -> int:
     """Run Python in a separate process, so that a device error does not end this one.
 
     Raises:
-        WrongResultError: It did not end within ``limit`` seconds; it has been killed.
+        WrongResultError: It did not end within ``limit`` seconds; it has been ended.
     """
-    with output.open("w", encoding="utf-8") as stream:
-        environment = {**read_environment(), **variables}
-        command = [sys.executable, *arguments]
+    environment = {**read_environment(), **variables}
+    with (
+        output.open("w", encoding="utf-8") as stream,
+        subprocess.Popen([sys.executable, *arguments], stdout=stream, stderr=stream, env=environment) as process,
+    ):
         try:
-            ended = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, timeout=limit)
+            return process.wait(limit)
         except subprocess.TimeoutExpired:
+            # A launcher ends its workers on SIGTERM; killed at once, it would leave them on the GPUs of later checks.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
             raise WrongResultError(f"it did not end within {limit:g} s: {output}") from None
-        return ended.returncode
+        finally:
+            process.kill()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +128,14 @@ class Bench:
         num_steps = 3 if self.is_small else 20
         batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": num_steps}
         of_model = {"model_config": _SMALL_MODEL} if recipe == "pretrain" else {}
+        # A reward model generates nothing, and its recipe refuses the key.
         quiet = _QUIET if recipe == "reward" else {**_QUIET, "num_sample_prompts": 0}
         return {**quiet, **batch, **OF_RECIPE[recipe], **of_model, **keys}
 
     def measure_seconds(self, compute: Callable[[], Any], repeats: int = 10) -> float:
         """Return the median time of a call in seconds, with device synchronisation."""
         times = []
+        # Three calls of warm-up: kernels are loaded and chosen, and memory is allocated.
         for _ in range(3 + repeats):
             began = time.perf_counter()
             compute()
@@ -155,6 +168,7 @@ class Bench:
             WrongResultError: It failed.
         """
         output = self.folder / "runs" / name
+        # Else the run would resume from what an earlier proof has left.
         if not resumes:
             shutil.rmtree(output, ignore_errors=True)
         output.mkdir(parents=True, exist_ok=True)
@@ -175,7 +189,38 @@ class Bench:
 
     def write_inputs(self) -> Path:
         """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
-        return write_inputs(self.folder / "inputs")
+        folder = self.folder / "inputs"
+        # The last file that is written, and whole or absent: with it, all are there.
+        if (folder / "documents.jsonl").exists():
+            return folder
+        tokenizer = _build_tokenizer()
+        for name, seed in (("model", 0), ("teacher", 1)):
+            set_seed(seed)
+            ids: dict[str, Any] = {
+                "bos_token_id": None,
+                "eos_token_id": tokenizer.eos_token_id,
+                "pad_token_id": tokenizer.pad_token_id,
+            }
+            LlamaForCausalLM(LlamaConfig(vocab_size=320, **SHAPE, **ids)).save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
+        draw = random.Random(0)
+
+        def speak() -> str:
+            return " ".join(draw.choices(_WORDS, k=draw.randint(2, 6)))
+
+        def answer(text: str) -> list[dict[str, str]]:
+            return [{"role": "assistant", "content": text}]
+
+        questions = [[{"role": "user", "content": speak()}] for _ in range(256)]
+        rows: dict[str, list[Any]] = {
+            "chats": [{"messages": question + answer(speak())} for question in questions],
+            "pairs": [{"prompt": q, "chosen": answer(speak()), "rejected": answer(speak())} for q in questions],
+            "prompts": [{"prompt": question[0]["content"]} for question in questions],
+            "documents": [{"text": ". ".join(speak() for _ in range(60))} for _ in range(2048)],
+        }
+        for name, lines in rows.items():
+            replace_text(folder / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        return folder
 
     def name_inputs(self, recipe: str) -> dict[str, Any]:
         """Return the keys of a recipe's model and data, which are written if they do not exist."""
@@ -199,40 +244,6 @@ def score_letters(*, completions: Sequence[str], **_: Any) -> list[float]:
 def name_device() -> str:
     """Return the name of the GPU, or of the processor without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-
-
-def write_inputs(folder: Path) -> Path:
-    """Write models, a byte-level tokenizer and rows of random words, always the same; return their folder."""
-    if (folder / "documents.jsonl").exists():
-        return folder
-    tokenizer = _build_tokenizer()
-    for name, seed in (("model", 0), ("teacher", 1)):
-        set_seed(seed)
-        ids: dict[str, Any] = {
-            "bos_token_id": None,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
-        LlamaForCausalLM(LlamaConfig(vocab_size=320, **SHAPE, **ids)).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    draw = random.Random(0)
-
-    def speak() -> str:
-        return " ".join(draw.choices(_WORDS, k=draw.randint(2, 6)))
-
-    def answer(text: str) -> list[dict[str, str]]:
-        return [{"role": "assistant", "content": text}]
-
-    questions = [[{"role": "user", "content": speak()}] for _ in range(256)]
-    rows: dict[str, list[Any]] = {
-        "chats": [{"messages": question + answer(speak())} for question in questions],
-        "pairs": [{"prompt": q, "chosen": answer(speak()), "rejected": answer(speak())} for q in questions],
-        "prompts": [{"prompt": question[0]["content"]} for question in questions],
-        "documents": [{"text": ". ".join(speak() for _ in range(60))} for _ in range(2048)],
-    }
-    for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return folder
 
 
 def _build_tokenizer() -> PreTrainedTokenizerFast:

@@ -73,6 +73,7 @@ def look_at_environment(bench: Bench) -> Figures:
     copied = torch.empty((2**22 if bench.is_small else 2**30) // 4, device=bench.device)
     copy_seconds = bench.measure_seconds(lambda: copied.clone())
     driver = {"driver": _read_driver(), "cuda": torch.version.cuda} if bench.is_cuda else {}
+    # A product has 2 n^3 operations; a copy reads and writes 4 bytes a number.
     peak = {"matmul_tflops": 2e-12 * size**3 / seconds, "copy_gb_per_second": 2e-9 * 4 * copied.numel() / copy_seconds}
     return {"device": name_device(), **driver, **read_versions(), **peak}
 
@@ -131,6 +132,7 @@ def resume_exactly(bench: Bench) -> Figures:
     source, target = (bench.folder / "runs" / name for name in ("resume-whole", "resume-cut"))
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source / "checkpoint-2", target / "checkpoint-2")
+    # The record of a run that was killed: it resumes only in the folder that it names.
     record = read_record(source / "run.json")
     record["config"]["output_dir"] = str(target)
     (target / "run.json").write_text(json.dumps(record | {"status": "running"}), encoding="utf-8")
@@ -174,11 +176,13 @@ def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
     model.zero_grad()
     scale = 1 if bench.is_small else _SCALE
     for lengths in ([scale * length for length in row] for row in _LENGTHS):
+        # One row, (1, tokens): by kernels of documents, or by positions that restart and sdpa's mask.
         ids = torch.arange(sum(lengths), device=bench.device)[None] * 7 % 256
         positions = torch.cat([torch.arange(length) for length in lengths])[None].to(bench.device)
         inputs: dict[str, Any] = {
             "input_ids": ids,
             "position_ids": positions,
+            # The first token of a document would be predicted from the document before.
             "labels": ids.masked_fill(positions == 0, IGNORE_INDEX),
         }
         if is_flat:
@@ -239,11 +243,13 @@ def compare_loss_head(bench: Bench) -> Figures:
     for vocabulary in (512, 1024) if bench.is_small else (32_000, 128_256, 262_144):
         torch.manual_seed(0)
         hidden, weight = (
+            # Both factors have variance width^-1/2, so that logits, sums over the width, have variance 1.
             torch.randn(rows, width, device=bench.device, dtype=dtype).mul_(width**-0.25).requires_grad_()
             for rows in (num_tokens, vocabulary)
         )
         targets = torch.randint(vocabulary, (num_tokens,), device=bench.device)
         positions = torch.arange(num_tokens, device=bench.device)
+        # Defaults bind the tensors of this vocabulary; a closure would see those of the last one.
         ways: dict[str, Callable[[], Tensor]] = {
             "chunked": lambda h=hidden, w=weight, t=targets, p=positions: (  # type: ignore[misc]
                 compute_cross_entropy(h, w, t, positions=p).nll_sum
@@ -288,6 +294,7 @@ def compare_with_one_gpu(launch_file: str, bench: Bench) -> Figures:
     count = bench.num_gpus
     shares_rows = launch_file == "fsdp2_cp"
     keys = {**bench.set_up("sft", bf16="false"), "per_device_train_batch_size": 1}
+    # Ranks of context parallelism read the same rows, so that the global batch does not grow with them.
     num_readers = 1 if shares_rows else count
     alone = bench.train("sft", f"{launch_file}-alone", **{**keys, "gradient_accumulation_steps": num_readers})
     launcher = ("-m", "accelerate.commands.launch", f"--config_file={find_launch_file(launch_file)}")
@@ -325,7 +332,7 @@ def _count_in_a_step(bench: Bench, recipe: str, num_micro_batches: int) -> float
         # The process makes one on purpose: if it is not in the log, warnings were lost.
         if not counts[-1]:
             raise WrongResultError(f"the synchronisation made on purpose is not in {output.with_suffix('.log')}")
-    return (counts[1] - counts[0]) / 4
+    return (counts[1] - counts[0]) / (6 - 2)
 
 
 def list_checks() -> Iterable[Check]:

@@ -57,6 +57,7 @@ def run_check(check: Check, bench: Bench, seconds_left: float) -> Row:
         figures = dict(check.run(bench))
     except Exception as error:  # Errors of a driver or a package can have any type.
         reason = f"{type(error).__name__}: {error}"[:_LONGEST_REASON]
+    # The next check may start processes of its own, which need the memory that this one has cached.
     if bench.is_cuda:
         torch.cuda.empty_cache()
     seconds = round(time.perf_counter() - began, 1)

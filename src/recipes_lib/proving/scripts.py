@@ -72,6 +72,7 @@ def train_by_peer(given: dict[str, Any]) -> None:
     trainer.add_callback(clock)
     trainer.train()
     laps = [after - before for before, after in pairwise(clock.times)]
+    # The first half is warm-up, and compilation where it is asked for.
     seconds = statistics.median(laps[len(laps) // 2 :])
     memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     found = {"tokens_per_second": 2 * given["rows"] * given["length"] / seconds, "memory_gb": memory / 1e9}

@@ -20,13 +20,14 @@ from recipes_lib.errors import ConfigError, Problem
 T = TypeVar("T")
 
 DEFAULT_BRANCH: Final = "main"
+# Taken from the bases of the error, because huggingface_hub has changed its HTTP library: httpx, then httpx2.
 NO_ANSWER: type[Exception] = HfHubHTTPError.__bases__[0]
 """Connection errors and timeouts of huggingface_hub's HTTP library."""
 _SILENCE_SECONDS: Final = 30.0
 _PAUSES: Final = (2.0, 8.0, 30.0)
 """Seconds between attempts while the Hub is busy or broken."""
 _TRANSIENT: Final = (408, 409, 412, 423, 425, 429)
-"""Transient HTTP statuses below 500."""
+"""Transient HTTP statuses below 500: timeout, conflict, precondition, lock, too early, too many requests."""
 _QUERY: Final = re.compile(r"\?[^\s'\"]*")
 _WRITERS: Final = ("admin", "write", "contributor")
 """Roles in an organisation that may make a repository in it."""
@@ -86,6 +87,7 @@ def open_target(training: Mapping[str, Any]) -> Target:
 
 def _find(api: HfApi, name: str, training: Mapping[str, Any]) -> Target:
     account = api.whoami()
+    # A fine-grained token has another role; `auth_check` tells what it may do in a repository.
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
         found = "the Hub token may only read"
         raise _problem("push_to_hub", found, "make one with write access, then `hf auth login`")
@@ -216,6 +218,7 @@ def describe(error: BaseException) -> str:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    # From the last error to its first cause.
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -14,6 +14,8 @@ from huggingface_hub import EvalResult
 from huggingface_hub.repocard_data import eval_results_to_model_index
 from jinja2 import Environment
 
+from recipes_lib.config.paths import looks_local
+from recipes_lib.config.settings import is_local
 from recipes_lib.errors import DataError, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
 from recipes_lib.report.run_files import list_scores, read_run
@@ -55,6 +57,7 @@ def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
     entries = {}
     for name, found in {**evaluation["groups"], **evaluation["tasks"]}.items():
         entry = {key: found.get(key) for key in ("scores", "num_questions", "num_fewshot", "version", "dataset")}
+        # Proper supersets of a group, and every group of a task.
         larger = [group for group, members in groups.items() if members > groups.get(name, {name}) or name in members]
         group = max(larger, key=lambda name: len(groups[name]), default=None)
         entries[name] = entry | {"limit": evaluation["settings"]["limit"], "group": group}
@@ -73,21 +76,21 @@ def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
     base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
     kind = (config.get("model_config") or {}).get("model_type", "language")
     start = f"a {kind} model from random weights" if base is None else Path(base).name
-    mixture = config.get("dataset_mixture") or ()
-    dataset = config.get("dataset_name") or ", ".join(str(part.get("name")) for part in mixture)
+    datasets = [str(part["name"]) for part in _list_parts(config)]
     facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
     what = start[0].upper() + start[1:]
     if adapter is not None:
         facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
         what = f"An adapter for {start},"
-        if Path(adapter["base_model_name_or_path"]).exists():
+        if _is_place(adapter["base_model_name_or_path"]):
             adapter["base_model_name_or_path"] = start
+    told = ", ".join(Path(name).name for name in datasets)
     return _render(
         name=Path(config.get("output_dir", folder)).name,
-        about=f"{what} after {record['stage']} on {Path(dataset).name}, trained with recipes-lib.",
+        about=f"{what} after {record['stage']} on {told or 'unnamed data'}, trained with recipes-lib.",
         recipe=record["stage"],
         base=base,
-        dataset=config.get("dataset_name"),
+        datasets=datasets,
         adapter=adapter,
         figures=[(name, _number(value)) for name, value in figures.items()],
         scores=[
@@ -128,12 +131,15 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-def _render(*, base: str | None, dataset: str | None = None, **values: Any) -> str:
+def _render(*, base: str | None, datasets: Sequence[str] = (), **values: Any) -> str:
     # Markdown, not HTML: what comes from the user passes through ``plain`` instead.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"json": json.dumps, "plain": _escape}
     # The Hub refuses a path in the metadata.
-    on_hub = {key: name for key, name in (("base", base), ("dataset", dataset)) if name and not Path(name).exists()}
+    on_hub = {
+        "base": None if _is_place(base) else base,
+        "datasets": [name for name in dict.fromkeys(datasets) if not _is_place(name)],
+    }
     template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     return environment.from_string(template).render(values | on_hub)
 
@@ -171,6 +177,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 def trace_lineage(record: Record) -> list[Row]:
     """Return the recipes that led to a model, the first one first, as far as their records are on this machine."""
     rows: list[Row] = []
+    # The limit also ends a lineage that leads to itself, as where a run was repeated over its own start.
     while len(rows) < _MAX_GENERATIONS:
         config = record["config"]
         start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
@@ -185,10 +192,13 @@ def trace_lineage(record: Record) -> list[Row]:
 
 def name_data(config: Record) -> str:
     """Return the datasets of a run with their revisions, and their weights in a mixture; of files the last name."""
-    parts = config.get("dataset_mixture") or [
-        {"name": config.get("dataset_name"), "revision": config.get("dataset_revision")}
-    ]
-    return ", ".join(_name_part(part) for part in parts if part.get("name"))
+    return ", ".join(map(_name_part, _list_parts(config)))
+
+
+def _list_parts(config: Record) -> list[Record]:
+    """Return the entries of the mixture, or the only dataset as one; nothing of those without a name."""
+    alone = {"name": config.get("dataset_name"), "revision": config.get("dataset_revision")}
+    return [part for part in config.get("dataset_mixture") or [alone] if part.get("name")]
 
 
 def describe_data(record: Record) -> Iterator[Row]:
@@ -203,9 +213,8 @@ def describe_data(record: Record) -> Iterator[Row]:
 
 def describe_corpus(config: Record) -> Iterator[Row]:
     """Yield how the corpora of a run were made, as far as their manifests are on this machine."""
-    parts = config.get("dataset_mixture") or [{"name": config.get("dataset_name")}]
     # An entry of a mixture is the folder of a source: `corpus/data/web`.
-    places = [Path(str(part.get("name"))) for part in parts]
+    places = [Path(str(part["name"])) for part in _list_parts(config)]
     folders = [folder for place in places for folder in (place, place.parent.parent) if (folder / _MANIFEST).is_file()]
     for folder in dict.fromkeys(folders):
         try:
@@ -219,7 +228,7 @@ def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
     read = next(iter(manifest["steps"].values()))["documents_in"]
     yield name, f"{manifest['documents']:,} of {read:,} documents"
     for source in manifest["sources"]:
-        place = Path(str(source["name"])).name if Path(str(source["name"])).exists() else source["name"]
+        place = _name_place(str(source["name"]))
         told = f"{place}, {source['documents']:,} documents, licence {source['license'] or 'not stated'}"
         yield f"source {source['label']}", told
     for step, tally in manifest["steps"].items():
@@ -268,6 +277,7 @@ def list_curve(events: Sequence[Record]) -> list[Row]:
     """Return step, loss and held-out loss at up to ``MAX_CURVE_ROWS`` steps, the first and the last among them."""
     steps: dict[int, dict[str, Any]] = {}
     for event in events:
+        # A step has an event of training and one of evaluation.
         steps.setdefault(event["step"], {}).update({key: event[key] for key in ("loss", "eval_loss") if key in event})
     known = [(step, figures) for step, figures in steps.items() if figures]
     places = min(MAX_CURVE_ROWS, len(known))
@@ -294,22 +304,27 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         yield f"A gate of its report failed: {gate}."
     config = record["config"]
     name = config.get("dataset_name")
-    if name and not config.get("dataset_revision") and not Path(name).exists():
+    if name and not config.get("dataset_revision") and not _is_place(name):
         yield f"No revision of {name} was named: its rows may be others now."
     if (record.get("git_commit") or "-dirty").endswith("-dirty"):
         yield "The code that made it is no commit."
 
 
+def _is_place(name: str | None) -> bool:
+    """Return whether a name is a path, on this machine or on that of the run; a Hub id is none."""
+    # A card is also written elsewhere, or after the files are gone; only a bare relative path passes for a Hub id then.
+    return name is not None and (is_local(name) or looks_local(name))
+
+
 def _name_place(name: str) -> str:
     """Of a file or folder the last name."""
-    return Path(name).name if Path(name).exists() else name
+    return Path(name).name if _is_place(name) else name
 
 
 def _name_part(part: Record) -> str:
     name, revision = str(part["name"]), part.get("revision")
     amounts = [f" ({key} {part[key]:g})" for key in ("weight", "repeat") if part.get(key) is not None]
-    told = Path(name).name if Path(name).exists() or Path(name).is_absolute() else name
-    return told + (f" at {revision}" if revision else "") + "".join(amounts)
+    return _name_place(name) + (f" at {revision}" if revision else "") + "".join(amounts)
 
 
 def _show(value: Any) -> str:

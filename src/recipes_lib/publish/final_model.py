@@ -107,6 +107,8 @@ def export_model(trainer: Trainer, folder: Path) -> None:
     staging = folder / UNVERIFIED
     if trainer.args.should_save:
         shutil.rmtree(staging, ignore_errors=True)
+    # No rank may write before the main one has deleted what an interrupted export left; and every rank has to save,
+    # because sharded weights are gathered by collective calls.
     trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(staging))
     if trainer.args.should_save:
@@ -116,9 +118,12 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             verify_weights(staging, read_published_shapes(model))
         else:
             _complete_adapter(model, staging)
+            # accelerate has put autocast into the forward pass of the trained model; the reopened one has none.
             with trainer.accelerator.autocast():
                 verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
         for path in staging.iterdir():
+            # A folder, such as that of further chat templates, cannot replace one that an interrupted export has moved.
+            shutil.rmtree(folder / path.name, ignore_errors=True)
             let_readers_of_folder_read(path)
             path.replace(folder / path.name)
         staging.rmdir()

@@ -61,6 +61,7 @@ def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
     """
     pairs = list(zip(first, second, strict=True))
     num_tokens = sum(len(logps) for logps in first)
+    # KL(first || second), (T, V): over V in float32, as the log-probabilities are; over T in float64.
     kls = ((ours.exp() * (ours - theirs)).sum(dim=-1).sum(dtype=torch.float64).item() for ours, theirs in pairs)
     same = sum(int((ours.argmax(-1) == theirs.argmax(-1)).sum()) for ours, theirs in pairs)
     return Agreement(sum(kls) / num_tokens, same / num_tokens, num_tokens)
@@ -165,9 +166,12 @@ def _merge_in_float32(plan: Merge, texts: Texts, folder: Path) -> tuple[list[Ten
     model = load_adapter(load_causal_lm(plan.base, plan.attn_implementation), str(plan.adapter), on_any_base=True)
     model.eval()
     with_adapter = compute_next_token_logps(model, texts)
+    # Before merging, which changes the weights of the base in place.
     with adapters_off(model):
         bare = compute_next_token_logps(model, texts)
+    # `safe_merge`: PEFT refuses a sum that is not finite, with the weights unchanged.
     merged = model.merge_and_unload(safe_merge=True).to(plan.dtype)
+    # As of ``export_model``: users of the model want fast generation.
     merged.config.use_cache = True
     if (plan.adapter / "generation_config.json").exists():
         merged.generation_config = GenerationConfig.from_pretrained(plan.adapter)

@@ -124,6 +124,7 @@ class Publication:
             key = _identify(contents)
             if key not in self._is_done:
                 self._is_done[key] = retry(functools.partial(self._is_published, contents))
+            # Newest first: what is older than one that is published is never published after it.
             if self._is_done[key]:
                 break
             pending.insert(0, contents)
@@ -134,6 +135,7 @@ class Publication:
     def _is_published(self, contents: Contents) -> bool:
         """Return whether the Hub has every file but the records: those may be edited there."""
         files = collect_files(contents, self._folder)
+        # A checkpoint is what its tag says, since the branch has moved on; a model has to be on the branch as well.
         revisions = {contents.tag, self._target.branch if contents.name == MODEL else contents.tag}
         for revision in revisions - {None}:
             try:
@@ -164,7 +166,7 @@ class Publication:
         repository, branch = self._target.repository, self._target.branch
         # One at a time: several at once are sent by a thread pool, which the interpreter would wait for at its end.
         for addition in additions:
-            self._api.preupload_lfs_files(repository, [addition], revision=branch, free_memory=False)
+            self._api.preupload_lfs_files(repository, [addition], revision=branch)
         # ``create_commit``, because ``upload_folder`` makes several commits of what takes it longer than five minutes,
         # and loading the branch between them would mix shards of two models.
         commit = self._api.create_commit(
@@ -190,6 +192,7 @@ class Publication:
         except HfHubHTTPError as error:
             if read_status(error) != 409:
                 raise
+            # It is there: a run of the same name, or a repeated attempt. The Hub cannot move a tag.
             self._api.delete_tag(self._target.repository, tag=tag)
             self._api.create_tag(self._target.repository, tag=tag, revision=commit)
 
@@ -204,6 +207,7 @@ def _is_same(remote: RepoFile, file: Path | bytes, digest: str | None) -> bool:
         if digest is None:
             digest = CommitOperationAdd(remote.path, file).upload_info.sha256.hex()
         return bool(remote.lfs.sha256 == digest)
+    # What is not in large-file storage is known by git's hash: of a header with the length, and the content.
     content = file.read_bytes() if isinstance(file, Path) else file
     return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
 
@@ -277,6 +281,7 @@ class BackgroundPublisher:
         again = f"`recipes publish {self._folder}` publishes the rest"
         _tell(f"publishing to {self._target.repository}; interrupted, {again}")
         self._is_over.set()
+        # With `hub_strategy: end` there was nothing to do before.
         if not self._thread.ident:
             self.start()
         self._thread.join(WAIT_SECONDS)
@@ -295,6 +300,7 @@ class BackgroundPublisher:
     def _run(self) -> None:
         pause = SECONDS_BETWEEN_LOOKS
         while True:
+            # Asked before publishing, so that one more look follows the end of the run.
             is_over = self._is_over.wait(pause)
             if self._publication.is_stopped:
                 return
@@ -305,6 +311,7 @@ class BackgroundPublisher:
             except StoppedError:
                 return
             except UserError as error:
+                # Another attempt would find the same damage or secret.
                 _tell(str(error))
                 self._error = error
                 return

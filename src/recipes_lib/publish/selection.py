@@ -65,6 +65,7 @@ def find_contents(folder: Path, keys: Mapping[str, Any]) -> dict[str, Contents]:
         keys: Configuration of the run; ``hub_strategy`` says what is published of it, and ``tag`` names the model.
     """
     strategy, found = keys.get("hub_strategy", "end"), {}
+    # They are listed newest first.
     for step, path in reversed(list_checkpoints(folder)) if strategy != "end" else ():
         record = read_complete(path)
         if record is not None and is_complete(path) and is_model(path):
@@ -94,6 +95,7 @@ def collect_files(contents: Contents, folder: Path) -> Files:
         files |= {f"{contents.state}/{path}": source / path for path in (*contents.hashes, COMPLETE)}
     manifests = {path: read_record(source / path) for path in files if path in MANIFESTS}
     for path, manifest in (manifests | ({"run.json": record} if record else {})).items():
+        # Not the error: a message has paths inside, and only a text that is a path is shortened.
         told = make_portable({name: value for name, value in manifest.items() if name != "error"})
         files[path] = json.dumps(told, indent=1).encode()
     if record:

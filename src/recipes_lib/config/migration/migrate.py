@@ -218,6 +218,7 @@ class _Rewriter:
     def apply(self) -> str:
         """Return the text with every edit made."""
         lines = list(self.lines)
+        # From the last line up, so that the numbers of those above stay valid.
         for first in sorted(self.edits, reverse=True):
             last, replacement = self.edits[first]
             lines[first : last + 1] = replacement
@@ -361,6 +362,7 @@ def _last_line(node: yaml.Node, first: int) -> int:
     """Return the last line of a value; YAML's end mark of a block is after the comments that follow."""
     assert node.end_mark is not None
     if isinstance(node, yaml.ScalarNode):
+        # The end mark of a block scalar, and any at column 0, is on the line after the value.
         inside = node.style in ("|", ">") or node.end_mark.column == 0
         return max(first, int(node.end_mark.line) - (1 if inside else 0))
     assert isinstance(node, yaml.CollectionNode)
