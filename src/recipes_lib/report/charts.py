@@ -154,9 +154,6 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     """Plan the charts of every recipe, in the order of the page; charts without data are omitted."""
     train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
 
-    def both(name: str) -> list[Line]:
-        return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
-
     is_pairs, is_rl = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
     config = run.facts.get("config")
     balances = bool(isinstance(config, dict) and config.get("router_aux_loss_coef"))
@@ -175,18 +172,6 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     mixed_unit = next((words for words, applies in parts.items() if applies), "")
     loss_alarms, norm_alarms = (find_non_finite_steps(run.train, name) for name in ("loss", "grad_norm"))
     held_out_alarms = find_non_finite_steps(run.evaluations, "eval_loss")
-    pairs = [
-        Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
-        Plan(
-            "accuracy",
-            "The chosen answer wins",
-            [train("rewards/accuracies", "training"), held_out("rewards/accuracies")],
-            "share of pairs",
-            from_zero=True,
-            healthy=(0.65 if run.facts.get("stage") == "reward" else 0.6, 0.8),
-        ),
-        Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
-    ]
     nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
     distillation = [
         Plan(
@@ -213,7 +198,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
             held_out_alarms,
         ),
         Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
-        *(pairs if is_pairs else ()),
+        *(_plan_pairs(run) if is_pairs else ()),
         Plan("nll", "Cost of the text", nll, "nats per target token"),
         *distillation,
         Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
@@ -228,6 +213,22 @@ def _trained(run: RunFiles, name: str, label: str = "", colour: str = "first", k
 
 def _held_out(run: RunFiles, name: str, label: str = "held-out") -> Line:
     return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
+
+
+def _plan_pairs(run: RunFiles) -> list[Plan]:
+    """Plan the charts of preference pairs."""
+    train = functools.partial(_trained, run)
+
+    def both(name: str) -> list[Line]:
+        return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
+
+    accuracy = [train("rewards/accuracies", "training"), _held_out(run, "rewards/accuracies")]
+    healthy = (0.65 if run.facts.get("stage") == "reward" else 0.6, 0.8)
+    return [
+        Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
+        Plan("accuracy", "The chosen answer wins", accuracy, "share of pairs", from_zero=True, healthy=healthy),
+        Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
+    ]
 
 
 def _plan_rl(run: RunFiles) -> list[Plan]:
