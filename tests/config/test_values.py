@@ -42,6 +42,11 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("test_split_size: 100", 100),
         # A list takes a single item as it is.
         ("sample_prompts: hello", ["hello"]),
+        ("sample_prompts: hello, world", ["hello, world"]),
+        # Several between commas are what they are elsewhere; a path is none of them.
+        ("report_to: wandb, trackio", ["wandb", "trackio"]),
+        ("eval_tasks: arc_easy,piqa", ["arc_easy", "piqa"]),
+        ("eval_tasks_include_path: a/b,c", ["a/b,c"]),
         ("metrics: 'a.b:C'", ["a.b:C"]),
         ("sample_prompts: null", None),
     ],

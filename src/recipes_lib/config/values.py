@@ -42,6 +42,10 @@ BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "yes": True, "on": True, "f
 # YAML 1.2 and not PyYAML's 1.1: 1e-5 is a number, 010 and 1:30 are none. 18 digits fit into 64 bits.
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?")
+_NAMES = re.compile(r"[\w.-]+(?:\s*,\s*[\w.-]+)+")
+"""Names or numbers between commas, as users of other programs write lists."""
+_HOLDS_SENTENCES = frozenset({"sample_prompts"})
+"""Lists whose items may hold commas."""
 _CORE_TAG = re.compile(r"tag:yaml\.org,2002:(str|int|float|bool|null|seq|map|timestamp|merge|value)")
 _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
     "minimum": ("at least", lambda value, bound: value >= bound),
@@ -291,12 +295,18 @@ class Reader:
 
 
 def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, yaml.Node]] | None:
-    """Return the items of a list, each with its name; a single value is a list of one; ``None`` otherwise."""
+    """Return the items of a list, each with its name; a value is a list of one, ``a, b`` of two; else ``None``."""
     if isinstance(node, yaml.SequenceNode):
         return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
-    takes_text = "string" in schema["type"] or "object" in schema["items"]["type"]
-    is_item = isinstance(node, yaml.ScalarNode) and not (node.style is None and node.value in (*_NULL, "None"))
-    return [(name, node)] if is_item and not takes_text else None
+    if not isinstance(node, yaml.ScalarNode) or "object" in schema["items"]["type"]:
+        return None
+    # No file name, call or pattern: their commas are their own.
+    has_names = name not in _HOLDS_SENTENCES and _NAMES.fullmatch(node.value) is not None
+    takes_text = "string" in schema["type"] and not ("enum" in schema and has_names)
+    if takes_text or (node.style is None and node.value in (*_NULL, "None")):
+        return None
+    parts = re.split(r"\s*,\s*", node.value) if has_names else [node.value]
+    return [(name, yaml.ScalarNode(node.tag, part, node.start_mark, node.end_mark, node.style)) for part in parts]
 
 
 def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mapping.value) -> Any:
