@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -19,11 +20,13 @@ from recipes_lib.files import (
     building,
     hash_file,
     is_inside,
+    parse_number,
     read_lines,
     read_record,
     refuse_full,
     replace_record,
     replacing,
+    spell_numbers,
     try_lock,
 )
 
@@ -77,6 +80,22 @@ def test_torn_lines_are_told_apart(tmp_path) -> None:
     path.write_bytes(b'{"step": 1}\n\n{"text": "a\xe2\x80\xa8b"}\n[1]\n{"step": \xff\n' + b"[" * 100_000 + b'\n{"step"')
     assert list(read_lines(path)) == [{"step": 1}, {"text": "a\u2028b"}, None, None, None, None]
     assert list(read_lines(tmp_path / "missing")) == []
+
+
+def test_lines_come_from_a_file_of_any_size_and_a_line_without_end_fills_no_memory(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("recipes_lib.files.MAX_BYTES", 32)
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"step": 1}\n' * 10 + "x" * 100 + '\n{"step": 2}\n')
+    assert list(read_lines(path)) == [{"step": 1}] * 10 + [None] * 4 + [{"step": 2}]
+    with pytest.raises(DataError, match="more than a record has"):
+        read_record(path)
+
+
+def test_numbers_that_json_has_not_are_read_back(tmp_path) -> None:
+    told = {"loss": float("nan"), "losses": [float("-inf"), 1.5], "norms": {"a": float("inf")}, "step": 3, "name": "x"}
+    text = json.dumps(spell_numbers(told), allow_nan=False)
+    assert text == '{"loss": "nan", "losses": ["-inf", 1.5], "norms": {"a": "inf"}, "step": 3, "name": "x"}'
+    assert parse_number(json.loads(text)["losses"][0]) == float("-inf")
 
 
 def test_a_record_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
@@ -176,8 +195,11 @@ def test_a_folder_is_built_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(folder.parent.iterdir()) == []
     with building(folder) as staging:
         (staging / "weights").write_text("whole")
+        (staging / "weights").chmod(0o600)  # As safetensors 0.8 leaves it.
         assert not folder.exists()
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     assert (folder / "weights").read_text() == "whole"
+    readers = stat.S_IRGRP | stat.S_IROTH
+    assert (folder / "weights").stat().st_mode & readers == folder.stat().st_mode & readers
     with pytest.raises(ConfigError, match="is not empty"):
         refuse_full(folder)

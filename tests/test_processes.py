@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,19 @@ def test_a_process_that_failed_is_with_its_reason(folders):
     message = json.loads((folders / "1" / "error.json").read_text())["message"]
     assert message["message"] == "ValueError: no\nmore"
     assert set(message["extraInfo"]) == {"py_callstack", "timestamp"}
+
+
+def test_a_full_disk_of_the_launcher_hides_nothing(folders, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    processes.enter()
+    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
+    processes.enter()
+    processes.record_failure(ConfigError(), is_unforeseen=False)
+    processes.leave()
+    assert not (folders / "0" / "error.json").exists()
 
 
 def test_a_lost_connection_is_explained_by_who_is_gone(folders, monkeypatch):

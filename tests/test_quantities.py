@@ -9,7 +9,10 @@ from recipes_lib.quantities import format_count, format_duration
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(842, "842"), (12345, "12.3k"), (4.56e6, "4.56M"), (7e9, "7B"), (15.6e12, "15.6T"), (0, "0"), (-12345, "-12.3k")],
+    [
+        *((842, "842"), (12345, "12.3k"), (4.56e6, "4.56M"), (7e9, "7B"), (15.6e12, "15.6T"), (0, "0")),
+        *((-12345, "-12.3k"), (999.4, "999"), (999.6, "1k"), (999_700, "1M")),
+    ],
 )
 def test_counts_are_short(number: float, expected: str) -> None:
     assert format_count(number) == expected

@@ -51,6 +51,9 @@ def test_a_program_that_reaches_its_end_passes(source: str) -> None:
         ("import os; os.kill(os.getppid(), 9)", "os.kill is not allowed"),
         ("import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1))", "resource.setrlimit is not allowed"),
         ("assert '\ud800' == '\ud800'; raise KeyError('end')", "KeyError"),
+        # This process keeps none of what a program writes without end, on either stream.
+        ("import sys\nwhile True: sys.stderr.write('x' * (1 << 20))", "xxxx"),
+        ("import os\nfor at in range(3, 9):\n  try: os.write(at, b'x' * (1 << 25))\n  except OSError: pass", ""),
     ],
 )
 def test_what_fails_leaves_early_or_is_not_allowed_has_failed(source: str, told: str) -> None:

@@ -49,6 +49,7 @@ class _Output(io.FileIO):
     """File descriptor under a standard stream that drops output when a write fails, instead of raising."""
 
     def __init__(self, stream: str, descriptor: int) -> None:
+        # Python keeps the original stream as ``sys.__stdout__``, which closes the descriptor.
         super().__init__(descriptor, "wb", closefd=False)
         self._stream = stream
 
@@ -105,6 +106,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     except BaseException as error:
         STOP.close()
         code = _tell(error)
+        # A rank that only follows another leaves no reason of its own: the launcher shows the earliest.
         if code not in (EXIT_DONE, EXIT_PREEMPTED) and not isinstance(error, LostPeerError):
             processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
     if code in (EXIT_DONE, EXIT_PREEMPTED):

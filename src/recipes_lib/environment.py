@@ -24,6 +24,7 @@ def read_versions() -> dict[str, str]:
 
 def read_git_commit() -> str | None:
     """Return the commit of the working directory, with ``-dirty`` when tracked files differ; ``None`` outside git."""
+    # Without tags (``--exclude=*``), so that it is always the full hash.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

@@ -28,7 +28,9 @@ _OF_FILES: Final = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM, errno.EROFS), ("not permitted", "check its owner, its mode and how it is mounted")
     ),
-    **dict.fromkeys((errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR), ("no file can be there", "correct the path")),
+    **dict.fromkeys(
+        (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("no file can be there", "correct the path")
+    ),
     errno.EMFILE: ("this process may open no more files", "raise the limit: `ulimit -n 65536`"),
 }
 """Error number of a file that is named -> what is wrong, and the remedy."""
@@ -195,8 +197,10 @@ def explain_refusal(error: BaseException) -> Problem | None:
 
     Disk, device memory, threads, the size and number of files, paths, and files that may not be written or read.
     """
+    # Libraries wrap what the system said in errors of their own: the first that is known, from the outside in, is told.
     chain: BaseException | None = error
     while chain is not None:
+        # A message may have several lines, of which a problem shows the first.
         words = str(chain).splitlines()[0] if str(chain) else ""
         code = chain.errno if isinstance(chain, OSError) else None
         where = str(getattr(chain, "filename", None) or "output_dir")

@@ -6,10 +6,12 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +38,10 @@ def read_json(path: Path, *, remedy: str = "") -> Any:
         DataError: The file cannot be read, or holds no JSON.
     """
     try:
-        return json.loads(_read_regular(path))
+        with _open_regular(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
+                raise OSError(f"its {size:,} bytes are more than a record has")
+            return json.loads(file.read(MAX_BYTES))
     except OSError as error:
         raise _refuse(path, f"cannot be read: {error.strerror or error}", remedy) from error
     except RecursionError:
@@ -76,8 +81,17 @@ def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, reme
         raise DataError(Problem(where, "is not as it was written: " + ", ".join(wrong), remedy))
 
 
+def spell_numbers(value: Any) -> Any:
+    """Return a JSON value in which NaN and infinities, for which JSON has no numbers, are strings such as ``nan``."""
+    if isinstance(value, Mapping):
+        return {name: spell_numbers(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [spell_numbers(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def parse_number(value: Any) -> float | None:
-    """Parse a number of a record; NaN and infinities are stored as strings. ``None`` if it is not a number."""
+    """Parse a number of a record, as ``spell_numbers`` stores it; ``None`` if it is not a number."""
     if value in ("nan", "inf", "-inf"):
         return float(value)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -86,16 +100,14 @@ def parse_number(value: Any) -> float | None:
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object on each line of a file; ``None`` for an invalid line, such as one truncated by a kill.
 
-    Nothing comes from a file that is missing. Empty lines are left out.
+    Nothing comes from a file that is missing. Empty lines are left out. The file may have any size.
     """
-    try:
-        text = _read_regular(path).decode(errors="replace")
-    except OSError:
-        return
-    # Not by ``splitlines``, which splits at characters that JSON strings may hold.
-    for line in text.split("\n"):
-        if line.strip():
-            yield parse_record(line)
+    # As bytes, which are split at line feeds alone: text is also split at characters that JSON strings may hold.
+    with suppress(OSError), _open_regular(path) as file:
+        # A bound on a line, not on the file: one without line feeds comes in invalid pieces, and fills no memory.
+        for line in iter(partial(file.readline, MAX_BYTES), b""):
+            if line.strip():
+                yield parse_record(line.decode(errors="replace"))
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
@@ -115,15 +127,16 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: It cannot be written; the old file is as it was.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        yield partial
+        yield unfinished
+        let_readers_of_folder_read(unfinished)
         # Before the rename, which a file system may otherwise persist before the data.
-        fsync(partial)
-        partial.replace(path)
+        fsync(unfinished)
+        unfinished.replace(path)
     finally:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
 
 def refuse_full(folder: Path) -> None:
@@ -138,7 +151,7 @@ def refuse_full(folder: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``folder``, which becomes it when the block succeeds; else nothing is left behind.
+    """Yield an empty folder beside ``folder``, which becomes it, flushed, when the block succeeds; else it goes.
 
     Raises:
         OSError: It cannot be made, or ``folder`` holds something.
@@ -148,6 +161,10 @@ def building(folder: Path) -> Iterator[Path]:
         built = Path(staging) / folder.name
         built.mkdir()
         yield built
+        for file in built.rglob("*"):
+            if file.is_file():
+                let_readers_of_folder_read(file)
+                fsync(file)
         built.replace(folder)
 
 
@@ -157,14 +174,17 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         OSError: It cannot be written; its ``filename`` is ``path``, and the old file is as it was.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    # One name for every process, unlike in ``replacing``: these files have one writer, and what a killed one has left
+    # is overwritten by the next, not collected.
+    unfinished = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        fsync(partial)
-        partial.replace(path)
+        unfinished.write_text(text, encoding="utf-8")
+        fsync(unfinished)
+        unfinished.replace(path)
     except OSError as error:
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
+        # A failed write names no file, and a failed rename the temporary one.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -178,8 +198,16 @@ def replace_record(path: Path, record: Any) -> None:
     replace_text(path, json.dumps(record, indent=1, default=str))
 
 
+def let_readers_of_folder_read(file: Path) -> None:
+    """Give a file the read permissions of its folder: safetensors 0.8 writes files that their owner alone may read."""
+    # By the folder, which was made under the umask: that is read only by setting it, which other threads would see.
+    with suppress(OSError):  # A file system without permissions.
+        file.chmod(stat.S_IMODE(file.stat().st_mode) | file.parent.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
+
+
 def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk."""
+    # What is flushed is the file, not the descriptor: one that is opened afterwards flushes what others wrote.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -245,20 +273,22 @@ def _is_not(record: Mapping[str, Any], name: str, kind: type | UnionType) -> boo
     return not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)
 
 
-def _read_regular(path: Path) -> bytes:
-    """Read a regular file of bounded size; opening a named pipe does not block."""
+@contextmanager
+def _open_regular(path: Path) -> Iterator[BufferedReader]:
+    """Open a regular file; a named pipe is refused without waiting for its writer."""
     try:
         # O_NONBLOCK: opening a named pipe without a writer would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # A name with a zero byte.
         raise OSError(str(error)) from error
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor has no path
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
+    try:
+        # Of the open descriptor: between a check by name and the opening something else could take the name.
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path} is no regular file")
-        if status.st_size > MAX_BYTES:
-            raise OSError(f"its {status.st_size:,} bytes are more than a record has")
-        return file.read(MAX_BYTES)
+        with open(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
 
 
 def _refuse(path: Path, found: str, remedy: str) -> DataError:

@@ -39,6 +39,7 @@ def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5)
         size: Rows and columns.
         repeats: Products timed; one more goes before them.
     """
+    # One product before the clock counts: threads and memory are made by the first.
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
     best = float("inf")
     for number in range(repeats + 1):

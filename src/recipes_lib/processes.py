@@ -10,6 +10,7 @@ import json
 import os
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -61,14 +62,14 @@ def read_api_key() -> str | None:
 
 def enter() -> None:
     """Write the process id where the other ranks look for it; does nothing without a launcher's folder."""
-    if (folder := _find_folder()) is not None:
-        (folder / _PID_FILE).write_text(str(os.getpid()))
+    _write(_PID_FILE, str(os.getpid()))
 
 
 def leave() -> None:
     """Remove the process id, so that this process does not count as lost."""
     if (folder := _find_folder()) is not None:
-        (folder / _PID_FILE).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / _PID_FILE).unlink(missing_ok=True)
 
 
 def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
@@ -80,13 +81,10 @@ def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
 
     Source: torch ``ErrorHandler.record_exception``, whose format this is.
     """
-    folder = _find_folder()
-    if folder is None:
-        return
     words = f"{type(error).__name__}: {error}"
     callstack = "".join(traceback.format_exception(error)) if is_unforeseen else str(error)
     extra = {"py_callstack": callstack, "timestamp": str(int(time.time()))}
-    (folder / "error.json").write_text(json.dumps({"message": {"message": words, "extraInfo": extra}}))
+    _write("error.json", json.dumps({"message": {"message": words, "extraInfo": extra}}))
 
 
 def find_lost() -> str | None:
@@ -96,7 +94,7 @@ def find_lost() -> str | None:
         return None
     for file in sorted(folder.parent.glob(f"*/{_PID_FILE}")):
         try:
-            os.kill(int(file.read_text()), 0)
+            os.kill(int(file.read_text()), 0)  # Signal 0 asks whether the process exists, and sends nothing.
         except ProcessLookupError:
             return f"process {file.parent.name} of this machine ended: {_read_reason(file.parent)}"
         except (OSError, ValueError):  # It has just left in order, or is not ours.
@@ -132,6 +130,13 @@ def _read_number(name: str, default: int) -> int:
 def _find_folder() -> Path | None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(file).parent if file and Path(file).parent.is_dir() else None
+
+
+def _write(name: str, text: str) -> None:
+    """Write a file for launcher and ranks; the folder is on ``/tmp``, and a full one must not hide why a run ends."""
+    if (folder := _find_folder()) is not None:
+        with suppress(OSError):
+            (folder / name).write_text(text)
 
 
 def _read_reason(folder: Path) -> str:

@@ -8,7 +8,8 @@ import math
 def format_count(number: float) -> str:
     """Return a count in at most five characters: ``842``, ``12.3k``, ``4.56M``."""
     for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= scale:
+        # From where three digits round up to the scale: 999.6 would be written 1e+03.
+        if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"
 

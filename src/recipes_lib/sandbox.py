@@ -18,12 +18,15 @@ from typing import Final, Literal, NamedTuple
 Outcome = Literal["passed", "failed", "timed out"]
 MAX_TOLD: Final = 2000
 """Characters of standard error that are kept."""
+_ADDRESS_SPACE: Final = 1 << 30
 
 # Runs in the sandboxed process before the code: ``argv`` holds seconds and bytes, standard input a word to say at the
 # end, by which a program that leaves early is found. The hook stays for good: Python has no way to take one off.
 #
 # Landlock (Linux 5.13) has the kernel refuse other programs, changes elsewhere and, where it is newer, TCP (6.7) and
-# signals (6.12): no audit event tells of `os.mkfifo`. Its system calls have the same numbers on every architecture.
+# signals (6.12): no audit event tells of `os.mkfifo`. Its system calls have the same numbers on every architecture:
+# 444 creates the rules, 445 adds one, 446 applies them. The last needs PR_SET_NO_NEW_PRIVS (38) of a process without
+# privileges.
 #
 # The word is in no variable that a frame shows: C holds it, in the arguments of `map`, until the program has ended.
 _LAUNCHER: Final = r"""
@@ -95,40 +98,49 @@ class Verdict(NamedTuple):
     told: str
 
 
-def run_program(source: str, *, seconds: float = 10.0, megabytes: int = 1024) -> Verdict:
+def run_program(source: str, *, seconds: float = 10.0) -> Verdict:
     """Run a Python program and return how it ended: ``passed`` if its last line was reached without an exception.
 
     It runs isolated (``python -I``) in an empty folder, with nothing of this process's environment, at most so many
-    seconds and megabytes of address space; without child processes, ctypes, network, or changes elsewhere. Packages of
-    this environment can be imported.
+    seconds, with 1 GiB of address space, files of at most 16 MiB, and as much output; without child processes, ctypes,
+    network, or changes elsewhere. Packages of this environment can be imported.
 
     Args:
         source: The program, tests included.
         seconds: Of wall time.
-        megabytes: Of address space.
 
     Source: ``tests/test_sandbox.py`` has endless loops, fork bombs, writes and connections.
     """
     word = secrets.token_hex(8).encode()
-    with tempfile.TemporaryDirectory(prefix="program-") as folder:
+    # Files and not pipes for its output: the limit on the size of a file holds for them, while this process would have
+    # to read, and keep, gigabytes a second from a pipe.
+    with (
+        tempfile.TemporaryDirectory(prefix="program-") as folder,
+        tempfile.TemporaryFile() as said,
+        tempfile.TemporaryFile() as told,
+    ):
         # Half of a surrogate pair is not UTF-8, and no program either.
         Path(folder, "program.py").write_text(source, encoding="utf-8", errors="replace")
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _LAUNCHER, str(int(seconds) + 1), str(megabytes << 20)],
+            [sys.executable, "-I", "-c", _LAUNCHER, str(int(seconds) + 1), str(_ADDRESS_SPACE)],
             cwd=folder,
             env={"HOME": folder, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=said,
+            stderr=told,
+            # A group of its own, so that whatever the program has started ends with it.
             start_new_session=True,
         )
         try:
-            said, told = process.communicate(word, timeout=seconds)
+            process.communicate(word, timeout=seconds)
         except subprocess.TimeoutExpired:
             return Verdict("timed out", f"not done after {seconds:g} s")
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    outcome: Outcome = "passed" if said == word and not process.returncode else "failed"
-    return Verdict(outcome, told.decode(errors="replace")[-MAX_TOLD:])
+        said.seek(0)
+        outcome: Outcome = "passed" if said.read(len(word) + 1) == word and not process.returncode else "failed"
+        # A character of UTF-8 has at most four bytes.
+        told.seek(max(0, told.seek(0, os.SEEK_END) - 4 * MAX_TOLD))
+        return Verdict(outcome, told.read().decode(errors="replace")[-MAX_TOLD:])

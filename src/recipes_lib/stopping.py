@@ -36,13 +36,14 @@ class StopRequest:
 
     Attributes:
         reason: What requested the stop first, such as ``SIGTERM``; ``None``: nothing.
+        is_deferred: Whether a request is only recorded.
     """
 
     def __init__(self) -> None:
         """Create an empty request; signal handlers are not installed yet."""
         self.reason: str | None = None
         self._parent = os.getppid()
-        self._is_installed = self._is_deferred = self._is_closed = self._has_raised = False
+        self._is_installed = self.is_deferred = self._is_closed = self._has_raised = False
 
     def install(self) -> None:
         """Install the signal handlers; does nothing outside the main thread."""
@@ -50,6 +51,7 @@ class StopRequest:
             return
         self._is_installed = True
         readable, writable = os.pipe()
+        # A handler must never wait for a pipe that is full.
         os.set_blocking(writable, False)
         # Not by the handlers alone: Python runs them when the main thread comes back from C, which may be never.
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
@@ -64,11 +66,6 @@ class StopRequest:
         """Record a stop request; the first reason is kept."""
         self.reason = self.reason or reason
 
-    @property
-    def is_deferred(self) -> bool:
-        """Whether a request is only recorded."""
-        return self._is_deferred
-
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Only record requests in this block; one that was not polled is raised at its end.
@@ -76,11 +73,12 @@ class StopRequest:
         Raises:
             PreemptedError: The block ended by itself, and a stop was asked for.
         """
-        self._is_deferred = True
+        self.is_deferred = True
         try:
             yield
+        # An error of the block itself takes precedence over a request that came meanwhile.
         finally:
-            self._is_deferred = False
+            self.is_deferred = False
         if self.reason is not None:
             raise self._stop_here()
 
@@ -94,6 +92,7 @@ class StopRequest:
 
     def launcher_is_gone(self) -> bool:
         """Whether the launcher of this process has ended before it."""
+        # Orphans are adopted by init or a subreaper: the parent's id changes.
         return processes.has_launcher() and os.getppid() != self._parent
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -104,7 +103,7 @@ class StopRequest:
             self._has_raised = True
             raise LostPeerError(lost)
         self.ask(signal.Signals(number).name)
-        if not self._is_deferred:
+        if not self.is_deferred:
             raise self._stop_here()
 
     def _stop_here(self) -> PreemptedError:
@@ -132,8 +131,9 @@ class StopRequest:
 
     def _leave_in_time(self, *, is_last: bool = False) -> None:
         """Exit if the main thread has not reacted in time, unless there is something to save."""
-        if self._is_deferred:
+        if self.is_deferred:
             return
+        # A process that is ending gets the time once more, and no third time.
         if self._is_closed and not is_last:
             _start_timer(_SECONDS_TO_LEAVE, lambda: self._leave_in_time(is_last=True))
         else:

@@ -453,6 +453,8 @@ def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
     own = replace(config, output_dir=str(tmp_path / "out"))
     manifest = make_corpus(own)
     shard = tmp_path / "out" / manifest["shards"][0]["path"]
+    with pytest.raises(ConfigError, match="lies in the source"):
+        make_corpus(replace(build_config(tmp_path), sources=[{"name": str(tmp_path)}]))
     with pytest.raises(ConfigError, match="which the corpus replaces"):
         make_corpus(replace(own, sources=[{"name": str(shard.parent)}]))
     assert shard.is_file()

@@ -1,6 +1,7 @@
 """Duplicates against brute force on texts whose similarity is known."""
 
 import random
+import resource
 import tracemalloc
 from dataclasses import replace
 
@@ -51,6 +52,20 @@ def plant(seed=0, num=120):
 @pytest.fixture(scope="module")
 def planted():
     return plant()
+
+
+def test_the_number_of_tasks_is_not_limited_by_that_of_open_files(tmp_path, planted):
+    expected = find_duplicates(build_table(tmp_path / "one", planted, has_lines=True), CONFIG)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
+    try:
+        table = build_table(tmp_path / "many", planted, num_tasks=200, has_lines=True)
+        found = find_duplicates(table, CONFIG)
+        find_repeated_lines(table, found.status, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    np.testing.assert_array_equal(found.status, expected.status)
+    np.testing.assert_array_equal(found.kept_as, expected.kept_as)
 
 
 def test_with_one_hash_a_band_it_is_brute_force(tmp_path, planted):

@@ -1,19 +1,20 @@
 """Every kind of source as documents, cut into tasks without a loss; what cannot be read is counted."""
 
 import gzip
-import io
 import json
-import random
+import lzma
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets.packaged_modules.json.json import Json
 from datasets.splits import SplitDict, SplitInfo
 from tests.corpus.texts import write_rows
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, join_chat
+from recipes_lib.corpus.documents import CHAT, PART_END, Ledger, join_chat
 from recipes_lib.corpus.inputs import READ, Part, Read, SpreadSource, count_input_bytes, open_inputs, split_source
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.errors import DataError, Problem
@@ -52,9 +53,6 @@ def test_lines_of_a_large_file_are_read_once_each_whatever_the_cut(tmp_path, tas
 
 @pytest.mark.parametrize("task_bytes", [1, 700, 5000, 10**6])
 def test_row_groups_of_a_large_parquet_file_are_read_once_each_with_the_same_ids(tmp_path, task_bytes):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path, rows = tmp_path / "a.parquet", [f"text {at}" for at in range(200)]
     pq.write_table(pa.table({"text": rows}), path, row_group_size=30)
     parts = list(split_source(load_source(str(path)), "a", task_bytes))
@@ -90,6 +88,13 @@ def test_a_json_array_is_not_cut(tmp_path):
     assert len(list(split_source(load_source(str(path)), "a", 100))) == 1
 
 
+def test_a_compressed_file_is_not_cut_whatever_its_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(gzip.compress(b"".join(b'{"text": "%d"}\n' % at for at in range(500))))
+    (part,) = split_source(load_source(str(path)), "a", 100)
+    assert len(list(part.source.rows())) == 500
+
+
 def test_small_files_share_a_task_in_their_order(tmp_path):
     for at in range(5):
         (tmp_path / f"{at}.txt").write_text(f"file {at}")
@@ -99,9 +104,6 @@ def test_small_files_share_a_task_in_their_order(tmp_path):
 
 
 def test_parquet_text_and_paragraphs(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     pq.write_table(pa.table({"text": ["one", "two"], "score": [1, 2]}), tmp_path / "p.parquet")
     assert [d.metadata["score"] for d in read({"name": str(tmp_path / "p.parquet")})[0]] == [1, 2]
     (tmp_path / "t.txt").write_text("a\nb\n\nc\n")
@@ -111,65 +113,38 @@ def test_parquet_text_and_paragraphs(tmp_path):
     assert [d.text for d in paragraphs] == ["a\nb", "c"]
 
 
-def write_warc(path, records):
-    from warcio.statusandheaders import StatusAndHeaders
-    from warcio.warcwriter import WARCWriter
-
-    with path.open("wb") as file:
-        writer = WARCWriter(file, gzip=path.suffix == ".gz")
-        for kind, body in records:
-            headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html")], protocol="HTTP/1.0")
-            http = headers if kind == "response" else None
-            record = writer.create_warc_record(
-                f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
-            )
-            writer.write_record(record)
+DOLMA = {"id": "1", "text": "one", "source": "cc", "added": "2023", "metadata": {"url": "u", "n": [1]}}
+PILE = {"text": "one", "meta": {"pile_set_name": "Pile-CC"}}
+C4 = {"text": "one", "timestamp": "2019-04-25T12:57:54Z", "url": "u"}
 
 
-@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet.gz"])
-def test_warc_and_wet_records(tmp_path, name):
-    kind = "conversion" if "wet" in name else "response"
-    bodies = ["<html>ä</html>".encode(), "<p>naïve café, déjà vu, à la carte</p>".encode("latin-1")]
-    write_warc(tmp_path / name, [("warcinfo", b"x"), *((kind, body) for body in bodies)])
-    documents, _, _ = read({"name": str(tmp_path / name)})
-    assert [d.metadata.get(HTML, False) for d in documents] == [kind == "response"] * 2
-    assert documents[0].text == "<html>ä</html>"
-    assert "caf" in documents[1].text
-    assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
-    assert len({d.id for d in documents}) == 2
+@pytest.mark.parametrize(
+    ("name", "row", "columns"),
+    [
+        ("v1_5r2-0000.json.gz", DOLMA, None),
+        ("en_head.jsonl.zst", {"raw_content": "one", "url": "u", "quality_signals": "{}"}, {"text": "raw_content"}),
+        ("c4-train.00000-of-01024.json.gz", C4, None),
+        ("00.jsonl.zst", PILE, None),
+        ("wiki.json.xz", PILE, None),
+    ],
+)
+def test_public_corpora_are_read_as_they_are_published(tmp_path, name, row, columns):
+    data = "".join(json.dumps(row | {"text": f"text {at}"} if columns is None else row) + "\n" for at in range(5))
+    codecs = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
+    (tmp_path / name).write_bytes(bytes(codecs[name[name.rindex(".") :]](data.encode())))
+    documents, ledger, _ = read({"name": str(tmp_path / name), **({"columns": columns} if columns else {})})
+    assert [document.text for document in documents] == [f"text {at}" if columns is None else "one" for at in range(5)]
+    assert not ledger.tallies[READ].removed
+    told = {key: value for key, value in row.items() if key not in ("text", "id", "source", "raw_content")}
+    assert {key: documents[0].metadata[key] for key in told} == told
 
 
-def test_a_warc_file_that_breaks_off_is_counted(tmp_path):
-    write_warc(tmp_path / "a.warc.gz", [("response", b"<p>one</p>" * 500), ("response", b"<p>two</p>" * 500)])
-    data = (tmp_path / "a.warc.gz").read_bytes()
-    (tmp_path / "b.warc").write_bytes(gzip.decompress(data)[:3000] + b"garbage")
-    (tmp_path / "c.warc").write_bytes(b"this is no archive at all")
-    (tmp_path / "d.warc.gz").write_bytes(data[: len(data) // 3])
-    documents, ledger, _ = read({"name": str(tmp_path), "label": "crawl"})
-    assert [document.text for document in documents] == ["<p>one</p>" * 500, "<p>two</p>" * 500]
-    assert ledger.tallies[READ].removed == {"cannot be read": 3}
-    assert [note.partition(":")[0] for note in ledger.notes] == [
-        f"crawl/{name}" for name in ("b.warc", "c.warc", "d.warc.gz")
-    ]
-
-
-@pytest.mark.parametrize("damage", [b"garbage", b"\x1f\x8b\x08", b"\nWARC/1.0\r\n"])
-@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
-def test_a_damaged_warc_record_costs_no_other(tmp_path, name, damage):
-    random.seed(0)
-    bodies = [b"<p>%d %s</p>" % (number, random.randbytes(2000).hex().encode()) for number in range(6)]
-    starts, whole = [], b""
-    for body in bodies:
-        write_warc(tmp_path / name, [("response", body)])
-        starts.append(len(whole))
-        whole += (tmp_path / name).read_bytes()
-    for at in (starts[2], starts[2] + 700):
-        (tmp_path / name).write_bytes(whole[:at] + damage * 9 + whole[at + 9 * len(damage) :])
-        documents, ledger, _ = read({"name": str(tmp_path / name)})
-        texts = [document.text.encode() for document in documents]
-        # Where only the text is damaged and nothing compressed, nobody can know.
-        assert [text for text in texts if text in bodies] == bodies[:2] + bodies[3:], (at, ledger.notes)
-        assert len(texts) == 6 or ledger.tallies[READ].removed["cannot be read"] >= 1
+def test_the_rows_of_fineweb_keep_their_nested_metadata(tmp_path):
+    row = {"text": "one", "id": "<urn:uuid:1>", "score": 2.5, "meta": {"lang": {"en": [0.9]}, "none": None}}
+    pq.write_table(pa.Table.from_pylist([row] * 3), tmp_path / "000_00000.parquet")
+    documents, _, _ = read({"name": str(tmp_path)})
+    assert [document.id for document in documents] == ["<urn:uuid:1>"] * 3
+    assert documents[0].metadata["meta"] == {"lang": {"en": [0.9]}}
 
 
 def test_html_files_in_any_encoding(tmp_path):
@@ -179,15 +154,20 @@ def test_html_files_in_any_encoding(tmp_path):
     documents, _, _ = read({"name": str(tmp_path), "label": "pages"})
     assert ["caf" in documents[0].text, documents[1].text] == [True, "<p>zwei</p>"]
     assert [d.id for d in documents] == ["pages/a.html", "pages/sub/b.HTM"]
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "c.html").write_text("<p>hidden</p>")
+    assert len(read({"name": str(tmp_path), "label": "pages"})[0]) == 2
 
 
 def test_a_folder_of_pages_and_other_data_is_refused(tmp_path):
     (tmp_path / "a.html").write_text("<p>one</p>")
     (tmp_path / "README.md").write_text("about")
     assert len(read({"name": str(tmp_path), "label": "x"})[0]) == 1
-    (tmp_path / "b.txt").write_text("two")
-    with pytest.raises(DataError, match="mixes pages and other data"):
-        read({"name": str(tmp_path), "label": "x"})
+    for name in ("b.txt", "b.jsonl.gz"):
+        (tmp_path / name).write_text("two")
+        with pytest.raises(DataError, match=f"mixes pages and other data: a.html, {name}"):
+            read({"name": str(tmp_path), "label": "x"})
+        (tmp_path / name).unlink()
 
 
 def test_what_cannot_be_read_is_counted_or_an_error(tmp_path):

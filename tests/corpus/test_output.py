@@ -1,10 +1,13 @@
 """Shards and chats as they are written."""
 
 import json
+import math
 
+import pyarrow.parquet as pq
 import pytest
 from datatrove.data import Document
 
+from recipes_lib.corpus.documents import CHAT, split_chat, write_shard
 from recipes_lib.corpus.output import load_tokenizer, write_lines
 from recipes_lib.errors import DataError
 
@@ -14,6 +17,25 @@ def test_lines_have_text_id_source_and_metadata(tmp_path):
     write_lines(tmp_path / "a.jsonl", documents)
     (line,) = (tmp_path / "a.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line) == {"text": "é\n", "id": "1", "source": "s", "metadata": {"url": "u"}}
+
+
+def test_metadata_without_a_value_are_null_in_every_file(tmp_path):
+    metadata = {"source": "s", "score": math.nan, "more": [{"least": -math.inf, "n": 1}]}
+    document = Document(text="a", id="1", metadata=metadata)
+    write_lines(tmp_path / "a.jsonl", [document])
+    write_shard(tmp_path / "a.parquet", iter([document]))
+    expected = {"score": None, "more": [{"least": None, "n": 1}]}
+    refuse = {"parse_constant": pytest.fail}
+    assert json.loads((tmp_path / "a.jsonl").read_text(), **refuse)["metadata"] == expected
+    (stored,) = pq.read_table(tmp_path / "a.parquet")["metadata"].to_pylist()
+    assert json.loads(stored, **refuse) == expected
+
+
+def test_a_chat_with_a_key_without_a_value_is_written(tmp_path):
+    text, left = split_chat({"messages": [{"role": "user", "content": "a", "score": math.nan}]})
+    write_lines(tmp_path / "a.jsonl", [Document(text=text, id="1", metadata={"source": "s", CHAT: left})])
+    (message,) = json.loads((tmp_path / "a.jsonl").read_text())["messages"]
+    assert message == {"role": "user", "content": "a", "score": None}
 
 
 def test_a_tokenizer_is_named_by_folder_or_file(tiny_tokenizer, tiny_tokenizer_dir, tmp_path):

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources.canonical import load_source, read_rows
-from recipes_lib.data.sources.local_files import READERS
+from recipes_lib.data.sources.local_files import COMPRESSIONS, READERS
 from recipes_lib.errors import DataError, Problem
 
 GOOD = b'{"text": "fine"}\n'
@@ -82,8 +82,6 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "number per line": ("d.jsonl", b"17\n", ":1", "a number, not an object"),
     "null per line": ("d.jsonl", GOOD + b"null\n", ":2", "null, not an object"),
     "array among objects": ("d.jsonl", GOOD + b'["text"]\n', ":2", "a list, not an object"),
-    "not a number": ("d.jsonl", GOOD + b'{"text": "a", "score": NaN}\n', ":2", "NaN is not JSON"),
-    "infinity": ("d.jsonl", b'{"text": "a", "score": -Infinity}\n', ":1", "-Infinity is not JSON"),
     "repeated key": ("d.jsonl", GOOD + b'{"text": "a", "text": "b"}\n', ":2", "'text' stands twice"),
     "deep nesting": ("d.jsonl", GOOD + b"[" * 100_000 + b"\n", ":2", "nested too deeply"),
     "endless integer": ("d.jsonl", b'{"text": ' + b"1" * 5000 + b"}\n", ":1", "invalid JSON"),
@@ -101,12 +99,10 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "wrapped scalars": ("d.json", b'{"data": [1]}', " row 0", "a number, not an object"),
     "columns, not rows": ("d.json", b'{"text": ["a", "b"]}', " row 0", "`text` is a list, not a string"),
     "repeated csv column": ("d.csv", b"text,text\na,b\n", ":1", "two columns are named `text`"),
-    "nameless csv column": ("d.csv", b",text\n0,a\n", ":1", "column 1 has no name"),
     "ragged csv row": ("d.csv", b"prompt,completion\na,b\nc,d,e\n", ":3", "3 cells under 2 columns"),
     "short csv row": ("d.csv", b'prompt,completion\n"a\nb",c\nd\n', ":4", "1 cells under 2 columns"),
     "open csv quote": ("d.csv", b'prompt,completion\na,b\n"c,d\ne,f\n', ":3", "invalid CSV"),
     "csv quote inside": ("d.csv", b'prompt,completion\n"a"b,c\n', ":2", "invalid CSV"),
-    "csv with semicolons": ("d.csv", b"prompt;completion\na;b\n", ":2", "`prompt;completion`"),
     "csv in latin-1": ("d.csv", "prompt,completion\na,é\n".encode("latin-1"), ":2", "byte 20"),
     "cut parquet": ("d.parquet", PARQUET[:-200], "", "Parquet"),
     "damaged parquet": ("d.parquet", PARQUET[:4] + bytes(400) + PARQUET[404:], "", "Parquet"),
@@ -134,13 +130,34 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "two layouts": ("d.jsonl", line({"text": "a", "messages": [user(), assistant()]}), ":1", "several layouts"),
     "mixed layouts": ("d.jsonl", GOOD + chat(user(), assistant()), ":2", "`text` is missing"),
     "empty messages": ("d.jsonl", chat(), ":1", "empty list"),
-    "messages as a string": ("d.jsonl", line({"messages": "[]"}), ":1", "a string, not a list"),
+    "messages as a string": ("d.jsonl", line({"messages": "Hi"}), ":1", "`messages` is not valid JSON"),
+    "messages as an object": ("d.jsonl", line({"messages": user()}), ":1", "an object, not a list"),
+    "arguments with NaN": (
+        "d.jsonl",
+        chat(user(), assistant(tool_calls=[{"function": {"name": "f", "arguments": '{"a": NaN}'}}])),
+        ":1",
+        "cannot be written as JSON",
+    ),
+    "function call without a name": ("d.jsonl", chat(user(), assistant(None, function_call={})), ":1", "no function"),
+    "answers under another name that are judged": (
+        "d.jsonl",
+        line({"prompt": "a", "response": "b", "label": True}),
+        ":1",
+        "the boolean `label` says which answers are good",
+    ),
+    "two questions": ("d.jsonl", line({"query": "a", "problem": "b", "answer": "c"}), ":1", "match no layout"),
+    "two answers": ("d.jsonl", line({"problem": "a", "solution": "b", "response": "c"}), ":1", "match no layout"),
+    "messages of a tree": (
+        "d.jsonl",
+        line({"message_id": "1", "role": "prompter", "text": "a"}),
+        ":1",
+        "one message of a conversation",
+    ),
+    "caption instead of columns": ("d.csv", b"sep=;\nprompt;completion\n", ":2", "match no layout"),
     "message as a string": ("d.jsonl", chat("Hi"), ":1", "messages[0] is a string"),
     "unknown role": ("d.jsonl", chat(user(), {"role": "robot", "content": "a"}), ":1", "unknown role 'robot'"),
-    "role of another layout": ("d.jsonl", chat(user(), {"role": "gpt", "content": "a"}), ":1", "write `assistant`"),
     "no role": ("d.jsonl", chat({"content": "a"}), ":1", "messages[0] has no role"),
     "role is a number": ("d.jsonl", chat({"role": 1, "content": "a"}), ":1", "role is a number"),
-    "from in messages": ("d.jsonl", chat({"from": "human", "value": "a"}), ":1", "ShareGPT"),
     "no content": ("d.jsonl", chat({"role": "user"}, assistant()), ":1", "messages[0].content is missing"),
     "content is a number": ("d.jsonl", chat(user(3), assistant()), ":1", "content is a number"),
     "null answer": ("d.jsonl", chat(user(), assistant(None)), ":1", "messages[1].content is missing"),
@@ -365,7 +382,7 @@ def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.Mon
         list(read_rows(load_source(str(path))))
 
 
-@pytest.mark.parametrize("suffix", [*READERS, ".jsonl.gz", ".jsonl.zst"])
+@pytest.mark.parametrize("suffix", [*READERS, *(f".jsonl{suffix}" for suffix in COMPRESSIONS)])
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300) | st.text(alphabet='{}[]",:\\ntu0\n\r é\0', max_size=60).map(str.encode))
 def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_path: Path) -> None:
@@ -384,6 +401,32 @@ def test_damaged_parquet_is_rows_or_one_error(position: int, damage: bytes, tmp_
     for problem in find_problems(path):
         assert problem.where.startswith(str(path))
         assert problem.remedy
+
+
+SMALL_ARROW = arrow(pa.table({"messages": [[user(), assistant()]] * 3, "score": [0.5, None, 2.0]}))
+
+
+@pytest.mark.parametrize("damage", [b"\xff" * 4, b"\x00\x00\x00\x80", b"\x00\x00\x00\x10\x00\x00\x00\x10"])
+def test_no_damaged_length_or_offset_of_an_arrow_file_ends_the_process(damage: bytes, tmp_path: Path) -> None:
+    for position in range(0, len(SMALL_ARROW), 4):
+        path = tmp_path / "d.arrow"
+        path.write_bytes(SMALL_ARROW[:position] + damage + SMALL_ARROW[position + len(damage) :])
+        for problem in find_problems(path):
+            assert problem.where.startswith(str(path))
+            assert problem.remedy
+
+
+def test_no_damaged_offset_of_a_saved_dataset_ends_the_process(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["one", "two", "three"]}).save_to_disk(str(tmp_path))
+    (path,) = tmp_path.glob("*.arrow")
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 4):
+        path.write_bytes(whole[:position] + b"\x00\x00\x00\x80" + whole[position + 4 :])
+        for problem in find_problems(tmp_path):
+            assert problem.where.startswith(str(tmp_path))
+            assert problem.remedy
 
 
 JSON = st.recursive(

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import TrainerCallback
 
 from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.distillation.on_policy import ANSWERED, OnPolicyAnswers, is_sampled_step, read_questions
+from recipes_lib.distillation.on_policy import ANSWERED, OnPolicyAnswers, read_questions
 from recipes_lib.errors import PreemptedError
 from recipes_lib.losses.distillation import compute_divergence
 from recipes_lib.models.generation import GenerateBackend
@@ -70,10 +70,10 @@ def read_documents(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("lmbda", [0.0, 0.1, 0.25, 0.5, 0.7, 1.0])
 def test_sampled_steps_are_spread_evenly(lmbda: float) -> None:
     for seed in range(5):
-        due = [is_sampled_step(step, lmbda=lmbda, seed=seed) for step in range(400)]
+        due = [build_answers(lmbda=lmbda, seed=seed).is_due(step) for step in range(400)]
         for start in range(0, 300, 7):
             assert abs(sum(due[start : start + 40]) - 40 * lmbda) <= 1
-    firsts = {tuple(is_sampled_step(step, lmbda=0.25, seed=seed) for step in range(4)) for seed in range(40)}
+    firsts = {tuple(build_answers(lmbda=0.25, seed=seed).is_due(step) for step in range(4)) for seed in range(40)}
     assert len(firsts) == 4, "the seed says which of four it is"
 
 
@@ -177,7 +177,7 @@ def test_figures_of_answers_stand_apart_from_those_of_texts(tiny_model_dir, stud
         distillation_alpha=0.3,
     )
     trainer.train()
-    sampled = [is_sampled_step(step, lmbda=0.5, seed=trainer.args.seed) for step in range(4)]
+    sampled = [trainer.answers.is_due(step) for step in range(4)]
     assert sum(sampled) == 2
     for is_sampled, log in zip(sampled, recorder.logs, strict=True):
         assert ("on_policy/divergence" in log) == is_sampled

@@ -165,11 +165,15 @@ def test_a_store_that_is_shifted_by_one_is_caught_twice(tiny_model_dir, student_
         TeacherCollator(PackedCollator(pad_token_id=1), identity.format)([taught[0], taught[1]])
 
 
-def test_writing_goes_on_behind_the_last_whole_shard(tiny_model_dir, student_dir, tmp_path) -> None:
+def test_writing_goes_on_behind_the_last_whole_shard(tiny_model_dir, student_dir, tmp_path, monkeypatch) -> None:
     config = build_config(student_dir, tiny_model_dir, tmp_path, teacher_top_k=8, prepared_dir=str(tmp_path / "a"))
     identity, compute = build_asking(config)
     (tmp_path / "a").mkdir()
+    flushed: list[int] = []
+    monkeypatch.setattr(teacher_store, "fsync", lambda path: flushed.append(len(np.load(path))))
     write_store(identity, make_packs(), compute, batch_size=2, tell=lambda _: None)
+    # Before a shard has its name, by which it counts as whole, it is on the disk.
+    assert flushed == [len(shard) for shard in read_store(identity, make_packs()).shards]
     asked: list[int] = []
 
     def interrupted(rows: Any) -> Any:

@@ -26,7 +26,6 @@ from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task
 from recipes_lib.training.checkpoints.sharded import (
     copy_model_shards,
     copy_optimizer_shards,
-    read_trained_shapes,
     read_trained_state,
     verify_shards,
 )
@@ -117,7 +116,7 @@ def copy_shards(folder: Path, model: Any, optimizer: torch.optim.Optimizer, save
 
 def choose(output_dir: Path) -> None:
     """Tell which checkpoint each process goes on from."""
-    checkpoint = agree_on_checkpoint(find_last_complete(output_dir)[0], read_launch(), 1, print)
+    checkpoint = agree_on_checkpoint(find_last_complete(output_dir), read_launch(), 1, print)
     sys.stdout.write(f"process {distributed.get_rank()} chooses {checkpoint and checkpoint.name}\n")
 
 
@@ -130,7 +129,10 @@ def main() -> None:
         return
     model, optimizer = build()
     sharded_states.safe_open = Telling
-    saver, shapes = CheckpointSaver(args, print, engine="FSDP"), read_trained_shapes(model)
+    saver, shapes = (
+        CheckpointSaver(args, print, engine="FSDP"),
+        {name: tensor.shape for name, tensor in read_trained_state(model).items()},
+    )
     if fault in MOMENTS:
         kill_at(fault)
     for step in (1, 2):

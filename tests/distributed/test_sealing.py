@@ -32,7 +32,7 @@ def test_what_one_process_finds_broken_ends_all_of_them_and_gets_no_name(fault, 
     assert all(re.search(words, end) for end in ends), told
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
     clear_leftovers(tmp_path)
-    assert find_last_complete(tmp_path) == (tmp_path / "checkpoint-1", [])
+    assert find_last_complete(tmp_path) == tmp_path / "checkpoint-1"
     assert find_damage(tmp_path / "checkpoint-1") is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,16 +12,14 @@ import torch
 
 from recipes_lib.losses.distillation import (
     MAX_ANGLE_TOKENS,
-    compute_angle_sum,
     compute_attention_sum,
-    compute_distance_sum,
-    compute_similarity_sum,
+    compute_relation_sum,
 )
 
 SUMS: dict[str, Callable[..., torch.Tensor]] = {
-    "similarity": compute_similarity_sum,
-    "distance": compute_distance_sum,
-    "angle": compute_angle_sum,
+    "similarity": partial(compute_relation_sum, kind="similarity"),
+    "distance": partial(compute_relation_sum, kind="distance"),
+    "angle": partial(compute_relation_sum, kind="angle"),
 }
 STATES = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
 
@@ -66,15 +65,17 @@ def test_the_values_worked_out_by_hand() -> None:
     # Cosines 0, 0.6 and 0.8; distances sqrt 5, sqrt 20 and sqrt 13 over their mean.
     orthogonal = torch.eye(3, dtype=torch.float64)
     expected = 3 * 2 * (0.6**2 + 0.8**2) / 9
-    assert float(compute_similarity_sum(STATES, orthogonal, [3])) == pytest.approx(expected)
+    assert float(compute_relation_sum(STATES, orthogonal, [3], "similarity")) == pytest.approx(expected)
     gaps = [0.650413 - 1, 1.300827 - 1, 1.048760 - 1]
     expected = 3 * sum(2 * gap**2 / 2 for gap in gaps) / 9
-    assert float(compute_distance_sum(STATES, orthogonal, [3])) == pytest.approx(expected, rel=1e-4)
+    assert float(compute_relation_sum(STATES, orthogonal, [3], "distance")) == pytest.approx(expected, rel=1e-4)
     # A right angle at one corner of a square is one of 45 degrees where the others are drawn together.
     right = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     equal = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 3**0.5 / 2]], dtype=torch.float64)
     gaps = [0.5, 0.5**0.5 - 0.5, 0.5**0.5 - 0.5]
-    assert float(compute_angle_sum(right, equal, [3])) == pytest.approx(3 * sum(gap**2 for gap in gaps) / 27)
+    assert float(compute_relation_sum(right, equal, [3], "angle")) == pytest.approx(
+        3 * sum(gap**2 for gap in gaps) / 27
+    )
 
 
 @pytest.mark.parametrize("name", SUMS)
@@ -125,8 +126,8 @@ def test_the_order_of_documents_is_of_no_account_and_none_is_0(name) -> None:
 def test_a_long_document_is_compared_at_evenly_spaced_tokens() -> None:
     length = 3 * MAX_ANGLE_TOKENS
     student, teacher = draw(length, 3, seed=11), draw(length, 5, seed=12)
-    got = compute_angle_sum(student, teacher, [length])
-    torch.testing.assert_close(got, 3 * compute_angle_sum(student[::3], teacher[::3], [MAX_ANGLE_TOKENS]))
+    got = compute_relation_sum(student, teacher, [length], "angle")
+    torch.testing.assert_close(got, 3 * compute_relation_sum(student[::3], teacher[::3], [MAX_ANGLE_TOKENS], "angle"))
 
 
 def test_attention_is_compared_by_its_divergence_over_the_keys_that_are_seen() -> None:

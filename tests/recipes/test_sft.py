@@ -79,6 +79,8 @@ def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_not
     assert {"tokenizer.json", "chat_template.jinja", "generation_config.json", "report.html", "checkpoint-8"} <= names
     assert not {path.suffix for path in output.iterdir() if path.is_file()} & {".bin", ".pt", ".pkl"}
     assert (output / "checkpoint-8" / "COMPLETE.json").exists()
+    # Who may read the folder may read the model, of which safetensors 0.8 gives the owner alone the right.
+    assert (output / "model.safetensors").stat().st_mode & 0o044 == output.stat().st_mode & 0o044
     assert json.loads((output / "config.json").read_text())["use_cache"]
     record = read_record(tmp_path)
     assert record["status"] == "done"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from recipes_lib.errors import DataError
-from recipes_lib.report.run_files import find_non_finite_steps, format_duration, read_curve, read_number, read_run
+from recipes_lib.report.run_files import find_non_finite_steps, read_curve, read_number, read_run
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 
@@ -60,14 +60,6 @@ def test_what_is_no_number_is_none(value: object) -> None:
 
 def test_an_integer_beyond_every_float_is_infinite() -> None:
     assert read_number({"loss": 10**400}, "loss") == math.inf
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "under 1 s"), (3.2, "3 s"), (123, "2 min 3 s"), (3720, "1 h 2 min"), (math.nan, "unknown time")],
-)
-def test_a_duration_is_told_in_two_units(seconds: float, words: str) -> None:
-    assert format_duration(seconds) == words
 
 
 def test_broken_facts_are_no_facts(tmp_path: Path) -> None:

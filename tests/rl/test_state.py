@@ -45,7 +45,7 @@ def test_a_learner_goes_on_where_it_was(tmp_path):
     step(model, learner, 3)
     state = PPOState(iteration=2, step=3, num_answers=64, kl_coef=0.123456789012345, seconds=1.5, evaluated_step=3)
     save(tmp_path, state, learner)
-    assert find_last_complete(tmp_path)[0] == tmp_path / "checkpoint-3"
+    assert find_last_complete(tmp_path) == tmp_path / "checkpoint-3"
     other_model, other = build(tmp_path, 1)
     assert load_state(tmp_path / "checkpoint-3", {"policy": other}) == state
     assert other.learning_rate == learner.learning_rate
@@ -94,7 +94,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
         model.weight[0, 0] = float("nan")
     with pytest.raises(BrokenSaveError, match="weight is not finite"):
         save(tmp_path, PPOState(step=3), learner)
-    assert find_last_complete(tmp_path)[0] is None
+    assert find_last_complete(tmp_path) is None
 
 
 def test_other_weights_are_refused(tmp_path):

@@ -449,6 +449,27 @@ def test_a_record_that_vanishes_while_the_run_lives_is_written_again_whole(tmp_p
     assert record["config"]["learning_rate"] == 1e-5
 
 
+def test_files_that_somebody_changed_meanwhile_neither_undo_a_run_nor_hide_why_it_ended(tmp_path):
+    config = make_config(tmp_path / "out")
+    config = dataclasses.replace(config, model=ModelConfig(model_name_or_path=str(tmp_path / "a model that is gone")))
+    run = start_run(config, ONE)
+    (tmp_path / "out" / "rollbacks.json").write_text("{")
+    with pytest.raises(ZeroDivisionError), run.recording_its_end():
+        raise ZeroDivisionError("the reason")
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["error"] == "ZeroDivisionError: the reason"
+    with run.recording_its_end():
+        pass
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_file_of_the_run_that_is_gone_is_named_and_any_other_is_a_bug(tmp_path, is_ours):
+    run = start_run(make_config(tmp_path / "out"), ONE)
+    gone = tmp_path / ("out" if is_ours else "elsewhere") / "checkpoint-3" / "optimizer.pt"
+    with pytest.raises(ConfigError if is_ours else FileNotFoundError, match="optimizer"), run.recording_its_end():
+        gone.read_bytes()
+
+
 def test_a_lost_connection_is_told_as_what_it_is(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -522,3 +543,8 @@ def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_any
     monkeypatch.delenv("RECIPES_LAUNCHED")
     start_run(make_config(tmp_path / "alone"), ONE)
     assert "process 0" not in capsys.readouterr().err
+    # One process beside GPUs that nobody uses.
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    start_run(make_config(tmp_path / "idle"), ONE)
+    assert "process 0 of 1" in (told := capsys.readouterr().err)
+    assert "the only one of 8 GPUs in use (`recipes launch` takes all)" in told

@@ -54,10 +54,12 @@ from recipes_lib.corpus.pii import PII, choose_hiding
 from recipes_lib.corpus.quality import LoadScorer, Perplexity, Quality, choose_thresholds
 from recipes_lib.corpus.text_classifier import Classifier, Toxicity
 from recipes_lib.corpus.text_steps import Extract, FixText, Language
+from recipes_lib.corpus.web_archive import read_warc
 from recipes_lib.data.sources.formats import canonicalize
+from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import hash_file, read_record, replace_record, try_lock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
@@ -144,12 +146,17 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
         if config.executor != "local":
             _submit(jobs, config, submitted)
             return _read_finished(config, key)
-        run_local(jobs, config.workers or len(os.sched_getaffinity(0)))
+        run_local(jobs, config.workers or _count_cores())
         return read_record(Path(config.output_dir) / MANIFEST)
 
 
+def _count_cores() -> int:
+    """Return the cores that this process may use, fewer than the machine's in a job; macOS tells only the latter."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
-    """Raise for a folder `data`, which finishing replaces, that is not of a corpus, or that contains a source."""
+    """Raise for a folder `data`, which finishing replaces, that is of no corpus, or in a source, or around one."""
     data = work.with_name("data")
     if data.exists() and not work.exists() and not work.with_name(MANIFEST).exists():
         remedy = "name another output_dir: a corpus replaces what is there"
@@ -159,6 +166,9 @@ def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
         if place.exists() and place.resolve().is_relative_to(data.resolve()):
             found = f"this source lies in {data}, which the corpus replaces"
             raise ConfigError(Problem(entry["name"], found, "name another output_dir"))
+        if place.is_dir() and data.resolve().is_relative_to(place.resolve()):
+            found = f"output_dir lies in the source {entry['name']}, which would then contain its own corpus"
+            raise ConfigError(Problem(config.output_dir, found, "name another output_dir"))
 
 
 @contextmanager
@@ -233,7 +243,10 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
         "lines": config.repeated_lines_unit if has_lines else None,
         "quoted": [config.pii != "off", config.pii_kinds],
-        "code": _hash_code(Read, Apply, WriteClean, Hashes, MinHash, canonicalize, enumerate_lines),
+        "code": _hash_code(
+            *(Read, read_warc, enumerate_lines, canonicalize, clean_messages),
+            *(Apply, WriteClean, Hashes, MinHash),
+        ),
     }
     folder = work / f"clean-{compute_key(content)[:16]}"
     ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, choose_hiding(config))
@@ -361,6 +374,7 @@ def run_local(jobs: Sequence[Job], num_workers: int) -> None:
         pool: ProcessPoolExecutor | None = None
         for together in (cleaning, *([job] for job in jobs if job not in cleaning)):
             if num_workers > 1 and pool is None and sum(job.num_tasks for job in together) > 1:
+                # Not by fork: a lock that a thread of a library holds at that moment would stay locked in the child.
                 pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
             run_together(together, pool)
 
@@ -376,6 +390,7 @@ def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
     executors = [
         LocalPipelineExecutor(list(job.pipeline), job.num_tasks, workers=1, logging_dir=str(job.folder)) for job in jobs
     ]
+    # datatrove leaves a mark for every completed task in `logging_dir`, which is named after the content.
     missing = [(executor, rank) for executor in executors for rank in executor.get_incomplete_ranks()]
     name = jobs[0].name if len(jobs) == 1 else jobs[0].name.partition(" ")[0]
     num_tasks, started = sum(job.num_tasks for job in jobs), time.monotonic()
@@ -404,7 +419,8 @@ def _run_tasks(
     except BrokenProcessPool as error:
         found = f"{name}: a worker process was killed, perhaps for its memory"
         raise ConfigError(Problem("workers", found, "lower `workers`, and run again: what is done stays")) from error
-    except UserError:
+    except BaseException:
+        # Closing the pool would wait for all tasks, for hours after Ctrl-C; now for those that run.
         pool.shutdown(cancel_futures=True)
         raise
 
@@ -448,6 +464,7 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
             raise DataError(Problem(str(job.folder / "logs"), found, "see the logs there, then run the same command"))
     if is_slurm:
         try:
+            # Only the last one: datatrove submits those that it depends on first.
             previous.run()
         except FileNotFoundError as error:
             raise ConfigError(Problem("executor", "there is no sbatch here", "submit from a login node")) from error

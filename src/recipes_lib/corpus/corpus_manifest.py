@@ -113,6 +113,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
             for sample in found if name.startswith(NEAR_STEP) else ():
                 ordinal = sample.pop("repeats", -1)
                 if ordinal >= 0:
+                    # The task whose first document is the last one at or before this one.
                     task = int(np.searchsorted(starts, ordinal, "right")) - 1
                     folder, number = tasks[task]
                     row = ordinal - int(starts[task])
@@ -266,6 +267,7 @@ def compute_mixture(config: CorpusConfig, num_tokens: Sequence[int]) -> list[flo
     left = budget
     while open_sources:
         total = sum(raw[at] for at in open_sources)
+        # Capping one source raises the share of the others, which can reach their caps in the next round.
         capped = [at for at in open_sources if left * raw[at] / total > config.max_epochs * num_tokens[at]]
         for at in capped or open_sources:
             shares[at] = config.max_epochs * num_tokens[at] if capped else left * raw[at] / total

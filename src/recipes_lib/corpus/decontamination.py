@@ -67,6 +67,7 @@ class Index:
         found = []
         for size, (hashes, tasks) in self._tables.items():
             ngrams = hash_ngrams(words.hashes, size)
+            # An n-gram above all hashes would be looked up behind the last one.
             places = np.minimum(np.searchsorted(hashes, ngrams), len(hashes) - 1)
             for at in np.flatnonzero(hashes[places] == ngrams):
                 found.append((tasks[places[at]], int(words.starts[at]), int(words.ends[at + size - 1])))
@@ -89,6 +90,7 @@ class Decontamination:
         Raises:
             DataError: A benchmark cannot be read, or has no text.
         """
+        # Once per process, at the first document: the pickled step holds none.
         index = Index(self._size)
         for benchmark in self._benchmarks:
             for text in read_items(benchmark):
@@ -110,6 +112,7 @@ class Decontamination:
         if not self._excises:
             return tasks[0]
         kept, position = [], 0
+        # A negative end would count from the end of the text.
         for start, end in _merge((start, end) for _, start, end in hits):
             kept.append(document.text[position : max(position, start - _EXCISED_CHARACTERS)])
             position = end + _EXCISED_CHARACTERS

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
@@ -18,9 +19,6 @@ from datatrove.pipeline.base import PipelineStep
 from recipes_lib.config.corpus_keys import Mode
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import replacing
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 MAX_SAMPLE_CHARACTERS: Final = 1500
 _BATCH_ROWS: Final = 500
@@ -31,6 +29,7 @@ CHAT: Final = f"{PART_END}chat"
 """Key of the metadata: the columns of a chat. No column of a dataset is called so."""
 HTML: Final = f"{PART_END}html"
 """Key of the metadata: the text is HTML still."""
+_SHARD_COLUMNS: Final = ("text", "id", "source", "metadata")
 _TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
@@ -48,6 +47,7 @@ def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
     """Return the columns of a chat with the texts after the steps."""
+    # In the order in which `split_chat` took them: both walk the columns in the same way.
     parts = iter(text.split(PART_END))
     return {
         name: _replace_texts(value, lambda _: next(parts)) if name in _TEXT_COLUMNS else value
@@ -157,6 +157,7 @@ class Samples:
         kept = self._kept.setdefault(name, [])
         if sample["hash"] in [-key for key, _ in kept]:
             return
+        # Negated, because heapq keeps the smallest first, and the largest hash is the one to drop.
         heapq.heappush(kept, (-sample["hash"], sample))
         if len(kept) > self.limit:
             heapq.heappop(kept)
@@ -231,6 +232,7 @@ class Apply(PipelineStep):  # type: ignore[misc]
                 reason = "nothing left"
             tally.documents_in += 1
             tally.bytes_in += count_bytes(before)
+            # By identity: a step that changes metadata replaces the mapping, one that only adds notes does not.
             is_changed = document.text != before or document.metadata is not metadata
             if is_changed:
                 tally.changed += 1
@@ -256,15 +258,8 @@ def count_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def build_schema() -> pa.Schema:
-    """Return the columns of a shard: ``text``, ``id``, ``source``, and ``metadata`` as JSON."""
-    import pyarrow as pa
-
-    return pa.schema([(name, pa.large_string()) for name in ("text", "id", "source", "metadata")])
-
-
 def write_shard(path: Path, documents: Iterator[Document]) -> int:
-    """Atomically write documents as a Parquet file; return their number.
+    """Atomically write documents as a Parquet file, metadata as JSON; return their number.
 
     Raises:
         OSError: The file cannot be written.
@@ -272,7 +267,8 @@ def write_shard(path: Path, documents: Iterator[Document]) -> int:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema, count = build_schema(), 0
+    # Large strings: those of a batch together can pass the 2 GiB to which the offsets of others are limited.
+    schema, count = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS]), 0
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
@@ -306,5 +302,14 @@ def _to_row(document: Document) -> dict[str, Any]:
         "text": document.text,
         "id": document.id,
         "source": document.metadata["source"],
-        "metadata": json.dumps(metadata, ensure_ascii=False, default=str),
+        "metadata": json.dumps(spell_finite(metadata), ensure_ascii=False, allow_nan=False, default=str),
     }
+
+
+def spell_finite(value: Any) -> Any:
+    """Return metadata with null in place of NaN and infinities, for which JSON has no word: tables mean no value."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: spell_finite(item) for name, item in value.items()}
+    return [spell_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -40,6 +40,7 @@ _SLICE_ROWS: Final = 1 << 26
 _BLOCK_ROWS: Final = 1 << 20
 _MAX_COMPARISONS: Final = 1000
 """Kept candidates that a document is compared with, the first ones: templates that differ in each page have more."""
+_MAX_OPEN_FILES: Final = 256
 _ARRAYS: Final = ("exact", "bands", "num_shingles", "shingles", "num_lines", "lines")
 
 Ordinals = npt.NDArray[np.int64]
@@ -133,27 +134,33 @@ class HashTable:
     def __init__(self, folders: Sequence[HashFolder]) -> None:
         """Open them."""
         self.tasks = [(folder, rank) for folder in folders for rank in range(folder.num_tasks)]
-        self._arrays: dict[str, list[npt.NDArray[Any]]] = {
-            name: [np.load(_array_path(folder.path, rank, name), mmap_mode="r") for folder, rank in self.tasks]
-            for name in _ARRAYS
-        }
-        sizes = [len(array) for array in self._arrays["exact"]]
-        self.starts = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
-        self._shingle_starts = [np.concatenate(([0], np.cumsum(array))) for array in self._arrays["num_shingles"]]
+        # A map holds a file descriptor, and processes are often limited to 1,024: a corpus has six arrays a task.
+        self._open = functools.lru_cache(maxsize=_MAX_OPEN_FILES)(self._map)
+        self.starts = np.cumsum([0, *(len(array) for array in self._iterate("exact"))], dtype=np.int64)
+        self._shingle_starts = [np.concatenate(([0], np.cumsum(array))) for array in self._iterate("num_shingles")]
 
     def __len__(self) -> int:
         """Number of documents."""
         return int(self.starts[-1])
 
-    def concatenate(self, name: str) -> npt.NDArray[Any]:
-        """Return the concatenated array of all documents."""
-        return np.concatenate(self._arrays[name])
+    def _map(self, name: str, task: int) -> npt.NDArray[Any]:
+        folder, rank = self.tasks[task]
+        array: npt.NDArray[Any] = np.load(_array_path(folder.path, rank, name), mmap_mode="r")
+        return array
+
+    def _iterate(self, name: str) -> Iterator[npt.NDArray[Any]]:
+        return (self._open(name, task) for task in range(len(self.tasks)))
+
+    def find_long(self) -> npt.NDArray[np.bool_]:
+        """Mask of the documents with at least one n-gram, ``bool (N,)``; the others are similar to none."""
+        masks = [np.diff(starts) > 0 for starts in self._shingle_starts]
+        return np.concatenate([np.zeros(0, np.bool_), *masks])
 
     def read_band(self, band: int, chosen: npt.NDArray[np.bool_], salts: HashArray | None = None) -> HashArray:
         """Return the key of one band for the chosen documents, xor its salt."""
         keys = np.empty(int(np.count_nonzero(chosen)), np.uint64)
         filled = 0
-        for start, array in zip(self.starts, self._arrays["bands"], strict=False):
+        for start, array in zip(self.starts, self._iterate("bands"), strict=False):
             here = chosen[start : start + len(array)]
             found = array[here, band]
             if salts is not None:
@@ -165,7 +172,7 @@ class HashTable:
     def read_digests(self, number: int, num_slices: int) -> tuple[Ordinals, HashArray]:
         """Return documents and digests, ``(n, 2)``, of one slice of all digests."""
         ordinals, digests = [np.zeros(0, np.int64)], [np.zeros((0, 2), np.uint64)]
-        for start, array in zip(self.starts, self._arrays["exact"], strict=False):
+        for start, array in zip(self.starts, self._iterate("exact"), strict=False):
             # By the half that has no salt: documents of different sources differ in the other.
             rows = np.flatnonzero(array[:, 1] % np.uint64(num_slices) == number)
             ordinals.append(start + rows)
@@ -175,17 +182,19 @@ class HashTable:
     def read_keys(self, ordinal: int) -> HashArray:
         """Return the band keys of one document."""
         task, row = self._locate(ordinal)
-        return np.asarray(self._arrays["bands"][task][row])
+        return np.array(self._open("bands", task)[row])
 
     def read_shingles(self, ordinal: int) -> ShingleArray:
         """Return the sorted set of one document's shingles."""
         task, row = self._locate(ordinal)
         start, stop = self._shingle_starts[task][row : row + 2]
-        return np.unique(self._arrays["shingles"][task][start:stop])
+        return np.unique(self._open("shingles", task)[start:stop])
 
     def iterate_lines(self) -> Iterator[tuple[HashArray, Ordinals]]:
         """Yield for every task the hashes of its lines, and the document of each."""
-        for start, sizes, lines in zip(self.starts[:-1], self._arrays["num_lines"], self._arrays["lines"], strict=True):
+        for start, sizes, lines in zip(
+            self.starts[:-1], self._iterate("num_lines"), self._iterate("lines"), strict=True
+        ):
             yield np.asarray(lines), np.repeat(np.arange(start, start + len(sizes)), sizes)
 
     def _locate(self, ordinal: int) -> tuple[int, int]:
@@ -237,8 +246,8 @@ def _find_exact(table: HashTable, salts: HashArray | None, found: Duplicates) ->
 
 
 def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, found: Duplicates) -> None:
-    # A text shorter than an n-gram has no shingles, and is similar to no other.
-    is_active = (found.status == KEPT) & (table.concatenate("num_shingles") > 0)
+    # An exact duplicate is removed already, and would only be compared with what its original is compared with.
+    is_active = (found.status == KEPT) & table.find_long()
     active = np.flatnonzero(is_active)
     labels = np.arange(len(table), dtype=np.int64)
     for band in range(config.near_duplicates_bands):
@@ -247,6 +256,7 @@ def _find_near(table: HashTable, config: CorpusConfig, salts: HashArray | None, 
     components = labels[members]
     order = np.argsort(components, kind="stable")
     borders = np.flatnonzero(np.diff(components[order], prepend=-1, append=-1))
+    # Candidates are in one component, so that components can be judged one after the other; inside, in document order.
     greedy = _KeepFirst(table, config, salts)
     for start, stop in itertools.pairwise(borders):
         for ordinal, kept_as in greedy.remove(members[order[start:stop]]):
@@ -287,7 +297,10 @@ def _unite(labels: Ordinals, first: Ordinals, second: Ordinals) -> None:
         ours, theirs = labels[first], labels[second]
         apart = ours != theirs
         first, second = first[apart], second[apart]
+        # The larger root points to the smaller one, so labels only fall. `minimum.at`, because a root can occur in
+        # several pairs, of which an assignment would keep the last.
         np.minimum.at(labels, np.maximum(ours, theirs)[apart], np.minimum(ours, theirs)[apart])
+        # Pointer jumping: every round halves the length of the chains.
         while not np.array_equal(labels[labels], labels):
             labels[:] = labels[labels]
 
@@ -304,6 +317,7 @@ class _KeepFirst:
         if not self._config.near_duplicates_verify:
             yield from ((int(member), int(members[0])) for member in members[1:])
             return
+        # Kept documents by band and key: only those that share a whole band are candidates.
         kept: dict[tuple[int, int], list[int]] = {}
         for member in map(int, members):
             keys = self._table.read_keys(member)
@@ -332,6 +346,7 @@ def find_repeated_lines(table: HashTable, status: npt.NDArray[np.uint8], least: 
             collected.append((lines[chosen], owners[chosen]))
         keys = np.concatenate([lines for lines, _ in collected])
         owners = np.concatenate([own for _, own in collected])
+        # By line, then by document: the first of each run is the first document of a line.
         order = np.lexsort((owners, keys))
         keys, owners = keys[order], owners[order]
         is_new = np.ones(len(keys), bool)  # Count each document once per line.
@@ -382,6 +397,8 @@ ShingleArray = npt.NDArray[np.uint32]
 
 _PIECE: Final = 1 << 20
 """Characters hashed at once: some 40 bytes of memory each."""
+# Both odd, so that a product with them modulo 2^64 can be inverted and loses nothing: the golden ratio, as in
+# splitmix64, and a constant of MurmurHash3's finaliser.
 _FACTOR: Final = 0x9E3779B97F4A7C15
 _MIX: Final = np.uint64(0xFF51AFD7ED558CCD)
 _UNSPACED: Final = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF))
@@ -418,6 +435,7 @@ def _tables() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint64], HashArray,
         kinds[first : last + 1] *= 2
     powers = np.full(_PIECE + 1, _FACTOR, np.uint64)
     inverses = np.full(_PIECE + 1, pow(_FACTOR, -1, 1 << 64), np.uint64)
+    # The products overflow on purpose: all of this is modulo 2^64.
     powers[0] = inverses[0] = 1
     return kinds, folded, np.cumprod(powers), np.cumprod(inverses)
 
@@ -454,6 +472,8 @@ def _hash_piece(codes: npt.NDArray[np.uint32], offset: int) -> Words:
     starts = np.flatnonzero((kind > 0) & ((before != 1) | alone))
     ends = np.flatnonzero((kind > 0) & ((after != 1) | alone)) + 1
     # A word's hash is a polynomial in its codes, by differences of prefix sums modulo 2^64.
+    # The difference of two prefix sums has the factor of the word's position, which the inverse takes out: equal words
+    # have equal hashes wherever they are.
     prefix = np.zeros(len(codes) + 1, np.uint64)
     np.cumsum(folded[codes] * powers[: len(codes)], out=prefix[1:])
     hashes = (prefix[ends] - prefix[starts]) * inverses[starts]
@@ -479,6 +499,7 @@ def hash_shingles(text: str, size: int) -> ShingleArray:
 
     Two documents of n distinct n-grams share about n^2 / 2^32 of these by chance, a fraction of n / 2^32.
     """
+    # The upper half: in a product modulo 2^64, the low bits depend on the low bits of its factors only.
     return (hash_ngrams(hash_words(text).hashes, size) >> np.uint64(32)).astype(np.uint32)
 
 
@@ -503,6 +524,7 @@ class MinHash:
         # In blocks that fit the CPU cache, so that memory does not grow with the document.
         block = max(1, (1 << 20) // len(minima))
         for start in range(0, len(shingles), block):
+            # a x + b modulo 2^32, by overflow: (hash functions, n-grams)
             values = np.multiply.outer(self._factors, shingles[start : start + block])
             values += self._offsets
             np.minimum(minima, values.min(axis=1), out=minima)

@@ -6,10 +6,7 @@ import hashlib
 import io
 import itertools
 import json
-import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -27,10 +24,18 @@ from recipes_lib.corpus.documents import (
     count_bytes,
     split_chat,
 )
+from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, load_source
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
-from recipes_lib.data.sources.local_files import IGNORED_NAMES, READERS, FileSource, compute_digest
+from recipes_lib.data.sources.local_files import (
+    IGNORED_NAMES,
+    READERS,
+    FileSource,
+    compute_digest,
+    find_codec,
+    find_suffix,
+)
 from recipes_lib.data.sources.messages import TRAIN
 from recipes_lib.data.sources.readers import BrokenFileError, read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
@@ -42,12 +47,8 @@ _HTML: Final = (".html", ".htm", ".xhtml")
 _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
 _PARQUET: Final = ".parquet"
-_MAX_HTML_BYTES: Final = 1 << 28
 MAX_DOCUMENT_BYTES: Final = 1 << 27
 """Longer documents are removed: the steps take up to twenty bytes of memory for a byte of text."""
-_WARC_BLOCK: Final = 1 << 20
-_WARC_HEAD: Final = 1 << 9
-"""Bytes in which the first line of a compressed record is."""
 _PLACES: Final = 20
 """Places of a source that are read in turn for a sample."""
 
@@ -172,10 +173,11 @@ def _find_pages(path: Path) -> list[Path]:
     Raises:
         DataError: Other data files lie beside them.
     """
-    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
-    files = [file for file in files if file.is_file() and not file.name.startswith(".")]
+    # As of other kinds of files, those in hidden folders are no data.
+    below = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path).as_posix()}")
+    files = [path] if path.is_file() else sorted(file for file in below if file.is_file())
     pages = [file for file in files if file.name.lower().endswith((*_HTML, *_WARC))]
-    others = [file for file in files if file.suffix.lower() in READERS and file.name not in IGNORED_NAMES]
+    others = [file for file in files if find_suffix(file) in READERS and file.name not in IGNORED_NAMES]
     if pages and others:
         found = f"the folder mixes pages and other data: {pages[0].name}, {others[0].name}"
         raise DataError(Problem(str(path), found, "put them into two folders, and name both as sources"))
@@ -200,6 +202,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
             # The path relative to the folder, because files of two folders can have the same name.
             short = f"{label}{name.removeprefix(source.name.rstrip('/'))}"
             size = path.stat().st_size
+            # Two borders are one range, which is the file.
             borders = _find_borders(path, size, -(-size // task_bytes))
             if len(borders) < 3:
                 yield Part(short, source=replace(source, files={name: path}), num_bytes=size)
@@ -217,17 +220,18 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
     """Positions that split a file into ``num`` ranges, fewer if it has fewer row groups; empty if unsplittable."""
     if num < 2:
         return []
-    if path.suffix in _LINES and not _is_array(path):
-        return [*(_find_line(path, size * at // num) for at in range(num)), size]
-    if path.suffix == _PARQUET:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            num_groups = pq.read_metadata(path).num_row_groups
-        except (pa.ArrowException, OSError):  # The reader reports the error.
+    try:
+        if find_codec(path) is not None:
             return []
-        return sorted({num_groups * at // num for at in range(num + 1)})
+        if path.suffix in _LINES and not _is_array(path):
+            return [*(_find_line(path, size * at // num) for at in range(num)), size]
+        if path.suffix == _PARQUET:
+            import pyarrow.parquet as pq
+
+            num_groups = pq.read_metadata(path).num_row_groups
+            return sorted({num_groups * at // num for at in range(num + 1)})
+    except (OSError, ValueError, BrokenFileError):  # The reader reports the error.
+        pass
     return []
 
 
@@ -241,6 +245,7 @@ def _find_line(path: Path, offset: int) -> int:
     if offset == 0:
         return 0
     with path.open("rb") as file:
+        # One byte before: if that is a line end, the line begins at the offset itself.
         file.seek(offset - 1)
         file.readline()
         return file.tell()
@@ -403,79 +408,10 @@ def read_page(path: Path, label: str) -> Document | Problem:
     from trafilatura.utils import decode_file
 
     with path.open("rb") as file:
-        data = file.read(_MAX_HTML_BYTES + 1)
-    if len(data) > _MAX_HTML_BYTES:
-        return Problem(label, f"more than {_MAX_HTML_BYTES:,} bytes are no web page")
+        data = file.read(MAX_PAGE_BYTES + 1)
+    if len(data) > MAX_PAGE_BYTES:
+        return Problem(label, f"more than {MAX_PAGE_BYTES:,} bytes are no web page")
     return Document(text=decode_file(data), id=label, metadata={HTML: True})
-
-
-def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
-    """Yield the pages of a WARC file and the texts of a WET file; each damaged stretch is a problem.
-
-    datatrove's ``WarcReader`` ends the task at a damaged record, does not count pages that it cannot decode, and needs
-    libmagic; its ``JsonlReader`` logs a broken line without counting it, and leaves a file at its first byte that is no
-    UTF-8.
-    """
-    from warcio.archiveiterator import ArchiveIterator
-    from warcio.exceptions import ArchiveLoadFailed
-
-    number, start = 0, 0
-    with path.open("rb") as file:
-        while start >= 0:
-            file.seek(start)
-            records, found = ArchiveIterator(file), ""
-            try:
-                for record in records:
-                    number += 1
-                    # warcio reads the rest of the file into such a record.
-                    if record.rec_headers.get_header("Content-Length") is None:
-                        found = "it has no length"
-                        break
-                    if record.rec_type in ("response", "conversion"):
-                        yield from _read_record(record, f"{label}:{number}")
-            except (ArchiveLoadFailed, OSError, EOFError, ValueError, zlib.error) as error:
-                number, found = number + 1, ascii(str(error))[1:-1]
-            start = _find_record(file, max(start, records.offset) + 1) if found else -1
-            if found:
-                yield Problem(f"{label}:{number}", f"not a whole WARC record: {found:.120}")
-        if number == 0:
-            yield Problem(label, "holds no whole WARC record")
-
-
-def _find_record(file: io.BufferedReader, start: int) -> int:
-    """Return where the next record of a WARC file starts, or its gzip member; -1: there is none."""
-    overlap = b""
-    file.seek(start)
-    while block := file.read(_WARC_BLOCK):
-        data, first = overlap + block, file.tell() - len(block) - len(overlap)
-        for found in re.finditer(rb"\nWARC/1\.|\x1f\x8b\x08", data):
-            # Compressed data contain the three bytes of gzip by chance.
-            if found[0][:1] == b"\n":
-                return first + found.start() + 1
-            head = data[found.start() : found.start() + _WARC_HEAD]
-            with suppress(zlib.error):
-                if zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(head, 5) == b"WARC/":
-                    return first + found.start()
-        overlap = data[-_WARC_HEAD:]
-    return -1
-
-
-def _read_record(record: Any, where: str) -> Iterator[Document | Problem]:
-    from trafilatura.utils import decode_file
-
-    headers, is_page = record.rec_headers, record.rec_type == "response"
-    payload = headers.get_header("WARC-Identified-Payload-Type") or "html"
-    if is_page and "html" not in payload:
-        return
-    content = record.content_stream().read(_MAX_HTML_BYTES)
-    # warcio does not report a record that is shorter than its length.
-    if record.raw_stream.limit:
-        yield Problem(where, "not a whole WARC record, or too long for a page")
-        return
-    metadata = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
-    metadata |= {HTML: True} if is_page else {}
-    name = headers.get_header("WARC-Record-ID") or where
-    yield Document(text=decode_file(content), id=name.strip("<>"), metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -513,6 +449,7 @@ class SpreadSource:
         elif isinstance(inner, HubSource):
             size = inner.num_bytes
         parts = [part.source or inner for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
+        # Every stride-th part first: the first rows then come from all over the source.
         stride = -(-len(parts) // places)
         waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
         while waiting:

@@ -14,7 +14,16 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import MAX_SAMPLES, CorpusConfig
-from recipes_lib.corpus.documents import CHAT, HTML, Ledger, count_bytes, join_chat, read_shard, write_shard
+from recipes_lib.corpus.documents import (
+    CHAT,
+    HTML,
+    Ledger,
+    count_bytes,
+    join_chat,
+    read_shard,
+    spell_finite,
+    write_shard,
+)
 from recipes_lib.corpus.duplicates import (
     KEPT,
     NEAR,
@@ -82,6 +91,7 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
         """
         earlier = [folder for name in self.config.duplicates_of or () for folder in open_earlier(name, self.config)]
         table = HashTable([*earlier, *self.sources])
+        # Documents of earlier corpora come first, so that those of this one repeat them and never the other way round.
         num_earlier = int(table.starts[sum(folder.num_tasks for folder in earlier)])
         found = find_duplicates(table, self.config)
         lines, firsts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
@@ -150,6 +160,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         for ordinal, document in enumerate(documents, start=start):
             status, size = int(arrays["status"][ordinal]), count_bytes(document.text)
             step = NEAR_STEP if status == NEAR else EXACT_STEP
+            # An exact duplicate enters the first step only; what that one leaves enters the second one.
             for name in (EXACT_STEP, NEAR_STEP)[: 1 + (status in (KEPT, NEAR))]:
                 tally = self.ledger.tallies[name]
                 is_here = status != KEPT and name == step
@@ -204,6 +215,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
             self._counts["bytes"] += sum(count_bytes(document.text) for document in batch)
             if tokenizer is not None:
                 texts = [document.text for document in batch]
+                # The fast form computes no character offsets, which counting does not need.
                 encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
                 self._counts["tokens"] += sum(map(len, encoded))
             yield from batch
@@ -246,4 +258,4 @@ def write_lines(path: Path, documents: Iterable[Document]) -> None:
             chat = document.metadata.get(CHAT)
             columns = {"text": document.text} if chat is None else join_chat(chat, document.text)
             columns |= {"id": document.id, "source": document.metadata["source"], "metadata": metadata}
-            file.write(json.dumps(columns, ensure_ascii=False) + "\n")
+            file.write(json.dumps(spell_finite(columns), ensure_ascii=False, allow_nan=False) + "\n")

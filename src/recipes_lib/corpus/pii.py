@@ -47,6 +47,7 @@ _IBAN_LENGTHS: Final[Mapping[str, int]] = {
 
 def is_luhn(digits: str) -> bool:
     """Return whether the last digit is the Luhn check digit of the others (ISO/IEC 7812-1)."""
+    # Every second digit from the right is doubled; the digits of a number above 9 are added, which is to subtract 9.
     values = [int(digit) for digit in reversed(digits)]
     doubled = [value * 2 - 9 * (value > 4) for value in values[1::2]]
     return (sum(values[::2]) + sum(doubled)) % 10 == 0
@@ -69,6 +70,7 @@ def is_iban(text: str) -> bool:
     """Return whether a text without spaces is an IBAN: length of its country, and 1 modulo 97 (ISO 13616)."""
     if len(text) != _IBAN_LENGTHS.get(text[:2]):
         return False
+    # ISO 13616: country and check digits go to the end, and letters count from A = 10, as in base 36.
     return int("".join(str(int(char, 36)) for char in text[4:] + text[:4])) % 97 == 1
 
 
@@ -78,6 +80,7 @@ def _whole(is_valid: Callable[[str], bool]) -> Validate:
 
 def _measure_grouped(text: str, is_valid: Callable[[str], bool]) -> int:
     """Return the length of the longest prefix, ending at a space or hyphen, that is valid without separators."""
+    # From the longest: the groups after a number can be numbers of their own.
     for end in range(len(text), 0, -1):
         if (end == len(text) or text[end] in " -") and is_valid(re.sub("[ -]", "", text[:end])):
             return end
@@ -99,6 +102,7 @@ def _is_phone(text: str) -> bool:
 
 
 def _is_ssn(text: str) -> bool:
+    # Numbers that the Social Security Administration never gives out.
     area, group, serial = text.split("-")
     return area not in ("000", "666") and area[0] != "9" and group != "00" and serial != "0000"
 

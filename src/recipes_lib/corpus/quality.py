@@ -102,6 +102,7 @@ class Quality:
             if not document.text.strip():
                 return f"{name} nothing left"
             try:
+                # datatrove's filters return a boolean, or a pair of it and a reason.
                 keeps, reason = get_filter_result(quality_filter.filter(document))
             except ZeroDivisionError:  # For a text without words.
                 keeps, reason = False, "no words"
@@ -176,6 +177,7 @@ class Perplexity:
         if not self._bounds:
             found[f"from {math.floor(bits * 10) / 10:.1f} bits per byte"] += 1
             return None
+        # The bound itself belongs to the worse bucket.
         bucket = PERPLEXITY_BUCKETS[bisect.bisect_right(self._bounds, bits)]
         document.metadata["perplexity_bucket"] = bucket
         found[bucket] += 1

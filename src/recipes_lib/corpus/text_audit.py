@@ -106,6 +106,7 @@ def count_languages(sample: list[str]) -> Counter[str]:
     """Return the number of texts in each language; short and uncertain ones are excluded."""
     step, languages = Language([], 0.0, {}, None), Counter[str]()
     for text in sample:
+        # A text of few words is of an uncertain language; `maxsplit` stops at the number that matters.
         if len(text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE)) > _MIN_WORDS_FOR_LANGUAGE:
             document = Document(text=text, id="")
             try:
@@ -119,6 +120,7 @@ def count_languages(sample: list[str]) -> Counter[str]:
 
 def _find_repeated(sample: list[str]) -> Iterator[str]:
     """Duplicates, and lines of many documents."""
+    # By files, as of a corpus: the same code finds what cleaning would find.
     config = CorpusConfig()
     with tempfile.TemporaryDirectory() as folder:
         hashes = Hashes(config, has_lines=True)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from datatrove.data import Document
 
 from recipes_lib.corpus.documents import hash_name
-from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext
+from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record, replace_record, replacing
 
@@ -57,6 +57,7 @@ class LinearClassifier:
     def predict(self, texts: Sequence[str]) -> Array:
         """Return the probabilities, ``(N, labels)``."""
         logits = np.asarray(_hash_words(texts, len(self.weight), self.num_words) @ self.weight) + self.bias
+        # Softmax; without the maximum the exponential of a large logit overflows.
         weights: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         return weights
@@ -108,6 +109,7 @@ def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], di
         for part in parts:
             part[label] = []
         for text in those:
+            # By content, and by 56 bits as `hash_name` gives: copies are on one side in every run.
             parts[hash_name(text) < share * (1 << 56)][label].append(text)
     few = {label: len(those) for label, those in parts[1].items() if len(those) < _MIN_HELD_OUT}
     if few:
@@ -129,6 +131,7 @@ def train_classifier(texts: Texts) -> LinearClassifier:
 
     labels, rows = tuple(texts), [text for those in texts.values() for text in those]
     targets = np.repeat(np.arange(len(labels)), [len(those) for those in texts.values()])
+    # `balanced`: a class of ten times as many texts would otherwise be the guess for every uncertain one.
     model = LogisticRegression(C=_INVERSE_REGULARIZATION, class_weight="balanced", max_iter=1000)
     model.fit(_hash_words(rows, _BUCKETS, _WORDS), targets)
     weight, bias = model.coef_, model.intercept_
@@ -173,13 +176,8 @@ def load_classifier(path: str) -> Predict:
         ConfigError: There is none, or it cannot be read.
     """
     if not Path(path).is_dir():
-        return functools.partial(_predict_fasttext, load_fasttext(path))
+        return functools.partial(predict_fasttext, load_fasttext(path))
     return read_linear(Path(path)).score
-
-
-def _predict_fasttext(model: Any, text: str) -> dict[str, float]:
-    labels, scores = model.predict(text[:MAX_CLASSIFIED].replace("\n", " "), k=-1)
-    return {label.removeprefix("__label__"): float(score) for label, score in zip(labels, scores, strict=True)}
 
 
 def read_linear(folder: Path) -> LinearClassifier:

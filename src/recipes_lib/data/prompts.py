@@ -183,6 +183,7 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
         found = f"the `{row_format.name}` layout has no prompt"
         raise DataError(Problem(raw.where, found, "give rows with a `prompt` column, or chats"))
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+    # The prompt as the layout has it; of a whole chat, all before its last answer.
     messages = list(row.messages[: row.num_prompt_messages or answers[-1]])
     return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None), others
 

@@ -22,7 +22,7 @@ import numpy as np
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import DataError, Problem
-from recipes_lib.files import fsync, hash_file, read_record, try_lock
+from recipes_lib.files import fsync, hash_file, read_record, replace_record, try_lock
 
 if TYPE_CHECKING:
     import datasets
@@ -179,6 +179,7 @@ def wait_for_set(root: Path, key: str) -> PreparedSet:
     """
     deadline, beat = time.monotonic() + _SECONDS_TO_START, 0
     while (found := find_set(root, key)) is None:
+        # Either sign of life starts the time again; the number of seconds is that of a process that shows none.
         held, last, beat = is_locked(root, key), beat, read_beat(root, key)
         if held or beat != last:
             deadline = time.monotonic() + _SECONDS_TO_START
@@ -223,10 +224,12 @@ def publish_set(
         OSError: The disk is full or ``root`` cannot be written.
     """
     target = _set_path(root, key)
-    write_json(staging / MANIFEST_FILE, manifest)
+    replace_record(staging / MANIFEST_FILE, manifest)
     files = sorted(path for path in staging.rglob("*") if path.is_file() and not path.name.startswith("."))
     entries = {str(path.relative_to(staging)): _describe(path) for path in files if path.name != COMPLETE_FILE}
-    write_json(staging / COMPLETE_FILE, {"key": key, "files": entries})
+    # Last, with the size and digest of every other file: a folder without it is no set.
+    replace_record(staging / COMPLETE_FILE, {"key": key, "files": entries})
+    # The names of the files, before the rename makes the folder visible.
     for folder in sorted({path.parent for path in files}):
         fsync(folder)
     _publish(staging, target, key, check_bytes=check_bytes)
@@ -249,6 +252,7 @@ def hold_lock(root: Path, key: str) -> Iterator[bool]:
     """
     with explain_disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
+        # Opening it for writing changes its time: the first beat, also where locks are not supported.
         file = _lock_path(root, key).open("w")
     with file:
         is_ours = try_lock(file)
@@ -272,6 +276,7 @@ def is_locked(root: Path, key: str) -> bool | None:
     except OSError:
         return False
     with file:
+        # Shared, so that two waiting processes do not take each other for the holder.
         is_free = try_lock(file, is_shared=True)
     return None if is_free is None else not is_free
 
@@ -360,14 +365,6 @@ def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> N
                     for batch in batches:
                         stream.write_batch(batch)
                 os.fsync(file.fileno())
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON values, and return after fsync."""
-    with path.open("w") as file:
-        json.dump(value, file, indent=2, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

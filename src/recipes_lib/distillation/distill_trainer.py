@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,14 @@ from transformers import PreTrainedModel, TrainingArguments
 from recipes_lib.config.schema import DistillationConfig, LayersConfig, RecipeConfig
 from recipes_lib.data.packed.training_data import TrainingData
 from recipes_lib.distillation.layer_features import LayerDistillation
-from recipes_lib.distillation.on_policy import ANSWERED, AnswerFigures, OnPolicyAnswers, prepare_answers
+from recipes_lib.distillation.on_policy import (
+    ANSWERED,
+    AnswerFigures,
+    Collate,
+    OnPolicyAnswers,
+    name_figures,
+    prepare_answers,
+)
 from recipes_lib.distillation.teacher_store import (
     TEACHER_FIELD,
     TeacherCollator,
@@ -34,8 +41,6 @@ from recipes_lib.training.monitoring.callbacks import TermMetrics
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 from recipes_lib.training.trainers.next_token_trainer import POSITIONS, SFTTrainer
 from recipes_lib.training.trainers.recipe_trainer import Batch
-
-Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +81,16 @@ class DistillationTrainer(SFTTrainer):
         """
         super().__init__(data_collator=teaching.collate, train_dataset=teaching.rows, **kwargs)
         teacher = teaching.teacher
-        self.objective: Objective = build_objective(distillation)
+        self.objective: Objective = Objective(
+            alpha=distillation.distillation_alpha,
+            beta=distillation.distillation_beta,
+            temperature=distillation.distillation_temperature,
+        )
         self.figures, self.answer_figures = TermMetrics(), AnswerFigures()
-        # Before the callback that writes the log, so that its figures are complete by then.
-        self.callback_handler.callbacks[1:1] = [self.figures, *self.answer_figures.callbacks]
+        self.add_figures(self.figures, *self.answer_figures.callbacks)
         self.answers = teaching.answers
         self.teacher: nn.Module | None = None
+        # Stored log-probabilities have half precision (``RecordFormat``).
         self._teacher_dtype = torch.float16 if teacher is None else teacher.dtype
         # Layers of a teacher can be run separately only until it is sharded, in place.
         self.layers = LayerDistillation(teaching.layers, self.model, teacher, seed=self.args.seed)
@@ -108,6 +117,7 @@ class DistillationTrainer(SFTTrainer):
             yield from taken
             return
         student = extract_model_from_parallel(self.model_wrapped, keep_torch_compile=False)
+        # Once for all micro-batches: ranks generate different numbers of tokens, and could not gather together then.
         with gathered(student):
             for batch in taken:
                 yield answers.replace(student, batch, step)
@@ -144,7 +154,7 @@ class DistillationTrainer(SFTTrainer):
         loss_sum = sums.loss_sum + self.layers.weigh(parts)
         loss = self.compute_share(loss_sum, sums.num_targets, num_items_in_batch, output.aux_loss, num_tokens)
         if answered is None:
-            self.figures.add(_name_figures(sums, parts), sums.num_targets)
+            self.figures.add(name_figures("distillation", sums, parts), sums.num_targets)
         else:
             self.answer_figures.add(sums, answered, parts)
         self.observer.counter.add(num_tokens, sums.num_targets, sums.num_correct)
@@ -214,15 +224,6 @@ def prepare_teaching(
     return TeacherSource(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
 
 
-def build_objective(distillation: DistillationConfig) -> Objective:
-    """Build the objective from the keys of a run."""
-    return Objective(
-        alpha=distillation.distillation_alpha,
-        beta=distillation.distillation_beta,
-        temperature=distillation.distillation_temperature,
-    )
-
-
 def verify_first_sums(
     sums: DistillationSums, dtype: torch.dtype, whose: str = "labels", *, is_own_teacher: bool
 ) -> str:
@@ -254,13 +255,3 @@ def verify_first_sums(
     if whose == "labels" and teacher_nll > nll:
         told += "; the teacher predicts these texts worse than the student: check that it is the right one"
     return told
-
-
-def _name_figures(sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {
-        **{f"distillation/{name}": part.detach() for name, part in parts.items()},
-        "distillation/nll": sums.nll_sum,
-        "distillation/divergence": sums.divergence_sum,
-        "distillation/teacher_nll": sums.teacher_nll_sum,
-        "distillation/agreement": sums.num_agreed.float(),
-    }

@@ -15,25 +15,19 @@ from torch import Tensor, nn
 from recipes_lib.config.schema import RELATION_WEIGHTS, WEIGHTS, LayersConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import (
-    compute_angle_sum,
+    RELATIONS,
     compute_attention_sum,
-    compute_distance_sum,
     compute_feature_sum,
-    compute_similarity_sum,
+    compute_relation_sum,
 )
 from recipes_lib.models.structure import LayerFeatures, collect_features, find_layers, map_layers, verify_layers
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, compare_state, write_state
 from recipes_lib.training.checkpoints.sharded import gather_trained_state, shard_like
+from recipes_lib.training.optim.optimizers import split_groups
 
 PROJECTIONS: Final = "feature_projections"
 """Under which they are a part of the student while it trains."""
 PROJECTIONS_FILE: Final = "feature_projections.pt"
-
-_RELATIONS: Final = {
-    "similarity": compute_similarity_sum,
-    "distance": compute_distance_sum,
-    "angle": compute_angle_sum,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +44,7 @@ class TargetPositions:
 
     def take(self, states: Tensor) -> Tensor:
         """Return the values of a tensor ``(B, L, ...)`` at these positions, ``(N, ...)``."""
+        # The state at a position predicts the token behind it.
         return states[:, :-1][self.is_target]
 
     def take_attention(self, attentions: Tensor) -> Tensor:
@@ -80,6 +75,8 @@ def find_target_positions(labels: Tensor, position_ids: Tensor) -> TargetPositio
         position_ids: ``int64 (B, L)``, 0 where a document begins.
     """
     is_target = labels[:, 1:] >= 0
+    # Each 0 among the positions begins a document: their running count numbers the documents of the whole batch. The
+    # last column predicts nothing.
     documents = position_ids.flatten().eq(0).cumsum(0).view_as(position_ids)[:, :-1][is_target]
     _, counts = documents.unique_consecutive(return_counts=True)  # type: ignore[no-untyped-call]
     return TargetPositions(is_target, counts.tolist())
@@ -176,10 +173,10 @@ class LayerDistillation:
             if config.attention_weight:
                 pair = places.take_attention(own.attentions[number]), other.attentions[self._answers[number]]
                 _add(parts, "attention", compute_attention_sum(*pair), len(self._relations))
-            for name, compute in _RELATIONS.items():
+            for name in RELATIONS:
                 if getattr(config, f"{name}_weight"):
                     pair = places.take(own.states[number]), other.states[self._answers[number]]
-                    _add(parts, name, compute(*pair, places.lengths), len(self._relations))
+                    _add(parts, name, compute_relation_sum(*pair, places.lengths, name), len(self._relations))
         return parts
 
     def weigh(self, parts: Mapping[str, Tensor]) -> Tensor | float:
@@ -214,15 +211,10 @@ class LayerDistillation:
         """Move the projections to their own parameter group, without weight decay, which would shrink them to 0.
 
         Args:
-            optimizer: As built over the student with them, not yet prepared by accelerate; it must not have stepped.
+            optimizer: As for ``split_groups``, over the student with them.
         """
         own = {id(parameter) for parameter in self._projections.parameters()}
-        for group in list(optimizer.param_groups):
-            moved = [parameter for parameter in group["params"] if id(parameter) in own]
-            if moved:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
-                rate = self.config.projection_learning_rate
-                optimizer.add_param_group({**group, "params": moved, "lr": rate, "weight_decay": 0.0})
+        split_groups(optimizer, own, lambda _: {"lr": self.config.projection_learning_rate, "weight_decay": 0.0})
 
     def add_to(self, staged: Staged, saver: CheckpointSaver) -> Staged:
         """Write the projections beside the student, if there are any; every process must call.
@@ -248,6 +240,7 @@ class LayerDistillation:
         """Load the projections of a checkpoint, if there are any."""
         if self._projections:
             state = torch.load(checkpoint / PROJECTIONS_FILE, map_location="cpu", weights_only=True)
+            # In place, since the optimizer holds these parameters.
             with torch.no_grad():
                 for name, parameter in self._projections.named_parameters():
                     parameter.copy_(shard_like(state[name], parameter))

@@ -35,21 +35,6 @@ Ids = npt.NDArray[np.int64]
 Collate = Callable[[Sequence[Mapping[str, Any]]], Batch]
 
 
-def is_sampled_step(step: int, *, lmbda: float, seed: int) -> bool:
-    """Return whether a step is on-policy.
-
-    On-policy steps are evenly spaced, so that in any window their share is as close to ``lmbda`` as possible; the seed
-    sets the offset.
-
-    Args:
-        step: Its number in the run, from 0.
-        lmbda: Share of such steps, in ``[0, 1]``.
-        seed: Of the run.
-    """
-    phase = float(np.random.default_rng(seed).random())
-    return math.floor((step + 1) * lmbda + phase) > math.floor(step * lmbda + phase)
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """A document of a batch as a prompt.
@@ -78,6 +63,7 @@ def read_questions(batch: Mapping[str, Any]) -> Iterator[Question]:
         for start, stop in itertools.pairwise(bounds):
             targets = np.flatnonzero(labels[row, start:stop] != IGNORE_INDEX)
             if len(targets):
+                # An answer is a run of targets; of several turns the last one is answered.
                 gaps = np.flatnonzero(np.diff(targets) > 1)
                 first = int(targets[gaps[-1] + 1 if len(gaps) else 0])
                 document = np.ascontiguousarray(ids[row, start:stop])
@@ -114,8 +100,14 @@ class OnPolicyAnswers:
     collate: Collate
 
     def is_due(self, step: int) -> bool:
-        """Return whether step ``step``, from 0, is on-policy."""
-        return is_sampled_step(step, lmbda=self.lmbda, seed=self.seed)
+        """Return whether step ``step``, from 0, is on-policy.
+
+        On-policy steps are evenly spaced, so that in any window their share is as close to ``lmbda`` as possible; the
+        seed sets the offset.
+        """
+        phase = float(np.random.default_rng(self.seed).random())
+        # As Bresenham's lines: a step is due when the sum of the shares passes a whole number.
+        return math.floor((step + 1) * self.lmbda + phase) > math.floor(step * self.lmbda + phase)
 
     def replace(self, student: Any, batch: Batch, step: int) -> Batch:
         """Return a batch in which the last answer of each document is the student's, and the only target.
@@ -189,6 +181,18 @@ def _lay_out(pairs: Sequence[tuple[Question, Ids]]) -> dict[str, Any]:
     }
 
 
+def name_figures(kind: str, sums: DistillationSums, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the sums of a batch by the names under which their means are logged: ``KIND/nll``."""
+    figures = {
+        **parts,
+        "nll": sums.nll_sum,
+        "divergence": sums.divergence_sum,
+        "teacher_nll": sums.teacher_nll_sum,
+        "agreement": sums.num_agreed.float(),
+    }
+    return {f"{kind}/{name}": figure.detach() for name, figure in figures.items()}
+
+
 class AnswerFigures:
     """Figures of on-policy steps, separate from those of texts."""
 
@@ -203,16 +207,8 @@ class AnswerFigures:
 
     def add(self, sums: DistillationSums, answered: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
         """Add a batch of this process; ``answered`` is its ``ANSWERED``, ``parts`` its layer losses."""
-        self._of_tokens.add(
-            {
-                **{f"on_policy/{name}": part.detach() for name, part in parts.items()},
-                "on_policy/nll": sums.nll_sum,
-                "on_policy/divergence": sums.divergence_sum,
-                "on_policy/teacher_nll": sums.teacher_nll_sum,
-                "on_policy/agreement": sums.num_agreed.float(),
-            },
-            sums.num_targets,
-        )
+        self._of_tokens.add(name_figures("on_policy", sums, parts), sums.num_targets)
+        # Means over tokens, and means over answers: they have other divisors.
         num_answers, num_finished = answered
         lengths = {"on_policy/length": sums.num_targets.float(), "on_policy/finished": num_finished.float()}
         self._of_answers.add(lengths, num_answers)

@@ -26,14 +26,15 @@ from recipes_lib.data.store import (
     make_set,
 )
 from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import fsync
 from recipes_lib.losses.distillation import TopLogps, compute_top_logps
 from recipes_lib.models.attention.kernels import AttentionChoice, choose_attention, prove_isolation
-from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.heads.loss_head import verify_loss_head
 from recipes_lib.models.loading import choose_teacher, find_commit, load_causal_lm, load_model_config, load_tokenizer
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.vocabulary import VocabularyMap, adopt_vocabulary, map_vocabulary
 from recipes_lib.training.evaluation.held_out import Rows
-from recipes_lib.training.trainers.trained_model import TEACHER
+from recipes_lib.training.trainers.trained_model import TEACHER, freeze
 
 FORMAT: Final = 1
 SHARD_TOKENS: Final = 2**18
@@ -81,6 +82,7 @@ class RecordFormat:
         records["low"] = ids & 0xFFFF
         if bits := self.num_high_bits:
             each = 8 // bits
+            # (N, bytes, ids a byte): the bits of each id are shifted to their place, and a byte is their union.
             high = np.zeros((len(ids), records["high"].shape[1] * each), np.uint8)
             high[:, : self.k] = ids >> 16
             shifts = np.arange(each, dtype=np.uint8) * bits
@@ -259,6 +261,8 @@ def write_store(
                     parts = [identity.format.encode(*compute([rows[number] for number in some])) for some in asked]
                     partial = path.with_name(".partial.npy")
                     np.save(partial, np.concatenate(parts))
+                    # A shard that is there counts as whole when writing resumes: its data must reach the disk first.
+                    fsync(partial)
                     partial.replace(path)
                 tell(numbers.stop)
             counts = [int(find_targets(rows[number]).sum()) for number in range(len(rows))]
@@ -282,6 +286,7 @@ def read_store(identity: StoreIdentity, rows: Rows) -> TeacherRows:
     size = identity.rows_per_shard
     shards = [np.load(found.path / _name_shard(number), mmap_mode="r") for number in range(-(-len(counts) // size))]
     starts = np.cumsum(counts) - counts
+    # From places in all records to places in the shard: less where its first row starts.
     starts -= np.repeat(starts[::size], size)[: len(starts)]
     if len(counts) != len(rows) or sum(map(len, shards)) != counts.sum():
         raise ConfigError(Problem(str(found.path), "holds other rows than it was made of", "delete the folder"))
@@ -303,6 +308,7 @@ def compare_with_teacher(
     Raises:
         DataError: The store is off by more: it is not of this teacher, or not of these places.
     """
+    # By the key, so that every process, and every run with this store, looks at the same rows.
     draw = np.random.default_rng(int(identity.key[:8], 16))
     numbers = np.sort(draw.permutation(len(taught))[:num_rows])
     sums, num_targets = 0.0, 0
@@ -361,10 +367,8 @@ def load_teacher(
         # Rows are permuted to the student's order, which is impossible on a sharded weight.
         with zero3_init_disabled():
             teacher = load_causal_lm(chosen, attention.implementation)
-        teacher.requires_grad_(False)
-        teacher.train(False)
         adopt_vocabulary(teacher, vocabulary, where)
-        add_loss_head(teacher)
+        freeze(teacher)
         verify_loss_head(teacher)
         if config.tokens.packing or attention.layout == "flat":
             prove_isolation(teacher, attention.layout)

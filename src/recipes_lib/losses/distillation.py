@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple, Unpack
@@ -139,6 +139,7 @@ class _ChunkedDistillation(torch.autograd.Function):
         projection: Projection,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, ...]:
+        # As in ``_ChunkedCrossEntropy``, which explains the steps that both have.
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
         gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
         alpha, temperature = supervision.objective.alpha, supervision.objective.temperature
@@ -160,6 +161,8 @@ class _ChunkedDistillation(torch.autograd.Function):
                 if any(needed):
                     # The logits become the gradient of the cross-entropy, softmax minus one-hot, and then of the whole.
                     logits.sub_(log_totals).exp_().scatter_add_(1, targets, -torch.ones_like(log_totals)).mul_(alpha)
+                    # Of the T^2 before the divergence one T is left: logits are divided by it before the softmax. Where
+                    # the teacher has fewer tokens, its part of the gradient ends with them.
                     shared = logits[:, : learnt.gradient.shape[1]]
                     shared.add_(learnt.gradient, alpha=(1 - alpha) * temperature)
                     gradients.add(chunk, matrix)
@@ -216,6 +219,7 @@ def _learn_whole(teacher_logits: Tensor, objective: Objective, logits: Tensor, t
     teacher_logps = teacher_logits.div_(objective.temperature).log_softmax(dim=-1)
     student_logps = (logits[:, : teacher_logps.shape[1]] / objective.temperature).log_softmax(dim=-1)
     divergences, slopes = compute_divergence(teacher_logps, student_logps, objective.beta)
+    # Through log-softmax: d/dlogit_i = slope_i - softmax_i * sum_j slope_j.
     gradient = slopes.sub_(student_logps.exp_().mul_(slopes.sum(dim=-1, keepdim=True)))
     return _ChunkDivergence(divergences, gradient, choice, nll_sum)
 
@@ -256,18 +260,22 @@ def compute_divergence(teacher_logps: Tensor, student_logps: Tensor, beta: float
     Source: Agarwal et al. 2024 (arXiv 2306.13649, eq. 1) and ``trl.experimental.gkd``, but for the divisor;
         ``tests/losses/test_divergence.py``.
     """
+    # Everything is in log-space: a probability that is 0 in float32 still has a logarithm.
     gap = student_logps - teacher_logps
     if beta == 0:
+        # Forward KL: sum p (log p - log q), whose derivative by log q is -p.
         negative = -teacher_logps.exp()
         return Divergence((negative * gap).sum(dim=-1), negative)
     student = student_logps.exp()
     if beta == 1:
         # The derivative of q itself, q, sums to a constant: only differences of slopes over q count.
         return Divergence((student * gap).sum(dim=-1), student.mul_(gap))
+    # log(beta p + (1 - beta) q).
     mixture_logps = torch.logaddexp(teacher_logps + math.log(beta), student_logps + math.log1p(-beta))
     to_student = student_logps - mixture_logps
     values = (student * to_student).sum(dim=-1) / beta
     values += (teacher_logps.exp() * (teacher_logps - mixture_logps)).sum(dim=-1) / (1 - beta)
+    # q log(q / m) / beta: the other terms of the derivative cancel, because beta p + (1 - beta) q is m.
     return Divergence(values, student.mul_(to_student).div_(beta))
 
 
@@ -348,10 +356,12 @@ def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: floa
 
     Source: ``tests/losses/test_top_k.py``.
     """
+    # Softmax without its division: exponentials (n, C), those of the teacher's k tokens, and the sum of all others.
     top = student_logits.amax(dim=-1, keepdim=True)
     masses = student_logits.sub_(top).exp_()
     picked = masses.gather(1, teacher.ids)
     rest = masses.scatter_(1, teacher.ids, 0.0).sum(dim=-1, keepdim=True)
+    # A bucket may be empty in float32; the logarithm of the smallest number stands for it.
     tiny = torch.finfo(masses.dtype).tiny
     rest, total = rest.clamp(min=tiny), rest + picked.sum(dim=-1, keepdim=True)
     student_logps = (torch.cat([picked.clamp(min=tiny), rest], dim=-1)).log_().sub_(total.log())
@@ -366,8 +376,6 @@ def compute_top_divergence(student_logits: Tensor, teacher: TopLogps, beta: floa
 
 MAX_ANGLE_TOKENS: Final = 32
 """Tokens of a document, evenly spaced, whose angles are compared: of ``n`` tokens there are ``n^3``."""
-
-Compare = Callable[[Tensor, Tensor], Tensor]
 
 FeatureLoss = Literal["mse", "cosine"]
 _MIN_SQUARE: Final = 1e-12
@@ -413,64 +421,37 @@ def compute_attention_sum(student: Tensor, teacher: Tensor) -> Tensor:
         different numbers of; ``tests/losses/test_layers.py``.
     """
     student, teacher = _widen(student), _widen(teacher.detach())
+    # 0 log 0 = 0 for the teacher (``xlogy``). A key that only the student leaves out would cost infinitely much.
     floor = torch.finfo(student.dtype).tiny
     divergences: Tensor = torch.special.xlogy(teacher, teacher) - teacher * student.clamp_min(floor).log()
     return divergences.sum()
 
 
-def compute_similarity_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum over tokens of the mean square difference of their cosines with the tokens of their document.
+def compute_relation_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int], kind: str) -> Tensor:
+    """Sum over tokens of how differently their hidden states relate to those of their document, each document's mean.
+
+    ``similarity`` is the mean square difference of cosines. ``distance`` is the mean Huber loss of distances, in units
+    of their mean in the document, so that neither the width nor the scale of states counts. ``angle`` is the mean Huber
+    loss of the angles between tokens; of a document of more than ``MAX_ANGLE_TOKENS`` so many tokens are compared,
+    evenly spaced, and stand for all.
 
     Args:
         student: Hidden states, ``(N, D_s)``, document behind document.
         teacher: ``(N, D_t)``, of the same tokens; it gets no gradient.
         lengths: Tokens of each document; they sum to ``N``.
+        kind: Key of ``RELATIONS``.
 
-    Source: Tung and Mori 2019 (arXiv 1907.09682, eq. 4); ``tests/losses/test_layers.py``.
+    Source: Tung and Mori 2019 (arXiv 1907.09682, eq. 4) for ``similarity``; Park et al. 2019 (arXiv 1904.05068), RKD-D
+        (eq. 5 to 7) and RKD-A (eq. 8 to 10), means as in its code: a token is an example here and a document a batch.
+        ``tests/losses/test_layers.py``.
     """
-    return _sum_over_documents(student, teacher, lengths, _compare_cosines)
-
-
-def compute_distance_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum over tokens of the mean Huber loss of their distances to the tokens of their document.
-
-    Distances are in units of their mean in the document, so that neither the width nor the scale of states counts.
-
-    Args:
-        student: As for ``compute_similarity_sum``.
-        teacher: As for ``compute_similarity_sum``.
-        lengths: As for ``compute_similarity_sum``.
-
-    Source: Park et al. 2019 (RKD-D, arXiv 1904.05068, eq. 5 to 7), means as in its code; a token is an example here and
-        a document a batch. ``tests/losses/test_layers.py``.
-    """
-    return _sum_over_documents(student, teacher, lengths, _compare_distances)
-
-
-def compute_angle_sum(student: Tensor, teacher: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Sum over tokens of the mean Huber loss of the angles that the tokens of their document have between them.
-
-    Of a document of more than ``MAX_ANGLE_TOKENS`` so many tokens are compared, evenly spaced, and stand for all.
-
-    Args:
-        student: As for ``compute_similarity_sum``.
-        teacher: As for ``compute_similarity_sum``.
-        lengths: As for ``compute_similarity_sum``.
-
-    Source: Park et al. 2019 (RKD-A, arXiv 1904.05068, eq. 8 to 10), as ``compute_distance_sum``.
-    """
-    return _sum_over_documents(student, teacher, lengths, _compare_angles)
-
-
-def _sum_over_documents(student: Tensor, teacher: Tensor, lengths: Sequence[int], compare: Compare) -> Tensor:
-    """Add the means of the documents, each as often as the document has tokens."""
     student, teacher = _widen(student), _widen(teacher.detach())
     # What holds the graph together where there is no document.
     total = student.sum() * 0.0
     # Products of sixteen bits have no digits left for differences of what is nearly alike.
     with torch.autocast(student.device.type, enabled=False):
         for own, other in zip(torch.split(student, list(lengths)), torch.split(teacher, list(lengths)), strict=True):
-            total = total + len(own) * compare(own, other)
+            total = total + len(own) * RELATIONS[kind](own, other)
     return total
 
 
@@ -486,6 +467,7 @@ def _compare_distances(student: Tensor, teacher: Tensor) -> Tensor:
 def _compare_angles(student: Tensor, teacher: Tensor) -> Tensor:
     length, device = len(student), student.device
     count = min(length, MAX_ANGLE_TOKENS)
+    # Evenly spaced in whole numbers, of which none comes twice.
     chosen = torch.arange(count, device=device) * length // count
     return functional.smooth_l1_loss(_measure_angles(student[chosen]), _measure_angles(teacher[chosen]))
 
@@ -500,10 +482,19 @@ def _measure_distances(states: Tensor) -> Tensor:
 
 def _measure_angles(states: Tensor) -> Tensor:
     """Cosine of the angle at each token between each two others, ``(n, n, n)``; 0 where two of the three are one."""
+    # (n, n, D): from token i to token j.
     directions = states[None] - states[:, None]
     norms: Tensor = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     units = directions / norms.masked_fill(norms == 0, torch.inf)
     return units @ units.transpose(1, 2)
+
+
+RELATIONS: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "similarity": _compare_cosines,
+    "distance": _compare_distances,
+    "angle": _compare_angles,
+}
+"""Kind of ``compute_relation_sum`` -> mean over the tokens of a document, of its states in student and teacher."""
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -90,23 +90,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         share: VocabularyShard | None,
         is_grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
+        # The caller says whether gradients are on: in here they never are, and ``needs_input_grad`` disregards it.
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
         gradients = ProjectionGradients(projection, hidden, weight, bias, needed)
         nll_sum = hidden.new_zeros((), dtype=projection.wide)
         num_correct = targets.new_zeros(())
         matrix = weight.to(projection.dtype)
+        # Off, because the dtype of the products is settled (``build_projection``): nothing in here is to be cast.
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in projection.iterate(hidden, matrix, bias):
+                # (n, vocabulary) and (n, 1)
                 logits, chunk_targets = chunk.logits, targets[chunk.rows, None]
+                # The largest logit is subtracted, so that no exponential overflows and one of them is 1: their sum has
+                # a finite logarithm. It is also the prediction, for the accuracy.
                 top, best = logits.max(dim=-1, keepdim=True)
                 if share is not None:
                     top, best = share.find_top(top, best)
                 num_correct += (best == chunk_targets).sum()
                 places, is_here = (chunk_targets, None) if share is None else _find_places(chunk_targets, logits, share)
+                # Before the next line, which overwrites the logits: there is no room for a second chunk of them.
                 at_target = logits.gather(1, places)
                 total = logits.sub_(top).exp_().sum(dim=-1, keepdim=True)
                 if share is not None and is_here is not None:
+                    # One process has the target, the others add 0; of the sum of exponentials each has a part.
                     at_target, total = share.add(at_target * is_here, total)
+                # -log softmax = log(sum exp(logits - top)) + top - target.
                 nll_sum += (top - at_target).sum()
                 nll_sum += total.log().sum()
                 if any(needed):
@@ -115,6 +123,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                     logits.div_(total).scatter_add_(1, places, minus)
                     gradients.add(chunk, matrix)
         of_hidden, *of_weights = gradients.finish()
+        # Each process has multiplied by its rows of the embedding; those of the weight are its own.
         if share is not None and of_hidden is not None:
             (of_hidden,) = share.add(of_hidden)
         ctx.save_for_backward(of_hidden, *of_weights)
@@ -153,6 +162,7 @@ def sample_targets(
         Token ids, ``int64 (N,)``.
     """
     projection = build_projection(hidden, weight, **transform)
+    # Without positions there are no chunks, and nothing cannot be concatenated.
     drawn = [torch.zeros(0, dtype=torch.int64, device=hidden.device)]
     with torch.autocast(hidden.device.type, enabled=False):
         for chunk in projection.iterate(hidden, weight.to(projection.dtype), transform.get("bias")):
@@ -228,6 +238,8 @@ class _ChunkedLogps(torch.autograd.Function):
         with_statistics: bool,
     ) -> tuple[Tensor | None, ...]:
         needed = [is_grad_enabled and is_needed for is_needed in ctx.needs_input_grad[:3]]
+        # A gradient of weight or bias is a sum over tokens, and each token has its own factor from upstream: only that
+        # of the hidden states can be made before the factors are known.
         ctx.projection, ctx.keeps_gradient = projection, needed == [True, False, False]
         gradients = ProjectionGradients(projection, hidden, weight, bias, [ctx.keeps_gradient, False, False])
         logps, log_totals, log_sum_sq_probs, entropy = (
@@ -275,6 +287,7 @@ class _ChunkedLogps(torch.autograd.Function):
             (gradient,) = ctx.saved_tensors
             # Out of place: backward may run more than once.
             return (gradient * upstream[:, None]).to(gradient.dtype), *(None,) * 6
+        # Of each token its total alone was kept, N numbers; the logits of a chunk are made once more.
         hidden, weight, bias, targets, log_totals = ctx.saved_tensors
         projection = ctx.projection
         gradients = ProjectionGradients(projection, hidden, weight, bias, ctx.needs_input_grad[:3])

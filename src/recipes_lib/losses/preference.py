@@ -82,6 +82,8 @@ def sum_logps(logps: Tensor, sequence_ids: Tensor, num_sequences: int, *, ld_alp
         ``tests/parity/test_preference_losses.py`` against TRL.
     """
     if ld_alpha is not None:
+        # A token is beyond the shorter answer if its place in its own answer is: the place among all tokens, sorted by
+        # sequence, less where the sequence starts there. Stable, so that tokens keep their order.
         ones = torch.ones_like(logps)
         lengths = sum_logps(ones, sequence_ids, num_sequences)
         shorter = torch.minimum(*lengths.chunk(2)).repeat(2)
@@ -92,6 +94,7 @@ def sum_logps(logps: Tensor, sequence_ids: Tensor, num_sequences: int, *, ld_alp
         ranks = torch.arange(len(logps), device=logps.device) - starts[ordered_ids]
         is_beyond[order] = ranks >= shorter[ordered_ids]
         logps = logps * ones.masked_fill(is_beyond, ld_alpha)
+    # No loop over sequences and no padding: their lengths stay on the device.
     return logps.new_zeros(num_sequences).index_add(0, sequence_ids, logps)
 
 
@@ -245,9 +248,9 @@ def _mean_gap(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     return chosen - rejected
 
 
-def _smoothed(gap: Tensor, options: PreferenceOptions) -> Tensor:
+def _smoothed(gap: Tensor, label_smoothing: float) -> Tensor:
     """Expected ``-log sigmoid(gap)`` if ``label_smoothing`` of the pairs are the wrong way round."""
-    return -(1 - options.label_smoothing) * logsigmoid(gap) - options.label_smoothing * logsigmoid(-gap)
+    return -(1 - label_smoothing) * logsigmoid(gap) - label_smoothing * logsigmoid(-gap)
 
 
 def _chosen_nll(batch: PreferenceBatch) -> Tensor:
@@ -278,6 +281,7 @@ def _exo_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """EXO for two answers (Ji et al. 2024, arXiv 2402.00856, eq. 16): KL(policy's preference || smoothed label)."""
     gap = _gap(batch, options)
     chosen = gap.sigmoid() * (logsigmoid(gap) - math.log1p(-options.label_smoothing))
+    # Smoothing is positive (``verify_preference_options``): of a label without doubt the divergence is infinite.
     rejected = (-gap).sigmoid() * (logsigmoid(-gap) - math.log(options.label_smoothing))
     return chosen + rejected
 
@@ -291,6 +295,7 @@ def _nca_pair(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
 def _robust(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """Robust DPO (Chowdhury et al. 2024, arXiv 2403.00409): unbiased if ``label_smoothing`` of the pairs are wrong."""
     gap, flipped = _gap(batch, options), options.label_smoothing
+    # Below 1/2, which ``verify_preference_options`` makes sure of: there it would divide by 0.
     return (flipped * logsigmoid(-gap) - (1 - flipped) * logsigmoid(gap)) / (1 - 2 * flipped)
 
 
@@ -310,13 +315,13 @@ def _aot(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """AOT, paired (Melnyk et al. 2024, arXiv 2406.05882): by rank, the policy's margins exceed the reference's."""
     ref_chosen, ref_rejected = _reference(batch)
     margins, ref_margins = batch.chosen_logps - batch.rejected_logps, ref_chosen - ref_rejected
-    return _smoothed(options.beta * (margins.sort().values - ref_margins.sort().values), options)
+    return _smoothed(options.beta * (margins.sort().values - ref_margins.sort().values), options.label_smoothing)
 
 
 def _aot_unpaired(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
     """AOT, unpaired (Melnyk et al. 2024, arXiv 2406.05882): by rank, chosen log-ratios exceed rejected ones."""
     chosen, rejected = _log_ratios(batch)
-    return _smoothed(options.beta * (chosen.sort().values - rejected.sort().values), options)
+    return _smoothed(options.beta * (chosen.sort().values - rejected.sort().values), options.label_smoothing)
 
 
 def _apo_zero(batch: PreferenceBatch, options: PreferenceOptions) -> Tensor:
@@ -425,5 +430,4 @@ def compute_bradley_terry(
     wide = torch.promote_types(chosen.dtype, torch.float32)
     chosen, rejected = chosen.to(wide), rejected.to(wide)
     gap = chosen - rejected if margins is None else chosen - rejected - margins
-    losses = -(1 - label_smoothing) * logsigmoid(gap) - label_smoothing * logsigmoid(-gap)
-    return losses + center_coefficient * (chosen + rejected).square()
+    return _smoothed(gap, label_smoothing) + center_coefficient * (chosen + rejected).square()

@@ -77,6 +77,7 @@ class Projection:
             rows = slice(start, start + self.chunk_size)
             inputs = hidden[rows].to(self.dtype)
             narrow, logits = buffer[: len(inputs)], wide_buffer[: len(inputs)]
+            # (n, D) by (D, V); the view that ``t`` gives is not copied.
             torch.mm(inputs, matrix.t(), out=narrow)
             slope = self._finish(logits if narrow.dtype == logits.dtype else logits.copy_(narrow), bias)
             yield Chunk(rows, inputs, logits, narrow, slope)
@@ -89,6 +90,7 @@ class Projection:
             logits.mul_(self.logit_scale)
         if self.softcap is None:
             return None
+        # d/dx c tanh(x / c) = 1 - tanh(x / c)^2, kept here while the hyperbolic tangent is there.
         logits.div_(self.softcap).tanh_()
         slope = 1 - logits.square()
         logits.mul_(self.softcap)
@@ -117,6 +119,7 @@ def build_projection(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     else:
+        # ``torch.mm`` takes operands of one dtype.
         dtype = min(hidden.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
     default_size = count_chunk_tokens(len(weight), find_chunk_bytes(hidden.device) // part)
     scale, softcap = transform.get("logit_scale", 1.0), transform.get("softcap")
@@ -170,10 +173,12 @@ class ProjectionGradients:
     def add(self, chunk: Chunk, matrix: Tensor) -> None:
         """Add a chunk whose ``logits`` now hold the gradient of the loss with respect to them, and overwrite them."""
         wide, narrow, scale = chunk.logits, chunk.narrow, self._projection.logit_scale
+        # Backwards through cap and scale, in the opposite order of ``Projection._finish``.
         if chunk.slope is not None:
             wide.mul_(chunk.slope)
         if scale != 1.0:
             wide.mul_(scale)
+        # In float32 both are one buffer.
         if narrow.data_ptr() != wide.data_ptr():
             narrow.copy_(wide)
         if self._hidden is not None and self._hidden.dtype == narrow.dtype:
@@ -224,14 +229,17 @@ class VocabularyShard:
             top: Largest of this process, ``(n, 1)``.
             best: Where it stands among this process's tokens, ``int64 (n, 1)``.
         """
+        # The reduction is in place, and the process's own is compared with it.
         largest = top.clone()
         distributed.all_reduce(largest, distributed.ReduceOp.MAX, self.group)
+        # Of equal logits the first id counts, as for arg-max in one process: the others say a number above all ids.
         first = torch.where(top == largest, best + self.first, torch.iinfo(best.dtype).max)
         distributed.all_reduce(first, distributed.ReduceOp.MIN, self.group)
         return largest, first
 
     def add(self, *parts: Tensor) -> list[Tensor]:
         """The sums of some tensors of one shape and dtype over the processes."""
+        # One collective call for all of them.
         together = torch.stack(parts)
         distributed.all_reduce(together, group=self.group)
         return list(together)

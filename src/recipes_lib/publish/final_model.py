@@ -17,7 +17,7 @@ from transformers import Trainer
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DivergedError
-from recipes_lib.files import read_record
+from recipes_lib.files import let_readers_of_folder_read, read_record
 from recipes_lib.models.adapters.lora import (
     compute_probe_logits,
     find_logit_shift,
@@ -119,6 +119,7 @@ def export_model(trainer: Trainer, folder: Path) -> None:
             with trainer.accelerator.autocast():
                 verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
         for path in staging.iterdir():
+            let_readers_of_folder_read(path)
             path.replace(folder / path.name)
         staging.rmdir()
         record = read_record(folder / "run.json", {"stage": str, "config": dict})

@@ -154,6 +154,10 @@ class Run:
         if isinstance(error, OSError) and not self.output_dir.is_dir():
             found = "it is gone: something has renamed or deleted it, or its disk was unmounted"
             return ConfigError(Problem(str(self.output_dir), found, "bring it back and run the same command"))
+        if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(self.output_dir):
+            found = "it is gone: something has renamed or deleted it while the run used it"
+            remedy = "run the same command: it resumes from the newest complete checkpoint"
+            return ConfigError(Problem(str(error.filename), found, remedy))
         # By name, since no pickle is read here: torch's `weights_only` found another object than tensors.
         if type(error).__name__ == "UnpicklingError":
             found = f"is not loaded: a file in it holds more than tensors ({str(error).splitlines()[0]})"
@@ -167,13 +171,18 @@ class Run:
         model = self.config.model
         events = [event for event in read_lines(self.output_dir / METRICS_FILE) if event]
         ends = {event.get("kind"): event for event in events}
-        return {
+        told: dict[str, Any] = {
             "stopped_early": ends.get("stop"),
             "best_model": ends.get("best"),
             "measured": measure_run(events) if self.facts.get("planned") else None,
-            "rollbacks": [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made],
-            "model_commit": find_commit(str(model.model_name_or_path), model.model_revision),
         }
+        # Files that somebody has changed or moved meanwhile neither undo a run that is done nor hide why one has ended.
+        with suppress(DataError):
+            told["rollbacks"] = [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made]
+        # A path that is no folder any more is an invalid Hub id (``HFValidationError``).
+        with suppress(ValueError):
+            told["model_commit"] = find_commit(str(model.model_name_or_path), model.model_revision)
+        return told
 
     def _record_end(self, status: str, reason: str) -> None:
         """Record why the run ended, in reserved space if the disk is full; failures here are not raised."""
@@ -181,6 +190,7 @@ class Run:
         try:
             self.record(**facts, **self._tell())
         except OSError:
+            # Without what happened on the way, and in the room that the lock file has kept for these few lines.
             with suppress(OSError):
                 for file in _CLAIMS:
                     file.truncate(0)
@@ -204,7 +214,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         ConfigError: The run is done, its model is missing or damaged, and no checkpoint is left to write it from.
         ConfigError: The checkpoint cannot be loaded by these processes, or they cannot share its batch.
     """
-    if launch.world_size > 1:
+    if max(launch.world_size, torch.cuda.device_count()) > 1:
         sys.stderr.write(f"{describe_process(launch)}\n")
     verify_rendezvous(launch)
     verify_expected(launch)
@@ -215,7 +225,7 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     # Upstream's bars for loading and saving would tear the progress line, once a process.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = _open(Path(config.training["output_dir"]), launch)
-    resume_from, _ = find_last_complete(output_dir)
+    resume_from = find_last_complete(output_dir)
     effective = flatten_config(config)
     previous = _fill_in(_read_previous(output_dir, resume_from), effective)
     finished = previous.get("status") == "done"
@@ -227,12 +237,12 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
         config = _resume_batch(config, launch, resume_from, say)
     if differing:
         # With the batch that it had, both are planned for the processes of now.
-        processes = {"world_size": launch.data_size, "world_size_before": launch.data_size}
-        resume_from = find_common_checkpoint(config, previous["config"], differing, **processes)
+        resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
             raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
         finished = False
         if launch.is_main:
+            # The longer run will write its own checkpoints of those steps; these have other learning rates.
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
     checkpointing = ""
     if not finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import string
 from typing import Any
 
@@ -267,6 +268,81 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"messages": [USER, ANSWER], "question": "What is 2 + 2?", "answer": "4"},
         {"messages": [USER, ANSWER]},
     ),
+    "chat under the keys of ShareGPT": (
+        "messages",
+        {"messages": [{"from": "human", "value": USER["content"]}, {"role": "Assistant", "value": "4", "from": None}]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "chat in a cell": ("messages", {"messages": json.dumps([USER, ANSWER])}, {"messages": [USER, ANSWER]}),
+    "chat with its system prompt beside it": (
+        "messages",
+        {"messages": [USER, ANSWER], "system": "Be brief."},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    "chat with its system prompt beside it and inside": (
+        "messages",
+        {"messages": [SYSTEM, USER, ANSWER], "system": "Be brief."},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    "parts that are strings": (
+        "messages",
+        {"messages": [{"role": "user", "content": ["What is ", "2 + 2?"]}, ANSWER]},
+        {"messages": [USER, ANSWER]},
+    ),
+    "OpenAI's functions": (
+        "messages",
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "add", "arguments": '{"a": 2, "b": 2}'},
+                },
+                {"role": "function", "name": "add", "content": "4"},
+                ANSWER,
+            ]
+        },
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "name": "add", "content": "4"},
+                ANSWER,
+            ]
+        },
+    ),
+    "LMSYS": ("sharegpt", {"conversation": [USER, ANSWER], "model": "vicuna"}, {"messages": [USER, ANSWER]}),
+    "ShareGPT with a system prompt": (
+        "sharegpt",
+        {"conversations": [USER, ANSWER], "system_prompt": "Be brief."},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    "OpenOrca": (
+        "question_answer",
+        {"id": "1", "system_prompt": "Be brief.", "question": USER["content"], "response": "4"},
+        {"messages": [SYSTEM, USER, ANSWER]},
+    ),
+    "MetaMathQA": (
+        "question_answer",
+        {"type": "t", "query": USER["content"], "original_question": "?", "response": "4"},
+        {"messages": [USER, ANSWER]},
+    ),
+    "a problem and its solution": (
+        "question_answer",
+        {"problem": USER["content"], "solution": "4", "level": 1},
+        {"messages": [USER, ANSWER]},
+    ),
+    "a prompt and its response": (
+        "question_answer",
+        {"prompt": USER["content"], "response": "4", "label": "good"},
+        {"messages": [USER, ANSWER]},
+    ),
+    "an instruction and its completion": (
+        "question_answer",
+        {"instruction": USER["content"], "completion": "4"},
+        {"messages": [USER, ANSWER]},
+    ),
     "preference with the prompt inside and as text": (
         "preference",
         {"prompt": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
@@ -382,6 +458,19 @@ def test_a_text_that_does_not_repeat_the_instruction_is_another_layout() -> None
 def test_detection_names_the_columns_it_reads_and_ignores() -> None:
     raw = {"id": 7, "messages": [USER, ANSWER], "tools": None, "source": "web"}
     assert str(detect_format(raw, where="here")) == "`messages` layout, from messages, tools; ignored: id, source"
+    raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
+    told = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
+    assert str(detect_format(raw, where="here")) == told
+
+
+@pytest.mark.parametrize("raw", [{"query": "a", "problem": "b", "answer": "c"}, {"prompt": "a", "n": 1}])
+def test_a_column_that_may_mean_two_things_is_not_guessed(raw: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="match no layout"):
+        detect_format(raw, where="here")
+
+
+def test_the_key_may_name_the_layout_of_columns_by_other_names() -> None:
+    assert convert({"query": "What is 2 + 2?", "response": "4"}, "question_answer").messages == [USER, ANSWER]
 
 
 def test_null_columns_do_not_count_in_detection() -> None:

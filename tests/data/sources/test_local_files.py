@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import lzma
+import random
 import shutil
 from pathlib import Path
 
@@ -107,18 +110,44 @@ def test_what_a_row_of_a_text_file_is_counts_for_text_files_alone(tmp_path: Path
         assert sources[0].fingerprint() == load_files(path, "d", "train").fingerprint()
 
 
-@pytest.mark.parametrize("codec", ["gzip", "zstd"])
-def test_compressed_files_read_as_what_they_hold(codec: str, tmp_path: Path) -> None:
-    content = b'{"text": "one"}\n' * 10_000
-    path = tmp_path / f"d.jsonl{ {'gzip': '.gz', 'zstd': '.zst'}[codec] }"
-    with pa.CompressedOutputStream(str(path), codec) as file:
-        file.write(content)
-    with open_file(path) as file:
-        assert file.read() == content
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": pa.Codec("zstd").compress}
 
 
-def test_gzip_members_one_after_another_are_all_read(tmp_path: Path) -> None:
-    path = tmp_path / "d.txt.gz"
-    path.write_bytes(gzip.compress(b"one\n") + gzip.compress(b"two\n"))
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("is_told", [True, False])
+def test_compressed_files_are_read_in_all_of_their_members_whatever_their_name(
+    suffix: str, is_told: bool, tmp_path: Path
+) -> None:
+    parts = [b'{"text": "%d"}\n' % number * 5_000 for number in range(2)]
+    path = tmp_path / ("d.jsonl" + suffix * is_told)
+    path.write_bytes(b"".join(bytes(COMPRESS[suffix](part)) for part in parts))
     with open_file(path) as file:
-        assert file.read() == b"one\ntwo\n"
+        assert file.read() == b"".join(parts)
+    assert len(list(load_files(path, "d", "train").rows())) == 10_000
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut", "none at all"])
+def test_what_cannot_be_decompressed_is_one_line_with_the_way_out(suffix: str, damage: str, tmp_path: Path) -> None:
+    path = tmp_path / f"d.jsonl{suffix}"
+    whole = bytes(COMPRESS[suffix](random.Random(0).randbytes(100_000)))
+    path.write_bytes(whole[:50_000] if damage == "cut" else b'{"text": "a"}\n')
+    with pytest.raises(DataError) as caught:
+        list(load_files(path, "d", "train").rows())
+    problem = caught.value.problems[-1]
+    assert (problem.where, f"not a whole {suffix} file" in problem.found) == ("d", True)
+    assert "decompress" in problem.remedy
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.jsonl.zst"])
+def test_a_pointer_of_git_lfs_is_called_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n")
+    with pytest.raises(DataError, match="git lfs pull"):
+        list(load_files(tmp_path / name, name, "train").rows())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.tar.gz", ".tar.gz"), ("a.xlsx", ".xlsx"), ("a.warc.zst", ".warc.zst")])
+def test_another_kind_of_file_is_named_with_those_that_are_read(name: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(DataError, match=rf"unknown kind of file `{kind}`\s+convert.*\.parquet.*\.xz"):
+        load_files(tmp_path / name, name, "train")

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from recipes_lib.data.sources.messages import (
     ROLES,
-    SHAREGPT_ROLES,
     RowError,
     check_text,
     clean_messages,
@@ -37,22 +36,23 @@ def test_the_words_of_a_turn_are_never_changed(content: str) -> None:
     assert message == {"role": "user", "content": content}
 
 
-@pytest.mark.parametrize("written", SHAREGPT_ROLES)
-def test_every_sharegpt_role_becomes_a_template_role(written: str) -> None:
+@pytest.mark.parametrize("written", [*ROLES, "Human", " GPT ", "Function_Call"])
+def test_every_role_becomes_a_template_role(written: str) -> None:
     value = '{"name": "f", "arguments": {}}'
-    (message,) = clean_messages([{"from": written, "value": value}], "conversations", SHAREGPT_ROLES)
-    assert message["role"] in ROLES
+    (message,) = clean_messages([{"from": written, "value": value}], "conversations")
+    assert message["role"] in ("system", "developer", "user", "assistant", "tool")
 
 
 def test_a_call_without_arguments_has_none() -> None:
-    call = {"type": "function", "function": {"name": "now"}}
-    (message,) = clean_messages([{"role": "assistant", "tool_calls": [call]}], "messages")
+    calls = [{"type": "function", "function": {"name": "now", **written}} for written in ({}, {"arguments": ""})]
+    first, message = clean_messages([{"role": "assistant", "tool_calls": [call]} for call in calls], "messages")
+    assert first == message
     assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
 
 
 def test_parallel_sharegpt_calls_are_calls_of_one_turn() -> None:
     value = '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": null}}]'
-    (message,) = clean_messages([{"from": "function_call", "value": value}], "conversations", SHAREGPT_ROLES)
+    (message,) = clean_messages([{"from": "function_call", "value": value}], "conversations")
     assert [call["function"] for call in message["tool_calls"]] == [
         {"name": "f", "arguments": {}},
         {"name": "g", "arguments": {"x": None}},
@@ -83,15 +83,12 @@ ANSWER = {"role": "assistant", "content": "4"}
 def test_a_turn_is_marked_as_openai_or_axolotl_do_and_templates_do_not_see_it(
     marks: dict[str, object], is_trained: bool
 ) -> None:
-    for marked, roles in (
-        ({**ANSWER, **marks}, ROLES),
-        ({"from": "gpt", "value": "4", **marks}, SHAREGPT_ROLES),
-    ):
-        turns, untrained = split_marks(clean_messages([marked, ANSWER], "turns", roles))
+    for marked in ({**ANSWER, **marks}, {"from": "gpt", "value": "4", **marks}):
+        turns, untrained = split_marks(clean_messages([marked, ANSWER], "turns"))
         assert turns == [ANSWER, ANSWER]
         assert untrained == (set() if is_trained else {0})
     call = {"from": "function_call", "value": '{"name": "f", "arguments": {}}', **marks}
-    turns, untrained = split_marks(clean_messages([call], "turns", SHAREGPT_ROLES))
+    turns, untrained = split_marks(clean_messages([call], "turns"))
     assert set(turns[0]) == {"role", "content", "tool_calls"}
     assert untrained == (set() if is_trained else {0})
 

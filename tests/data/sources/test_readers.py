@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,6 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
     ("row", "found"),
     [
         ('{"a": 1,\n "a": 2}', "the key 'a' stands twice"),
-        ("NaN", "NaN is not JSON"),
         ("[" * 99_999, "nested too deeply"),
     ],
 )
@@ -90,6 +90,14 @@ def test_what_only_the_reader_refuses_is_named_by_the_line_of_its_row(row: str, 
     with pytest.raises(BrokenFileError) as caught:
         read(f'[{{"text": "a"}},\n\n {row}]'.encode())
     assert (caught.value.problem.where, found in caught.value.problem.found) == ("d.json:3", True)
+
+
+@pytest.mark.parametrize("is_array", [True, False])
+def test_numbers_that_json_has_no_word_for_are_read_as_python_writes_them(is_array: bool) -> None:
+    row = json.dumps({"text": "a", "score": math.nan, "least": -math.inf})
+    (found,) = columns(read((f"[{row}]" if is_array else f"{row}\n").encode(), may_be_document=is_array))
+    assert math.isnan(found.pop("score"))
+    assert found == {"text": "a", "least": -math.inf}
 
 
 @pytest.mark.parametrize("is_array", [True, False])

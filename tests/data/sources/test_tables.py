@@ -8,6 +8,7 @@ import json
 from datetime import UTC, date, datetime, time
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -32,6 +33,29 @@ def test_a_table_reads_as_it_was_written(rows: list[tuple[str, str]], delimiter:
     content = text.getvalue().encode("utf-8-sig" if mark else "utf-8")
     entries = list(read_csv(open_bytes(content), "d.csv", delimiter=delimiter))
     assert [tuple(entry.columns.values()) for entry in entries if isinstance(entry, RawRow)] == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "columns"),
+    [
+        ('prompt;completion\n"a, b";c\n', {"prompt": "a, b", "completion": "c"}),
+        ("prompt\tcompletion\na, b\tc\n", {"prompt": "a, b", "completion": "c"}),
+        ("prompt|completion\r\na, b|c\r\n", {"prompt": "a, b", "completion": "c"}),
+        ("text\na; b\n", {"text": "a; b"}),
+        ('"a;b",text\n1,2\n', {"a;b": "1", "text": "2"}),
+        (",text\n0,a\n", {"Unnamed: 0": "0", "text": "a"}),
+        ("text,\na,\n", {"text": "a", "Unnamed: 1": ""}),
+    ],
+)
+def test_the_first_line_says_what_delimits_cells_and_pandas_calls_nameless_columns(
+    content: str, columns: dict[str, str]
+) -> None:
+    (entry,) = read_csv(open_bytes(content.encode()), "d.csv", delimiter=",")
+    assert isinstance(entry, RawRow)
+    assert entry.columns == columns
+    separator = next((each for each in ",;\t|" if each in content.partition("\n")[0].replace("a;b", "")), ",")
+    (theirs,) = pd.read_csv(io.StringIO(content), sep=separator, dtype=str, keep_default_na=False).to_dict("records")
+    assert entry.columns == theirs
 
 
 def test_a_row_has_the_line_it_begins_on() -> None:

@@ -112,7 +112,7 @@ PLACES = [
     *((token_shards.TokenWriter, "_open_shard", call) for call in (2, 5)),
     *((token_sets, "replace_record", call) for call in (1, 2, 4)),
     *((os, "fsync", call) for call in (1, 7, 8, 30)),
-    *((store, "write_json", call) for call in (1, 2)),
+    *((store, "replace_record", call) for call in (1, 2)),
     (os, "replace", 1),
 ]
 

@@ -276,6 +276,39 @@ def test_the_best_is_that_of_the_steps_that_are_saved(tiny_model_dir, tmp_path, 
     assert state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_who_may_read_the_folder_may_read_the_weights(tiny_model_dir, tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        trainer, _, _ = train(tiny_model_dir, tmp_path / "run", max_steps=2)
+        trainer.save_model(str(tmp_path / "final"))
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "run" / "checkpoint-2", tmp_path / "final"):
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {mode}
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_the_last_weights_never_pass_for_the_best_ones(tiny_model_dir, tmp_path, what):
+    losses, last = iter([1.0, 5.0]), {}
+    keys = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    trainer, _ = make_trainer(
+        tiny_model_dir,
+        tmp_path,
+        make_packs(),
+        hooks=[lambda model, step: {"loss": next(losses)}],
+        **SAVES | keys | {"max_steps": 4},
+    )
+    lines, best = [], tmp_path / "checkpoint-2"
+    trainer.observer.progress.say = lines.append
+    remove = {"folder": lambda: shutil.rmtree(best), "file": (best / "model.safetensors").unlink}[what]
+    trainer.add_callback(Telling(4, lambda: (remove(), last.update(weights_of(trainer)))))
+    trainer.train()
+    assert_equal_weights(weights_of(trainer), last)
+    assert trainer.state.best_model_checkpoint is None
+    assert any(line.startswith("the best weights, checkpoint-2, cannot be loaded: ") for line in lines)
+
+
 def test_shares_of_a_run_save_evaluated_steps(tiny_model_dir, tmp_path):
     # Of ten steps a quarter is 3 and a half 5, which is no evaluated step.
     losses = iter([5.0, 1.0, 4.0, 4.0])

@@ -1,8 +1,10 @@
 """Only a checkpoint that is whole may be resumed."""
 
+import errno
 import hashlib
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -55,7 +57,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, damage
         (bad / "nested" / "state.json").unlink()
     if damage.endswith("seal"):
         (bad / COMPLETE).write_text({"empty seal": "", "torn seal": '{"files": {', "foreign seal": "[]"}[damage])
-    assert find_last_complete(tmp_path) == (good, [bad])
+    assert find_last_complete(tmp_path) == good
 
 
 def test_steps_are_compared_as_numbers_and_other_folders_are_not_checkpoints(tmp_path):
@@ -64,12 +66,12 @@ def test_steps_are_compared_as_numbers_and_other_folders_are_not_checkpoints(tmp
     make_checkpoint(tmp_path, 20)
     (tmp_path / "checkpoint-best").mkdir()
     (tmp_path / "checkpoint-300.partial").mkdir()
-    assert find_last_complete(tmp_path) == (newest, [])
+    assert find_last_complete(tmp_path) == newest
 
 
 def test_a_new_run_has_no_checkpoint(tmp_path):
-    assert find_last_complete(tmp_path) == (None, [])
-    assert find_last_complete(tmp_path / "absent") == (None, [])
+    assert find_last_complete(tmp_path) is None
+    assert find_last_complete(tmp_path / "absent") is None
 
 
 def steps_in(output_dir):
@@ -92,6 +94,21 @@ def test_what_is_to_stay_for_ever_stays(tmp_path):
         make_checkpoint(tmp_path, step)
     rotate(tmp_path, 1, (2,), keep_every=4)
     assert steps_in(tmp_path) == sorted(f"checkpoint-{step}" for step in (2, 4, 8, 12))
+
+
+def test_what_cannot_be_deleted_is_told_and_the_others_go(tmp_path, monkeypatch):
+    for step in (1, 2, 3, 4):
+        make_checkpoint(tmp_path, step)
+    rename = Path.rename
+
+    def refuse(path, target):
+        if path.name == "checkpoint-2":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert rotate(tmp_path, 1, ()) == ["checkpoint-2 (Device or resource busy)"]
+    assert steps_in(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_what_is_not_whole_takes_no_place_and_is_never_deleted(tmp_path):
@@ -212,7 +229,7 @@ def test_superseded_checkpoints_are_kept_and_never_resumed(tmp_path):
     assert steps_in(tmp_path) == ["checkpoint-5", "superseded-checkpoint-10", "superseded-checkpoint-15"]
     make_checkpoint(tmp_path, 10)
     supersede(tmp_path, after_step=5)
-    assert find_last_complete(tmp_path) == (tmp_path / "checkpoint-5", [])
+    assert find_last_complete(tmp_path) == tmp_path / "checkpoint-5"
 
 
 @pytest.mark.parametrize(
@@ -245,4 +262,4 @@ def test_a_forged_seal_is_none(tmp_path, forge):
     (checkpoint / COMPLETE).write_text(json.dumps(record))
     assert not is_complete(checkpoint)
     assert find_damage(checkpoint) is not None
-    assert find_last_complete(tmp_path) == (None, [checkpoint])
+    assert find_last_complete(tmp_path) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from recipes_lib.errors import ConfigError
+from recipes_lib.training.checkpoints import saver as saver_module
 from recipes_lib.training.checkpoints.manifest import DRY_RUN, find_damage, list_checkpoints, read_complete
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, HostCopy, Staged, write_state
 
@@ -87,6 +89,34 @@ def test_the_newest_every_nth_and_those_that_are_named_stay(build, tmp_path):
         saver.save(stage(saver, step, state), keep=[2])
     saver.finish()
     assert [step for step, _ in list_checkpoints(tmp_path)] == [6, 4, 2]
+
+
+def test_a_checkpoint_that_lost_a_file_while_it_was_written_gets_no_name(build, tmp_path):
+    saver, state = build(), {"weight": torch.ones(3)}
+    staged = stage(saver, 1, state, verify=lambda: (tmp_path / "_saving" / "checkpoint-1" / "scheduler.pt").unlink())
+    (staged.folder / "scheduler.pt").touch()
+    saver.save(staged)
+    with pytest.raises(FileNotFoundError, match=r"scheduler\.pt"):
+        saver.finish()
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_what_is_known_of_the_run_outlives_its_record(build, tmp_path):
+    saver, state, run = build(), {"weight": torch.ones(3)}, {"stage": "sft", "config": {"max_steps": 2}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    saver.save(stage(saver, 1, state))
+    (tmp_path / "run.json").unlink()
+    saver.save(stage(saver, 2, state))
+    saver.finish()
+    assert read_complete(tmp_path / "checkpoint-2")["run"] == run
+
+
+def test_an_older_checkpoint_that_cannot_be_deleted_ends_no_run(build, tmp_path, lines, monkeypatch):
+    monkeypatch.setattr(saver_module, "rotate", lambda *_: ["checkpoint-1 (Device or resource busy)"])
+    saver = build(save_total_limit=1)
+    saver.save(stage(saver, 2, {"weight": torch.ones(3)}))
+    saver.finish()
+    assert lines == ["older checkpoints could not be deleted: checkpoint-1 (Device or resource busy)"]
 
 
 def test_a_directory_that_is_gone_is_not_made_anew_for_a_part_of_the_run(build, tmp_path):

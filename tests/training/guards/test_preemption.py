@@ -52,7 +52,7 @@ def run_process(rank: int, folder: Path) -> None:
     told = []
     for asks in ({}, {0: 4}, {1: 2}, {0: 2, 1: 2}):
         STOP.reason = None
-        STOP._is_deferred = True
+        STOP.is_deferred = True
         told.append(take_rows(rank, asks, [14, 2]))
     (folder / f"{rank}.json").write_text(json.dumps(told))
     distributed.barrier()
@@ -190,7 +190,7 @@ def test_who_is_asked_leaves_what_it_computes_by_itself_and_only_while_training(
     leave_if_asked()
     STOP.ask("SIGTERM")
     leave_if_asked()
-    monkeypatch.setattr(STOP, "_is_deferred", True)
+    monkeypatch.setattr(STOP, "is_deferred", True)
     with pytest.raises(LeftError):
         leave_if_asked()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests.rows import read_events
 from tests.training import pretraining
@@ -111,7 +112,7 @@ def test_killed_at_any_moment_of_a_rollback_the_same_command_ends_alike(
         with pytest.raises(Killed):
             killed.train()
 
-    checkpoint, _ = find_last_complete(tmp_path / "killed")
+    checkpoint = find_last_complete(tmp_path / "killed")
     assert checkpoint.name == ("checkpoint-28" if moment == "three steps later" else "checkpoint-25")
     again, _ = make_guarded(tiny_model_dir, tmp_path / "killed", packs, **ROLLED_BACK)
     again.train(resume_from_checkpoint=str(checkpoint))
@@ -132,7 +133,7 @@ def test_with_no_rollbacks_left_a_spike_ends_the_run(tiny_model_dir, tmp_path):
     with pytest.raises(DivergedError, match=r"step 30 was stopped before its update: .* after 1 rollbacks"):
         trainer.train()
     assert json.loads((tmp_path / "diverged" / "step-30" / "rank-0.json").read_text())["row_ids"] == [[66, 67]]
-    assert find_last_complete(tmp_path)[0].name == "checkpoint-25"
+    assert find_last_complete(tmp_path).name == "checkpoint-25"
 
 
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])
@@ -192,6 +193,18 @@ def test_a_loss_that_is_not_finite_stops_though_the_gradient_is(tiny_model_dir, 
         batch = trainer.data_collator([make_packs(24)[row] for row in rows])
         assert torch.equal(tensors[f"micro_batch_{at}.input_ids"], batch["input_ids"])
         assert torch.equal(tensors[f"micro_batch_{at}.labels"], batch["labels"])
+
+
+def test_a_full_disk_does_not_hide_why_a_step_was_stopped(tiny_model_dir, tmp_path, monkeypatch):
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs())
+    trainer.model.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    def refuse(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("recipes_lib.training.guards.step_facts.save_file", refuse)
+    with pytest.raises(DivergedError, match=r"norm\.weight is not finite.*could not be written to .*No space left"):
+        trainer.train()
 
 
 def test_the_parameter_nearest_to_the_output_is_named_first(tiny_model_dir, tmp_path):

@@ -99,7 +99,10 @@ def test_the_live_line_shows_step_total_figures_and_evaluations(monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", "160")
     terminal = Terminal()
     progress = LiveProgress(terminal)
+    progress.start(50, 20)
+    # Behind a rollback training begins again, and there is one bar.
     progress.start(50, 10)
+    assert len(progress._display.tasks) == 1
     progress.advance(11)
     progress.show({**TRAIN, "step": 11})
     assert list(progress.track([1, 2], "evaluate", 2)) == [1, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from recipes_lib.training.trainers import arguments as fp8
 from recipes_lib.training.trainers.arguments import (
     build_autocast,
     build_training_arguments,
+    get_rounding_dtype,
     resolve_precision,
     verify_fp8,
     verify_fp8_layers,
@@ -112,6 +115,14 @@ def test_a_model_alone_computes_in_the_precision_of_the_run(tmp_path, given):
     with build_autocast(args)():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.dtype == (torch.bfloat16 if given else torch.float32)
+
+
+def test_tf32_rounds_as_float16_does_however_it_was_switched_on(tmp_path, monkeypatch):
+    args = build_training_arguments(make_config(tmp_path, bf16=False), ONE, has_eval=True)
+    narrow, wide = (SimpleNamespace(dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert [get_rounding_dtype(model, args) for model in (narrow, wide)] == [torch.bfloat16, torch.float32]
+    monkeypatch.setattr(torch.backends, "fp32_precision", "tf32")
+    assert [get_rounding_dtype(model, args) for model in (narrow, wide)] == [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture

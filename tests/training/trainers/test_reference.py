@@ -201,7 +201,7 @@ def test_numbers_that_are_trusted_are_left_where_they_are(tmp_path, pairs):
 
 KILLS = {
     "while the numbers are written": (np, "save"),
-    "before they are sealed": (store, "write_json"),
+    "before they are sealed": (store, "replace_record"),
     "before they are moved": (os, "replace"),
 }
 

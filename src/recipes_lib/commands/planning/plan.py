@@ -318,7 +318,7 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
     if recipe in RL_RECIPES and options.gpus and batch_processes:
         found = f"a batch of {recipe} is that of its processes, one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
-    yield from _find_search_problems(recipe, options)
+    yield from _find_search_problems(options)
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
@@ -338,10 +338,7 @@ def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--calibrate", "no GPU is planned for", "name that of the runs: --gpu H100")
 
 
-def _find_search_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
-    for flag in ("budget", "deadline"):
-        if recipe in RL_RECIPES and getattr(options, flag) is not None:
-            yield Problem(f"--{flag}", f"is not compared for {recipe}", "remove it; `max_steps` gives hours and cost")
+def _find_search_problems(options: argparse.Namespace) -> Iterator[Problem]:
     for flag in ("budget", "deadline", "write"):
         if getattr(options, flag) is not None and options.gpus is None:
             yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
 from transformers import PreTrainedConfig
 
-from recipes_lib.commands.planning.plan_search import compose_flags, describe_misfit, list_starts, write_plan
+from recipes_lib.commands.planning.plan_search import (
+    compose_flags,
+    describe_misfit,
+    list_starts,
+    verify_limits,
+    write_plan,
+)
 from recipes_lib.commands.planning.planned_hardware import Hardware, Row
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -43,11 +50,13 @@ def search_rollouts(
         hardware: The GPUs.
 
     Raises:
-        ConfigError: Nothing fits, with the nearest change that would; or no layout supports the recipe.
+        ConfigError: Nothing fits, with the nearest change that would; no layout supports the recipe; or as of
+            ``verify_limits``.
     """
     device, number = hardware.device, hardware.num_gpus
     starts, refused = list_starts(model_config, number)
     tried, timed, told = list[MemoryPlan](), dict[Layout, float](), list[str]()
+    num_iterations = 0
     for layout, start in starts.items():
         try:
             verify_combination(config, start.launch, start.name)
@@ -60,7 +69,9 @@ def search_rollouts(
         if plan.fits(device.memory):
             settled = settle_checkpointing(config, tried[-1])
             mfu = hardware.suit(settled).mfu
-            one, _ = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
+            one, schedule = plan_iteration(settled, model_config, layout, device, hardware.peak, mfu)
+            # The same in every layout, whose batch is that of the recipe on each GPU; unknown without `max_steps`.
+            num_iterations = schedule.num_iterations if config.read("max_steps") > 0 else 0
             timed[layout] = float(f"{one.seconds:.3g}")
             verdict = f"{timed[layout]:g} s"
         told.append(f"{start.name} {tried[-1].peak / 1e9:.1f} GB, {verdict}")
@@ -76,6 +87,8 @@ def search_rollouts(
     # Among equals the first, which shards least.
     best = min(timed, key=lambda layout: timed[layout])
     (chosen,) = (plan for plan in tried if plan.layout == best)
+    hours = timed[best] * num_iterations / 3600
+    verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
     if options.write:
         keys = list_keys(chosen.checkpointing) if chosen.choices else {}
         write_plan(options.write, flags, keys, best, starts[best])

@@ -107,7 +107,7 @@ def search_plan(
         least = min(one.memory.peak for one in found) / 1e9
         raise ConfigError(describe_misfit(config, model_config, options.gpus, device, number, least))
     hours = best.seconds * steps / 3600
-    _verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
+    verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
     if options.write:
         write_plan(options.write, flags, best.keys, best.layout, starts[best.layout])
     rows = [
@@ -211,11 +211,21 @@ def _count_host_bytes(config: RecipeConfig, model_config: PreTrainedConfig, layo
     return states * min(GPUS_OF_A_MACHINE, layout.num_gpus) / layout.num_gpus
 
 
-def _verify_limits(options: argparse.Namespace, hours: float, cost: float) -> None:
+def verify_limits(options: argparse.Namespace, hours: float, cost: float) -> None:
+    """Hold the hours and the cost of a run against ``--deadline`` and ``--budget``.
+
+    Args:
+        options: Flags of the command.
+        hours: Of the fastest plan that fits; 0 if the length of the run is not known.
+        cost: NaN without a price.
+
+    Raises:
+        ConfigError: It takes longer or costs more than it may, or one that is limited is not known.
+    """
     for flag, limit, value in (("deadline", options.deadline, hours), ("budget", options.budget, cost)):
         if limit is not None and (not value or math.isnan(value)):
             found = "needs the length of the run" if not hours else "needs a price"
-            remedy = "write --num_rows, max_steps or max_tokens" if not hours else "write --price_per_gpu_hour"
+            remedy = "write `max_steps`, `max_tokens` or --num_rows" if not hours else "write --price_per_gpu_hour"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
         if limit is not None and value > limit:
             found = f"the fastest plan that fits takes {value:,.1f}, more than {limit:,g}"

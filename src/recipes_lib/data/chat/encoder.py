@@ -164,12 +164,14 @@ class RowEncoder:
         added = tokenizer.added_tokens_decoder
         self._special = {id_: str(token) for id_, token in added.items() if token.special}
         self._bos_id: int | None = tokenizer.bos_token_id
+        # Observed, because the post-processor decides, and not every tokenizer has `add_bos_token`.
         adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bos: list[int] = [self._bos_id] if adds_bos else []
         self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
         self._proof = Proof(tokenizer)
+        # Tokenizers can have another template for rows with tools.
         self._finders: dict[bool, SpanFinder] = {}
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow]:
@@ -226,6 +228,7 @@ class RowEncoder:
         Raises:
             DataError: As ``render_prompt``.
         """
+        # Templates write their own BOS; a second one would come from the tokenizer.
         ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
         array = np.array(ids, dtype=np.uint32)
         return array if row.messages is not None else self._with_bos(array)
@@ -428,6 +431,7 @@ def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArra
     decoders = set(_iterate_types(json.loads(backend.to_str())["decoder"]))
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace"}:
         return None
+    # Ids without a token stay 0: vocabularies have holes, and embeddings more rows.
     lengths = np.zeros(count_ids(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = len(token) if "ByteLevel" in decoders else _count_bytes(token)
@@ -476,6 +480,7 @@ class ByteEnds:
             For each text one number a place; ``None`` where a token lies on both sides of a place, or where the tokens
             are not the text as it stands.
         """
+        # All texts of a batch at once: one search instead of one for each row.
         last = np.cumsum([0, *map(len, ids)])
         # Entry n is the byte position, counted over all texts, at which the first n tokens end.
         ends = np.concatenate([[0], self._lengths[np.concatenate([*ids, np.empty(0, np.uint32)])]]).cumsum()
@@ -485,6 +490,7 @@ class ByteEnds:
             for text, start, text_places in zip(texts, starts, places, strict=False)
             for at in (*text_places, len(text))
         ]
+        # A boundary is exact where some number of tokens ends at that very byte.
         found = ends.searchsorted(wanted)
         exact = (ends.take(found, mode="clip") == wanted).tolist()
         counts, cuts, done = found.tolist(), list[list[int] | None](), 0

@@ -280,6 +280,7 @@ class SpanFinder:
     ) -> None:
         self._template = template
         self._eos_token = eos_token
+        # Longest first: one token can be the beginning of another. `(?!)` matches nothing.
         any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(any_special)
         self._at_end = re.compile(rf"(?:{any_special})\Z")
@@ -330,6 +331,7 @@ class SpanFinder:
     @cached_property
     def _ends(self) -> Collection[str]:
         """End tokens of answers: those that the template adds after one, in the last turn and in earlier turns."""
+        # Two answers: templates can end the last turn in another way than earlier ones.
         speakers = ("user", "assistant", "user", "assistant")
         row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in speakers])
         try:
@@ -379,6 +381,7 @@ class SpanFinder:
             start += self._header_length(row, message, text[start : turns[0].end])
             if rendered.turns[-1].end == end < len(text) and self._terminated(text, end, len(text)):
                 end = len(text)  # A final EOS after the loop.
+            # A message that is written in several stretches: what others write in between is no target.
             for turn, next_turn in pairwise(turns):
                 spans.append(Span(message, start, _rstripped(text, start, turn.end)))
                 start = next_turn.start
@@ -411,10 +414,12 @@ class SpanFinder:
         if turn.startswith(header):
             return len(header)
         # The generation prompt differs from this rendering, for example where reasoning of old turns is dropped.
+        # Not the end token, whose name could contain the text of a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
         common = min([shared, *(at for at in content if at >= 0)])
+        # A special token is in the header as a whole, or not at all.
         for token in self._special.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()
@@ -457,6 +462,7 @@ class SpanFinder:
     def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
         """Verify that target spans contain no text of other messages: changing those must not change the spans."""
         written = [targets.text[span.start : span.end] for span in targets.spans]
+        # Joined, so that one search a message is enough; a hit only makes a suspect.
         answers = "\n".join(written)
         suspects = {
             index

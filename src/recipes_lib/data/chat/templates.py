@@ -133,6 +133,7 @@ class ChatTemplate:
         """
         chat = [_canonical(message) for message in messages]
         trace = _Trace(chat)
+        # A row's variables may replace special tokens, but not the trace.
         context = {**self._variables, **(variables or {}), _TRACE: trace}
         try:
             for piece in self._template.generate(
@@ -175,6 +176,7 @@ class _Trace:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.pieces: list[str] = []
+        # By identity: two turns can say the same. `_canonical` makes a new object of each.
         self._index = {id(message): index for index, message in enumerate(messages)}
         self._changes = [(0, NOBODY)]
         self._loops: list[tuple[int, bool]] = []
@@ -182,12 +184,14 @@ class _Trace:
         self._blocks: list[tuple[int, int, int]] = []
 
     def enter_loop(self) -> None:
+        # Who writes outside of the loop, and whether it has met a message so far.
         self._loops.append((self._changes[-1][1], False))
 
     def item(self, *candidates: Any) -> None:
         """A loop advanced to its next item: the message among ``candidates``, if there is one, writes from here on."""
         message = NOBODY
         for candidate in candidates:
+            # A pair is `(list, index)`, of a loop over numbers.
             item = _indexed(*candidate) if type(candidate) is tuple else candidate
             message = self._index.get(id(item), message)
         outer, over_messages = self._loops[-1]
@@ -235,7 +239,9 @@ def _weave(tree: nodes.Template, environment: Environment) -> Template:
     woven.filters = {**environment.filters, **_HOOKS}
     tree = _Weaver().visit(tree)
     tree.set_environment(woven)
-    return Template.from_code(woven, woven.compile(tree), {**environment.globals, "strftime_now": _frozen_strftime})
+    return Template.from_code(
+        woven, woven.compile(tree), {**environment.globals, "strftime_now": TEMPLATE_DATE.strftime}
+    )
 
 
 _HOOKS: Final[dict[str, Callable[..., None]]] = {
@@ -309,7 +315,3 @@ def _canonical(message: Message) -> dict[str, Any]:
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in REASONING_KEYS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
-
-
-def _frozen_strftime(form: str) -> str:
-    return TEMPLATE_DATE.strftime(form)

@@ -19,6 +19,7 @@ def find_targets(row: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
     """Mask of the target tokens of a prepared row, ``bool (T,)``: never the first of a document."""
     lengths = np.asarray(row["seq_lengths"], np.int64)
     is_target = np.array(row["loss_mask"], np.bool_)
+    # Nothing predicts it: the token before belongs to another document.
     is_target[np.cumsum(lengths) - lengths] = False
     return is_target
 
@@ -67,7 +68,9 @@ class PackedCollator:
         if self.layout == "rows":
             return {**self._fill(rows, sizes), **numbers}
         batch = self._fill(rows, sizes.sum(keepdims=True))
+        # Every document begins at position 0, padding too: with its boundary, no document sees padding.
         starts = np.flatnonzero(batch["position_ids"].numpy()[0] == 0)
+        # The kernels of flash-attention take int32.
         boundaries = np.append(starts, batch["position_ids"].shape[1]).astype(np.int32)
         cu_seq_lens = torch.from_numpy(boundaries)
         longest = int(np.diff(boundaries).max(initial=0))
@@ -83,6 +86,7 @@ class PackedCollator:
     def _fill(self, rows: Sequence[Mapping[str, Any]], sizes: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Lay out the tokens of all rows in lines of ``sizes`` tokens each."""
         joined = {name: np.concatenate([row[name] for row in rows]) for name in ("loss_mask", "seq_lengths")}
+        # `uint32` on disk; torch's embeddings take int32 and int64 only.
         ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
         lengths = joined["seq_lengths"].astype(np.int64)
         columns = np.arange(-(-sizes.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of)

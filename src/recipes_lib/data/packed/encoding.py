@@ -98,6 +98,7 @@ class TokenFile:
         """
         tokens = examples.tokens[0 : int(examples.lengths.sum())]
         with explain_disk_errors(self._root):
+            # Reads have moved the position.
             self._file.seek(0, os.SEEK_END)
             self._file.write(tokens.data)
         starts = examples.starts + self._num_tokens
@@ -227,6 +228,7 @@ def encode_mixture(
         return examples, {"digests": compute_digests(rows), **columns}
 
     parts, columns = [], defaultdict(list)
+    # An empty chunk first, so that columns have their types where there is no row.
     for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken)):
         parts.append(file.keep(examples))
         for name, column in chunk.items():
@@ -253,6 +255,7 @@ def map_chunks(
     with ThreadPoolExecutor(_THREADS) as pool:
         chunks = split_chunks(broken.skim(entries), broken, CHARACTERS_PER_CHUNK)
         while not broken.are_hopeless:
+            # One more than there are threads, so that none waits while this one masks and yields.
             for chunk in islice(chunks, _THREADS + 1 - len(pending)):
                 pending.append(
                     (len(chunk), pool.submit(encode_sound, encode, chunk, num_read, drop=broken.are_dropped))

@@ -169,6 +169,7 @@ def count_targets(examples: Examples) -> IntArray:
     for block in examples.iterate_blocks():
         _, loss_mask = examples.read(block)
         if len(loss_mask):
+            # `reduceat` gives an empty segment the value that follows it; examples have a token at least.
             counts.append(np.add.reduceat(loss_mask, _exclusive_sum(examples.lengths[block]), dtype=np.int64))
     return np.concatenate(counts)
 
@@ -233,13 +234,16 @@ def pack_best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> Bins:
         end = placed + count
         while placed < end:
             fitting = occupied >> length
+            # The lowest set bit is the tightest bin that has room; without any, a new bin.
             space = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+            # As many of this length as the bin holds, then the next bin with the same space: as one after the other.
             each = min(space // length, end - placed)
             num_taken = (end - placed) // each
             if fitting:
                 candidates = bins_with_space[space]
                 taken = candidates[-num_taken:]
                 del candidates[-num_taken:]
+                # The last bin of that space is taken: clear its bit.
                 occupied ^= 0 if candidates else 1 << space
             else:
                 taken = list(range(num_bins, num_bins + num_taken))
@@ -263,6 +267,7 @@ def choose_bins(lengths: npt.NDArray[np.integer], capacity: int, *, packing: boo
 def _group(bin_of: IntArray, num_bins: int) -> Bins:
     """Bins from each example's bin number, renumbered in the order of their first example."""
     first = np.full(num_bins, len(bin_of), np.int64)
+    # Unbuffered: an assignment would keep the last example of each bin, not the first.
     np.minimum.at(first, bin_of, np.arange(len(bin_of)))
     order = np.argsort(first[bin_of], kind="stable")
     counts = np.bincount(bin_of, minlength=num_bins)[np.argsort(first)]
@@ -278,6 +283,7 @@ def _cut(examples: Examples, capacity: int, *, splits: bool) -> Examples:
     is_cut = np.flatnonzero(pieces.lengths > capacity)
     lengths = np.minimum(pieces.lengths - cut_off, capacity)
     pieces = replace(pieces, starts=pieces.starts + cut_off, lengths=lengths)
+    # Counted again: the first token of each further piece is no target any more. `take` has copied the counts.
     pieces.num_targets[is_cut] = count_targets(pieces.take(is_cut))
     return pieces
 

@@ -144,6 +144,7 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
     seed = read_seed(config)
     train, test = load_train_data(config.data, seed=seed), load_test_data(config.data)
     fingerprints = {"train": train.fingerprint()} | ({} if test is None else {"test": test.fingerprint()})
+    # The seed is in the key only where rows are drawn by it: else another seed would make the set again.
     draws = test is None and config.data.test_split_size is not None
     inputs = {**collect_inputs(config, fingerprints), "split_seed": seed if draws else None, **decisions}
     return SetIdentity(find_root(config), compute_key(inputs), inputs, train, test)
@@ -317,6 +318,7 @@ def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
         offsets = bins.offsets[packs.start : packs.stop + 1]
         members = bins.order[offsets[0] : offsets[-1]]
         lengths, documents = examples.lengths[members], offsets - offsets[0]
+        # Ends of the packs, in documents and in tokens.
         tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])[documents]
         input_ids, loss_mask = examples.read(members)
         columns = {
@@ -348,6 +350,7 @@ def read_batches(num_rows: int, read: Callable[[slice], pa.RecordBatch]) -> pa.R
 
     starts = range(0, num_rows, _ROWS_PER_RECORD_BATCH)
     stretches = (slice(start, min(start + _ROWS_PER_RECORD_BATCH, num_rows)) for start in starts)
+    # An empty stretch has the types of all.
     return pa.RecordBatchReader.from_batches(read(slice(0, 0)).schema, map(read, stretches))
 
 

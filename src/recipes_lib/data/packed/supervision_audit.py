@@ -156,6 +156,7 @@ def compute_split_audit(
     terminators: set[int] = set()
     for block in examples.iterate_blocks():
         last_targets = _last_targets(*examples.read(block), examples.num_targets[block])
+        # (tokens from the last target back, rows)
         is_end = np.isin(last_targets, list(end_token_ids))
         stops = np.logical_or.reduce(is_end, axis=0)
         # The last end token of each row.

@@ -81,6 +81,7 @@ class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
     """Examples in an order by epoch: ``datasets`` calls ``shuffle_data_sources`` from the second epoch on."""
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> _EpochIterable:
+        # From 1, since 0 is the first epoch.
         return _EpochIterable(self.generate_examples_fn, {"epoch_seed": int(generator.integers(1, 2**32))})
 
 
@@ -104,6 +105,7 @@ class _Windows:
             refuse_errors(self.mixture.name, packed.findings)
             order = np.arange(len(packed.bins))
             if self.split == "train":
+                # A generator of its own for every window: skipped windows of a resumed run cannot shift the others.
                 np.random.default_rng([read_seed(self.config), epoch_seed, window]).shuffle(order)
             for at in order.tolist():
                 yield number, _build_pack(packed, at)
@@ -241,6 +243,7 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
     counts = [np.zeros(0, np.int64)]
     for batch in packs.with_format("arrow").iter(batch_size=ROWS_PER_CHUNK):
         masks = batch["loss_mask"].combine_chunks()
+        # Sums of the flat masks at the ends of the packs: their differences are the counts of each.
         ends = np.cumsum(masks.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
         stops = np.cumsum(masks.value_lengths().to_numpy())
         counts.append(np.diff(np.concatenate([[0], ends[stops - 1]])))

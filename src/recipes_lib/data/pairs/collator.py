@@ -103,6 +103,7 @@ class PairCollator:
             return np.cumsum(lengths) - lengths, (1, int(lengths.sum()))
         width = int(lengths.max())
         bins = choose_bins(lengths, width, packing=self.packing)
+        # Tokens before each document, over all bins; less those before its bin, its place in the row.
         before = np.cumsum(lengths[bins.order]) - lengths[bins.order]
         bin_of = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
         starts = np.empty_like(lengths)
@@ -140,12 +141,15 @@ def _find_predictors(pairs: Sequence[_Parts], starts: IntArray, *, is_shared: bo
     prompt, chosen, rejected = np.array([[len(part) for part in parts] for parts in pairs]).T
     lengths = np.column_stack([chosen, rejected]).ravel()
     if is_shared:
+        # (pairs, 2) in row order: chosen, rejected, chosen, ...
         prompt_ends = np.repeat(starts + prompt - 1, 2)
         firsts = prompt_ends + 1 + np.column_stack([np.zeros_like(chosen), chosen]).ravel()
     else:
         prompt_ends = starts + np.repeat(prompt, 2) - 1
         firsts = prompt_ends + 1
     begins = np.cumsum(lengths) - lengths
+    # The token before predicts each token of an answer, except the first, which the end of the prompt predicts; in a
+    # shared row the token before the rejected answer is the end of the chosen one.
     predictors = np.repeat(firsts - 1 - begins, lengths) + np.arange(lengths.sum())
     predictors[begins] = prompt_ends
     return {

@@ -63,6 +63,7 @@ class PairEncoder:
         sound = [row for row in rows if not _check_turns(row)] if problems else rows
         answers: list[EncodedRow] = []
         try:
+            # Chosen and rejected alternate, in one call: tokenisation is parallel inside of it.
             answers = self._encoder.encode([row for pair in sound for row in (pair, take_rejected(pair))])
         except DataError as error:
             problems += dict.fromkeys(error.problems)  # A problem of the prompt occurs in both texts.

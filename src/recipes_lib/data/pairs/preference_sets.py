@@ -196,6 +196,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
         }
         columns["row_id"] = pa.array(side.examples.row_ids[rows])
         if has_margins:
+            # Rows without a margin have NaN there.
             columns["margin"] = pa.array(np.nan_to_num(side.columns["margins"][rows]))
         return pa.record_batch(columns)
 
@@ -298,6 +299,7 @@ class UnfinishedAnswers:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         pair: Mapping[str, Any] = self._pairs[index]
+        # By pair, so that neither order nor number of processes matters.
         random = np.random.default_rng([self._seed, index])
         unfinished = pair["chosen_ids"][: count_before_end(pair["chosen_ids"], self._end_tokens)]
         if random.random() >= self._share or not len(unfinished):
@@ -427,6 +429,7 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
     for block in pairs.examples.iterate_blocks():
         ends = np.cumsum(pairs.examples.lengths[block]) - 1
         ids, _ = pairs.examples.read(block)
+        # The last token of the rejected answer, and that of the chosen one, which stands before it.
         terminators.update(ids[ends].tolist(), ids[ends - tokens.rejected[block]].tolist())
     return PairAudit(
         num_pairs=len(tokens.prompt),

@@ -48,6 +48,7 @@ class BrokenRows:
     def add(self, num_rows: int, problems: Sequence[Problem]) -> None:
         """Count read rows and their problems; every problem names its row."""
         self.num_rows += num_rows
+        # Rows, not problems, of which one row can have several.
         self.num_broken += len({problem.where for problem in problems})
         self._problems += problems
 

@@ -15,7 +15,7 @@ from recipes_lib.config.schema import DatasetFormat, TokensConfig
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import COLUMNS, RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import is_saved, load_hub, load_saved
-from recipes_lib.data.sources.local_files import READERS, load_files
+from recipes_lib.data.sources.local_files import READERS, find_suffix, load_files
 from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, suggest
@@ -193,6 +193,7 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
         except DataError as error:
             if row_format is not None:
                 yield error.problems[0]
+            # Kept until a row has a layout: then these are broken ones; if none has, the first is told alone.
             elif len(without_layout) < _MAX_WITHOUT_LAYOUT:
                 without_layout += error.problems
             else:
@@ -211,8 +212,7 @@ def _no_rows(source: Source) -> Problem:
 
 def _refuse_missing_path(path: Path, name: str) -> None:
     """Raise if a name that does not exist can only be a path."""
-    inner = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
-    is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or inner.suffix in READERS
+    is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or find_suffix(path) in READERS
     if name.strip() and not is_path:
         return
     siblings = [sibling.name for sibling in path.parent.iterdir()] if path.parent.is_dir() else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -12,7 +12,6 @@ from typing import Any, Final
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
     ROLES,
-    SHAREGPT_ROLES,
     RowError,
     check_answer,
     check_answered,
@@ -37,15 +36,18 @@ class RowFormat:
         name: Layout, as ``dataset_format`` spells it.
         columns: Columns that are read.
         ignored: Columns that are not.
+        renamed: Columns that are read under another name, and that name.
     """
 
     name: DatasetFormat
     columns: tuple[str, ...]
     ignored: tuple[str, ...]
+    renamed: Mapping[str, str]
 
     def __str__(self) -> str:
+        told = [f"{column} as {self.renamed[column]}" if column in self.renamed else column for column in self.columns]
         ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
-        return f"`{self.name}` layout, from {', '.join(self.columns)}{ignored}"
+        return f"`{self.name}` layout, from {', '.join(told)}{ignored}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,11 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
         DataError: The columns match no layout, several, or not the declared one.
     """
     present = [column for column, value in raw.items() if value is not None]
-    matches: list[DatasetFormat] = [name for name, layout in _LAYOUTS.items() if set(layout.required) <= set(present)]
+    matches, renamed = _match(present), {}
+    if not matches:
+        renamed = _find_renamed(present, _SPELLINGS)
+        matches = _match(renamed.get(column, column) for column in present)
+    renamed |= _find_renamed(present, {"system_prompt": "system"})
     if declared == "auto":
         matches = _drop_lesser(raw, matches)
     else:
@@ -95,8 +101,23 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
             )
         )
     layout = _LAYOUTS[matches[0]]
-    read = tuple(column for column in (*layout.required, *layout.optional) if column in raw)
-    return RowFormat(matches[0], read, tuple(column for column in raw if column not in read))
+    written = {name: column for column, name in renamed.items()}
+    meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
+    read = tuple(column for column in meant if column in raw)
+    renamed = {column: name for column, name in renamed.items() if column in read}
+    return RowFormat(matches[0], read, tuple(column for column in raw if column not in read), renamed)
+
+
+def _match(columns: Iterable[str]) -> list[DatasetFormat]:
+    present = set(columns)
+    return [name for name, layout in _LAYOUTS.items() if present.issuperset(layout.required)]
+
+
+def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns that are known by another name: the only one with this meaning, and none has the name."""
+    # Two columns of one meaning, or one beside its own name: which is meant is not guessed.
+    meanings = [spellings.get(column, column) for column in present]
+    return {column: spellings[column] for column in present if meanings.count(spellings.get(column, "")) == 1}
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
@@ -114,7 +135,7 @@ def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
 def _ends_answered(conversations: object) -> bool:
     last = conversations[-1] if isinstance(conversations, (list, tuple)) and conversations else None
     role = last.get("from", last.get("role")) if isinstance(last, Mapping) else None
-    return SHAREGPT_ROLES.get(str(role)) == "assistant"
+    return ROLES.get(str(role).lower()) == "assistant"
 
 
 def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index_name: str = "row") -> Row:
@@ -126,9 +147,12 @@ def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index
     Raises:
         DataError: The row is broken; names its place and the first thing that is wrong.
     """
+    # Readers know the layout's names only.
+    if row_format.renamed:
+        raw = {row_format.renamed.get(column, column): value for column, value in raw.items()}
     try:
         if row_format.name != "preference":
-            _refuse_judged(raw)
+            _refuse_judged(raw, is_answer=bool(row_format.renamed))
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
@@ -138,9 +162,14 @@ def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index
         raise DataError(Problem(where, error.found, error.remedy)) from None
 
 
-def _refuse_judged(raw: Raw) -> None:
-    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be a rejected answer."""
-    columns = ("label", "kto_tag") if raw.get("completion") is not None else ("kto_tag",)
+def _refuse_judged(raw: Raw, *, is_answer: bool) -> None:
+    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be a rejected answer.
+
+    Args:
+        raw: The row.
+        is_answer: Whether a column was taken for an answer; a `completion` is one by its name.
+    """
+    columns = ("label", "kto_tag") if is_answer or raw.get("completion") is not None else ("kto_tag",)
     if judge := next((column for column in columns if isinstance(raw.get(column), bool)), None):
         raise RowError(
             f"the boolean `{judge}` says which answers are good, and all of them would be trained on",
@@ -149,15 +178,9 @@ def _refuse_judged(raw: Raw) -> None:
         )
 
 
-def _read_messages(raw: Raw) -> dict[str, Any]:
-    messages = clean_messages(_take(raw, "messages"), "messages")
-    check_answered(messages, "messages")
-    return {"messages": messages, **_read_chat_extras(raw)}
-
-
-def _read_sharegpt(raw: Raw) -> dict[str, Any]:
-    messages = clean_messages(_take(raw, "conversations"), "conversations", SHAREGPT_ROLES)
-    check_answered(messages, "conversations")
+def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
+    messages = clean_messages(_take(raw, column), column)
+    check_answered(messages, column)
     return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
 
 
@@ -200,8 +223,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
         chosen, rejected = ([_say(check_answer(text, f"`{column}`"))] for column, text in values.items())
     else:
         chosen, rejected = (
-            clean_messages([turns] if isinstance(turns, Mapping) else turns, column, SHAREGPT_ROLES)
-            for column, turns in values.items()
+            clean_messages([turns] if isinstance(turns, Mapping) else turns, column) for column, turns in values.items()
         )
         # A complete chat repeats the prompt of the other columns.
         is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
@@ -223,7 +245,7 @@ def _read_asked(raw: Raw) -> list[Message] | None:
     if prompt is not None:
         return _read_question(raw, "prompt")
     if raw.get("conversations") is not None:
-        turns = clean_messages(raw["conversations"], "conversations", SHAREGPT_ROLES)
+        turns = clean_messages(raw["conversations"], "conversations")
         if turns[-1]["role"] == "assistant":
             found = "`conversations` ends with an answer of its own beside `chosen` and `rejected`"
             raise RowError(found, "end it with the question, or leave the column out")
@@ -311,6 +333,10 @@ def _count_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
 
 
 def _read_text(raw: Raw) -> dict[str, Any]:
+    if "message_id" in raw and "role" in raw:  # As in OpenAssistant's trees.
+        found = "the row is one message of a conversation (`message_id`, `role`), not a text"
+        remedy = "join the messages of each conversation into `messages`; or write `dataset_columns: {role: null}`"
+        raise RowError(found, remedy)
     text = check_text(_take(raw, "text"), "`text`")
     if not text or text.isspace():
         raise RowError("`text` is empty", "remove the row: there is nothing to train on")
@@ -338,6 +364,8 @@ def _read_system(raw: Raw) -> list[Message]:
 
 def _put_system_first(raw: Raw, turns: list[Message]) -> list[Message]:
     system = _read_system(raw)
+    if system and turns[0] == system[0]:
+        return turns
     if system and turns[0]["role"] == "system":
         raise RowError("the row has a `system` column and a system turn", "keep one of the two")
     return [*system, *turns]
@@ -386,10 +414,10 @@ _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
 _QUESTION_EXTRAS = ("system", "history", *_CHAT_EXTRAS)
 _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
-    "messages": _Layout(("messages",), _CHAT_EXTRAS, _read_messages),
+    "messages": _Layout(("messages",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="messages")),
     "prompt_completion": _Layout(("prompt", "completion"), _CHAT_EXTRAS, _read_prompt_completion),
     "text": _Layout(("text",), (), _read_text),
-    "sharegpt": _Layout(("conversations",), ("system", *_CHAT_EXTRAS), _read_sharegpt),
+    "sharegpt": _Layout(("conversations",), ("system", *_CHAT_EXTRAS), partial(_read_messages, column="conversations")),
     "alpaca": _Layout(
         ("instruction", "output"),
         ("input", *_QUESTION_EXTRAS),
@@ -409,10 +437,17 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
         _read_preference,
     ),
 }
+_SPELLINGS: Final = {
+    "conversation": "conversations",
+    **dict.fromkeys(("query", "problem", "prompt", "input", "instruction"), "question"),
+    **dict.fromkeys(("response", "solution", "output", "completion"), "answer"),
+}
+"""Other names of columns, which count where the columns match no layout by their own."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
 """Layouts of columns that stand beside those of others as well, and count where no other layout matches."""
 
 COLUMNS: Final = frozenset(
-    {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)} | {"label", "kto_tag"}
+    {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
+    | {"label", "kto_tag", "role"}
 )
 """Every column that has a meaning, by which ``dataset_columns`` may call others."""

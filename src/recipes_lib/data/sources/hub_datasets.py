@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.data.sources.local_files import compute_digest
-from recipes_lib.data.sources.readers import spell_as_json
+from recipes_lib.data.sources.readers import find_decoder, spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import DataError, Problem
@@ -42,8 +42,14 @@ class SavedSource:
         import datasets
 
         try:
-            dataset = datasets.load_from_disk(str(self.folder)).with_format(None)
-            yield from _enumerate_rows(dataset, self.name)
+            # Whatever format is stored with the dataset: that of torch or numpy would give tensors for lists.
+            dataset = datasets.load_from_disk(str(self.folder)).with_format("arrow")
+            decode, index = find_decoder(dataset.data.schema), 0
+            for batch in dataset.iter(batch_size=_BATCH_ROWS):
+                batch.validate(full=True)  # As in `read_arrow`: an untrusted file must not end the process.
+                for columns in batch.to_pylist():
+                    yield RawRow(self.name, index, "row", spell_as_json(decode(columns)))
+                    index += 1
         except Exception as error:  # Any error of the library on a damaged folder.
             found = f"cannot be read as a saved dataset: {_first_line(error)}"
             raise DataError(Problem(self.name, found, "write it again with `save_to_disk`")) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
 import re
 import time
@@ -10,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from os.path import realpath
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.data.sources.readers import (
@@ -46,7 +47,14 @@ READERS: Final[Mapping[str, Reader]] = {
 """How a file is read, by its suffix."""
 
 _KINDS: Final = {".ndjson": ".jsonl", ".json": ".jsonl", ".md": ".txt"}
-_COMPRESSIONS: Final = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS: Final = {
+    ".gz": ("gzip", b"\x1f\x8b\x08"),
+    ".zst": ("zstd", b"\x28\xb5\x2f\xfd"),
+    ".bz2": ("bz2", b"BZh91AY&SY"),
+    ".xz": ("xz", b"\xfd7zXZ\0"),
+}
+"""Codec of a compressed file by the suffix that follows that of its kind, and the bytes that it begins with."""
+_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 IGNORED_NAMES: Final = frozenset(
     {
         "README.md",
@@ -94,7 +102,7 @@ class FileSource:
                     yield from self._choose_reader(path)(file, label)
             except BrokenFileError as error:
                 problems.append(error.problem)
-            except OSError as error:
+            except (OSError, EOFError, lzma.LZMAError) as error:
                 problems.append(_describe_failure(label, path, error))
         if problems:
             raise DataError(*problems)
@@ -109,7 +117,7 @@ class FileSource:
         """
         digest = hashlib.sha256()
         for label, path in self.files.items():
-            suffix = _suffix(path)
+            suffix = find_suffix(path)
             is_joined = READERS[suffix] is read_text and self.text_documents != "line"
             kind = f"{suffix} {self.text_documents}" if is_joined else suffix
             try:
@@ -119,18 +127,43 @@ class FileSource:
         return digest.hexdigest()
 
     def _choose_reader(self, path: Path) -> Reader:
-        reader = READERS[_suffix(path)]
+        reader = READERS[find_suffix(path)]
         return partial(read_text, documents=self.text_documents) if reader is read_text else reader
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file for reading, with decompression if its name has such a suffix."""
-    compression = _COMPRESSIONS.get(path.suffix.lower())
-    if compression is None:
-        return path.open("rb")
-    import pyarrow as pa
+    """Open a file for reading, decompressed if its name or its first bytes say that it is compressed.
 
-    return BufferedReader(pa.input_stream(str(path), compression=compression))
+    Raises:
+        BrokenFileError: As ``find_codec``.
+        OSError: It cannot be opened.
+    """
+    codec = find_codec(path)
+    if codec == "xz":  # pyarrow does not have it.
+        return BufferedReader(cast(RawIOBase, lzma.open(path)))
+    if codec is not None:
+        import pyarrow as pa
+
+        return BufferedReader(pa.input_stream(str(path), compression=codec))
+    return path.open("rb")
+
+
+def find_codec(path: Path) -> str | None:
+    """Return how a file is compressed, as ``COMPRESSIONS`` calls it; ``None``: it is not.
+
+    The first bytes come first: downloads often lose the second suffix. Of a damaged file only the suffix tells.
+
+    Raises:
+        BrokenFileError: Git LFS has not downloaded it.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        head = file.read(len(_LFS_POINTER))
+    if head == _LFS_POINTER:
+        found = "a pointer of Git LFS, not the data"
+        raise BrokenFileError(Problem(str(path), found, "run `git lfs pull` in its repository, or download the file"))
+    by_suffix = COMPRESSIONS.get(path.suffix.lower(), (None, b""))[0]
+    return next((codec for codec, mark in COMPRESSIONS.values() if head.startswith(mark)), by_suffix)
 
 
 def load_files(path: Path, name: str, split: str, text_documents: TextDocuments = "line") -> FileSource:
@@ -150,8 +183,10 @@ def load_files(path: Path, name: str, split: str, text_documents: TextDocuments 
         DataError: There is no file of a known kind, several kinds, or no such split.
     """
     if path.is_file():
-        if _suffix(path) not in READERS:
-            raise DataError(Problem(name, f"unknown kind of file `{path.suffix}`", f"rename it to {_KNOWN}"))
+        if find_suffix(path) not in READERS:
+            # Of a compressed file with both suffixes: `.tar.gz` is another kind than `.gz`.
+            kind = "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSIONS else path.suffix
+            raise DataError(Problem(name, f"unknown kind of file `{kind}`", f"convert or rename it to {_KNOWN}"))
         splits = {"train": [path]}
     else:
         splits = _find_splits(path, name)
@@ -175,7 +210,7 @@ def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
         raise DataError(_describe_failure(name, folder, error)) from None
     kinds: dict[str, Path] = {}
     for file in files:
-        kinds.setdefault(_KINDS.get(_suffix(file), _suffix(file)), file)
+        kinds.setdefault(_KINDS.get(find_suffix(file), find_suffix(file)), file)
     if not kinds:
         raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
     if len(kinds) > 1:
@@ -195,7 +230,7 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
         if path.is_dir():
             if realpath(path) not in above:
                 yield from _enumerate_files(path, above)
-        elif _suffix(path) in READERS:
+        elif find_suffix(path) in READERS:
             yield path
 
 
@@ -241,9 +276,9 @@ def _splits_in(text: str) -> set[str]:
     return {split for split, names in SPLIT_WORDS.items() if words & set(names)}
 
 
-def _suffix(path: Path) -> str:
+def find_suffix(path: Path) -> str:
     """Return the suffix of the file type, without that of the compression."""
-    inner = path.with_suffix("") if path.suffix.lower() in _COMPRESSIONS else path
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
     return inner.suffix.lower()
 
 
@@ -251,13 +286,14 @@ def _label(file: Path, root: Path, name: str) -> str:
     return name if file == root else f"{name.rstrip('/')}/{file.relative_to(root).as_posix()}"
 
 
-def _describe_failure(label: str, path: Path, error: OSError) -> Problem:
-    if error.errno is None:  # Raised by the decompressor.
-        return Problem(label, f"not a whole {path.suffix} file: {error}", "compress or download it again")
-    return Problem(label, f"cannot be read: {error.strerror}", "check the path and its permissions")
+def _describe_failure(label: str, path: Path, error: OSError | EOFError | lzma.LZMAError) -> Problem:
+    if isinstance(error, OSError) and error.errno is not None:
+        return Problem(label, f"cannot be read: {error.strerror}", "check the path and its permissions")
+    remedy = "download it again, or decompress it by its own program"
+    return Problem(label, f"not a whole {path.suffix} file: {error}", remedy)
 
 
-_KNOWN: Final = ", ".join(READERS) + ", or one of these with .gz or .zst"
+_KNOWN: Final = f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESSIONS)}"
 
 
 MIN_BYTES: Final = 64 * 2**20
@@ -294,6 +330,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
         if remembered.get("file") == before:
             return bytes.fromhex(str(remembered["sha256"]))
         digest = bytes.fromhex(hash_file(file))
+        # Not while it is being written, and not within one tick of a coarse clock, where a change keeps the time.
         if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
             with suppress(OSError):  # Without a cache the next process reads the file again.
                 entry.parent.mkdir(parents=True, exist_ok=True)

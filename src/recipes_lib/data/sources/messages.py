@@ -8,24 +8,28 @@ from typing import Any, Final, TypeVar
 
 from recipes_lib.data.sources.rows import Message
 
-ROLES: Final = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-"""Roles of the ``messages`` layout."""
-
 FUNCTION_CALL: Final = "function_call"
-SHAREGPT_ROLES: Final = {
-    **ROLES,
+ROLES: Final = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
+    "prompter": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
     "bot": "assistant",
+    "ai": "assistant",
     "observation": "tool",
+    "function": "tool",
     "function_response": "tool",
     FUNCTION_CALL: "assistant",
 }
-"""Roles of ShareGPT conversations, and the template role of each."""
+"""Roles of OpenAI's messages, ShareGPT's conversations and their relatives, and the template role of each."""
+
+_TEMPLATE_ROLES: Final = tuple(dict.fromkeys(ROLES.values()))
+_KEYS: Final = {"from": "role", "value": "content"}
+"""Keys of a turn in ShareGPT's layout, and what templates call them."""
 
 
 TRAIN: Final = "train"
@@ -109,8 +113,8 @@ def is_answer(text: str) -> bool:
     return True
 
 
-def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES) -> list[Message]:
-    """Check a list of turns, and convert each to ``role``, ``content`` and other keys of the template.
+def clean_messages(value: object, column: str) -> list[Message]:
+    """Check a list of turns, or its JSON string, and convert each to ``role``, ``content`` and other template keys.
 
     Null keys of a turn are dropped: they occur where another row of the file has ``tool_calls`` or ``name``. Text parts
     are joined. A mark that excludes a turn from the loss becomes ``TRAIN``, False; other marks are removed. A last turn
@@ -119,16 +123,17 @@ def clean_messages(value: object, column: str, roles: Mapping[str, str] = ROLES)
     Args:
         value: The column.
         column: Its name, for errors.
-        roles: Template role of each accepted role.
 
     Raises:
         RowError: The first thing that is wrong, named as ``column[turn].key``.
     """
+    if isinstance(value, str):  # A cell of a table.
+        value = _parse_json(value, f"`{column}`")
     if not isinstance(value, (list, tuple)):
         raise RowError(f"`{column}` is {describe(value)}, not a list of messages", f"write `{column}` as a list")
     if not value:
         raise RowError(f"`{column}` is an empty list", "write at least one message, or remove the row")
-    return [_clean_message(message, f"{column}[{turn}]", roles) for turn, message in enumerate(value)]
+    return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
 
 
 def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
@@ -149,27 +154,26 @@ def check_answered(messages: Iterable[Message], column: str) -> None:
         raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
 
 
-def _clean_message(written: object, place: str, roles: Mapping[str, str]) -> Message:
+def _clean_message(written: object, place: str) -> Message:
     if not isinstance(written, Mapping):
         raise RowError(f"{place} is {describe(written)}, not an object", "write it as {role: ..., content: ...}")
     message: Mapping[str, Any] = written
-    if roles is SHAREGPT_ROLES and "from" in message:
-        names = {"from": "role", "value": "content"}
-        message = {names.get(key, key): value for key, value in message.items()}
-    written_role = message.get("role")
-    role = roles.get(written_role) if isinstance(written_role, str) else None
-    if role is None:
-        raise _role_error(message, place)
-    content = message.get("content")
-    if len(message) == 2 and isinstance(content, str) and role == written_role:
+    content, written_role = message.get("content"), message.get("role")
+    # Most turns of most datasets: nothing to convert, and no copy.
+    if len(message) == 2 and isinstance(content, str) and written_role in _TEMPLATE_ROLES:
         _check_content(message, place)
         return message
+    # Null keys are those of other rows in the same table.
     cleaned: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+    for key, name in _KEYS.items():
+        if key in cleaned and name not in cleaned:
+            cleaned[name] = cleaned.pop(key)
+    role = cleaned["role"] = _read_role(cleaned, place)
     is_trained = _take_marks(cleaned, role, place)
-    if written_role == FUNCTION_CALL:
-        cleaned = {"role": role, "content": "", "tool_calls": _parse_function_calls(content, f"{place}.value")}
+    if str(message.get("role", message.get("from"))).lower() == FUNCTION_CALL:
+        calls = _parse_function_calls(cleaned.get("content"), f"{place}.value")
+        cleaned = {"role": role, "content": "", "tool_calls": calls}
     else:
-        cleaned["role"] = role
         _clean_extras(cleaned, place)
         if role == "assistant" and "tool_calls" in cleaned:
             # Many templates fail without a content, and none distinguishes it from "".
@@ -212,6 +216,9 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
     """Convert keys that are not plain text to the form that templates read, in place."""
     if isinstance(message.get("content"), (list, tuple)):
         message["content"] = _join_parts(message["content"], f"{place}.content")
+    if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's key of a single call, before tools.
+        calls = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
+        message["tool_calls"] = calls
     if "tool_calls" in message:
         calls = message["tool_calls"]
         if not isinstance(calls, (list, tuple)):
@@ -228,6 +235,9 @@ def _clean_extras(message: dict[str, Any], place: str) -> None:
 def _join_parts(parts: Sequence[object], place: str) -> str:
     texts = []
     for number, part in enumerate(parts):
+        if isinstance(part, str):
+            texts.append(check_text(part, f"{place}[{number}]"))
+            continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         if not isinstance(part, Mapping) or kind != "text":
             found = f"has type `{kind}`" if kind is not None else f"is {describe(part)}"
@@ -242,8 +252,8 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _parse_json(arguments, f"{place}.function.arguments")
+    if isinstance(arguments, str):  # Of a call without any, OpenAI's is empty.
+        arguments = _parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
     return check_json({**call, "function": {**function, "arguments": arguments}}, place)
@@ -281,7 +291,7 @@ def check_json(value: Json, place: str) -> Json:
         RowError: It holds something JSON has no word for, or half a surrogate pair.
     """
     try:
-        check_text(json.dumps(value, ensure_ascii=False), place)
+        check_text(json.dumps(value, ensure_ascii=False, allow_nan=False), place)
     except (TypeError, ValueError, RecursionError) as error:
         raise RowError(f"{place} cannot be written as JSON: {error}", "use strings, numbers, lists, objects") from None
     return value
@@ -294,16 +304,13 @@ def _parse_json(text: str, place: str) -> object:
         raise RowError(f"{place} is not valid JSON: {error}", "write it as JSON") from None
 
 
-def _role_error(message: Mapping[str, Any], place: str) -> RowError:
-    role = message.get("role")
+def _read_role(message: Mapping[str, Any], place: str) -> str:
+    role, remedy = message.get("role"), f"use one of {', '.join(_TEMPLATE_ROLES)}"
     if role is None:
-        if "from" in message:
-            return RowError(
-                f"{place} has `from`, not `role`: this is the ShareGPT layout", "rename the column to `conversations`"
-            )
-        return RowError(f"{place} has no role", f"add `role`, one of {', '.join(ROLES)}")
+        raise RowError(f"{place} has no role", remedy)
     if not isinstance(role, str):
-        return RowError(f"{place}.role is {describe(role)}, not a string", f"use one of {', '.join(ROLES)}")
-    known = SHAREGPT_ROLES.get(role.strip().lower())
-    advice = f"write `{known}`" if known else f"use one of {', '.join(ROLES)}"
-    return RowError(f"{place} has the unknown role {role!r}", advice)
+        raise RowError(f"{place}.role is {describe(role)}, not a string", remedy)
+    known = ROLES.get(role.strip().lower())
+    if known is None:
+        raise RowError(f"{place} has the unknown role {role!r}", remedy)
+    return known

@@ -217,6 +217,7 @@ class Mixture:
         if not weights:
             return [part.repeat for part in self.parts]
         counts = [sum(1 for _ in part.source.rows()) for part in self.parts]
+        # The scarcest source for its weight limits the others, since none is repeated.
         total = min(count / weight for count, weight in zip(counts, weights, strict=True))
         return [round(total * weight) / max(1, count) for count, weight in zip(counts, weights, strict=True)]
 
@@ -238,6 +239,7 @@ class Mixture:
             return ()
         num_rows = sum(1 for _ in part.source.rows())
         key = hashlib.blake2b(part.source.fingerprint().encode(), digest_size=8).digest()
+        # The content is in the seed, so that two sources of one length draw different rows.
         order = np.random.default_rng([self.seed, int.from_bytes(key)]).permutation(num_rows)
         drawn = np.zeros(num_rows, dtype=np.bool_)
         drawn[order[: round(fraction * num_rows)]] = True

@@ -138,6 +138,7 @@ class ReplayOrder:
         self._terms, self._replayed_terms = terms, replayed_terms
         self._new = EpochOrder(len(terms), seed)
         self._replayed = EpochOrder(len(replayed_terms), None if seed is None else seed ^ _OF_REPLAY)
+        # By its decimal text: 0.1 is one tenth, and not the nearest double.
         exact = Fraction(str(share)).limit_denominator(_MAX_DENOMINATOR)
         self._share, self._rest = exact.numerator, exact.denominator - exact.numerator
         self._total, self._replayed_total = int(terms.sum()), int(replayed_terms.sum())
@@ -170,6 +171,7 @@ class ReplayOrder:
         """Number of replayed rows before that many complete passes over the new ones."""
         if num_passes == 0:
             return 0
+        # In integers: rounding of a float could move a row from one pass to the next.
         limit = -(-num_passes * self._total * self._share // self._rest)
         complete, rest = divmod(limit - 1, self._replayed_total)
         before = self._read_replayed(complete)

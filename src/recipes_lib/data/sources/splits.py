@@ -91,6 +91,7 @@ def split_rows(
     )
     is_drawn = np.zeros(len(groups), np.bool_)
     num_drawn = 0
+    # By draw, the whole group of equal rows or none of it, as long as it fits.
     for group in np.argsort(np.fromiter(draws, _DIGEST, len(groups))):
         if num_drawn + sizes[group] <= num_test:
             is_drawn[group] = True
@@ -114,6 +115,7 @@ def find_overlap(
     pairs: list[tuple[int, int]] = []
     for start in range(0, len(train) if len(held_out) else 0, _ROWS_AT_ONCE):
         found = train[start : start + _ROWS_AT_ONCE]
+        # `held_out` is sorted by `np.unique`; `clip`, for digests above all of them.
         nearest = held_out.searchsorted(found)
         shared = np.flatnonzero(held_out.take(nearest, mode="clip") == found)
         num_rows += len(shared)

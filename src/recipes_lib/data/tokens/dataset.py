@@ -140,6 +140,7 @@ def permute(positions: IntArray, size: int, keys: WordArray) -> IntArray:
     Source: Luby and Rackoff (1988) for the network, Black and Rogaway (2002) for cycle walking;
     ``tests/data/tokens/test_order.py``.
     """
+    # The smallest power of 4 that holds `size`, less than four times as large: fewer than four rounds on average.
     half_bits = np.uint64(((size - 1).bit_length() + 1) // 2)
     values = _encrypt(positions.astype(np.uint64), half_bits, keys)
     outside = np.flatnonzero(values >= size)
@@ -201,6 +202,7 @@ def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
     # Every source with a weight has at least one row.
     units = [max(1, math.floor(share * MAX_PERIOD)) if share else 0 for share in shares]
     by_remainder = sorted(range(len(units)), key=lambda at: units[at] - shares[at] * MAX_PERIOD)
+    # Negative where many tiny weights were raised to one row: the largest source gives them.
     spare = MAX_PERIOD - sum(units)
     for at in by_remainder[: max(0, spare)]:
         units[at] += 1
@@ -226,6 +228,7 @@ def _build_pattern(units: tuple[int, ...]) -> _Pattern:
         deadlines.append((done + period * (num_parts - 1)) // divisor)
         sources.append(np.full(units[source], source))
     release = np.concatenate(releases)
+    # Earliest deadline first is optimal for jobs of one unit with integer releases, so that Tijdeman's bound holds.
     by_release = np.argsort(release, kind="stable")
     # One number per row, so that the heap compares plain integers.
     jobs = (np.concatenate(deadlines) * len(units) + np.concatenate(sources))[by_release].tolist()
@@ -370,8 +373,10 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         """Return the rows of a micro-batch; called by the data loader."""
         steps, items = np.divmod(np.asarray(indices, np.int64), self._rows_per_step)
         ends = self._row_starts[steps + 1]
+        # Counted back from the end of the step, so that a step with fewer rows begins with the empty ones.
         rows = ends - self._rows_per_step + items
         is_real = rows >= self._row_starts[steps]
+        # Placeholders look up row 0, and are not read.
         numbers = self.skips.locate(np.where(is_real, rows, 0))
         places = self._order.locate(numbers)
         located = zip(is_real.tolist(), places.source.tolist(), places.window.tolist(), numbers.tolist(), strict=True)

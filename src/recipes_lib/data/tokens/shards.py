@@ -68,6 +68,7 @@ class TokenSource:
             return np.zeros(0, np.int64)
         # As signed numbers: numpy compares signed and unsigned ones as floats, in a copy of the whole file.
         ends = _map_file(self.folder / _ENDS_FILE, "<i8")
+        # A document that ends at `start` is over; one that ends at `stop` is bounded by `append`.
         first, last = ends.searchsorted(start, side="right"), ends.searchsorted(stop)
         return np.diff(ends[first:last], prepend=start, append=stop)
 
@@ -157,6 +158,7 @@ class TokenWriter:
         if not self._files:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._open_documents()
+        # Before the loop below, which moves `num_tokens`.
         self._files["ends"].write((self.num_tokens + np.cumsum(lengths)).astype("<u8").data)
         self._files["digests"].write(digests.astype("<u8").data)
         ids = input_ids.astype(self._type)
@@ -202,6 +204,7 @@ def _shard_file(folder: Path, number: int) -> Path:
 def _open_at(path: Path, num_bytes: int) -> BufferedWriter:
     """Open a file for appending after its first ``num_bytes``."""
     file = path.open("ab")
+    # What a killed process wrote after its last record of progress.
     file.truncate(num_bytes)
     return file
 

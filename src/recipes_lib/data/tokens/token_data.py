@@ -126,12 +126,14 @@ def prepare_tokens(
         corpora += load_corpora(replayed)
     parts = _prepare([*corpora, *([held_out] if held_out else []), *named], config, load_tokenizer, local_rank)
     is_new = any(part.prepared.is_new for part in parts)
+    # From the end, in the reverse of the order in which they were appended above.
     named_parts = [parts.pop() for _ in named][::-1]
     held_out_part = parts.pop() if held_out else None
     train = _open_train(parts, config.tokens.max_length)
     if local_rank == 0 and not config.data.allow_eval_overlap:
         for part in filter(None, (held_out_part, *named_parts)):
             _refuse_repeats(parts, train, part)
+    # Replayed sources share among themselves what the run's own leave them.
     sizes = [source.num_tokens for source in train]
     weights = compute_weights(config, sizes[:num_own])
     if replayed is not None:

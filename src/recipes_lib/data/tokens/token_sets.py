@@ -252,8 +252,6 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
     Below 1 it is a probability per document, so that no document needs to be known beforehand. From 1 on it is a number
     of different documents: those with the smallest draws, each with all copies; this reads ``rows``.
 
-    Rows without a digest are skipped: they cannot be encoded either.
-
     Args:
         rows: The documents; read only for a number of them.
         size: A share, a number, or ``None`` to hold nothing out.
@@ -280,6 +278,7 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
             known.remove(-heapq.heappushpop(smallest, -drawn))
         else:
             heapq.heappush(smallest, -drawn)
+    # The largest draw that is held out, and one more, since those below the threshold are.
     return HoldOut(seed, max(known, default=-1) + 1)
 
 
@@ -442,6 +441,7 @@ class _Sides:
             counts: From ``BrokenRows.count``: the rows up to the end of the chunk.
         """
         if self._budget is not None:
+            # Held-out documents do not count; up to and with the one that reaches the budget.
             ends = self._train.num_tokens + np.cumsum(np.where(chunk.is_held_out, 0, chunk.lengths))
             chunk = chunk.take(np.arange(len(ends)) <= ends.searchsorted(self._budget))
         for writer, side in (
@@ -455,6 +455,7 @@ class _Sides:
 
     def save(self) -> None:
         """Makes what was written the place from which a later attempt resumes."""
+        # The record last: it must never promise bytes that are not on the disk.
         self._train.flush()
         self._eval.flush()
         replace_record(self._staging / PROGRESS_FILE, self.describe())

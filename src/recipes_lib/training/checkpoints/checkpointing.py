@@ -16,11 +16,13 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy
 
+from recipes_lib.files import let_readers_of_folder_read
 from recipes_lib.models.parallel.tensor_parallel import saving_unsharded, was_sharded_on_loading
-from recipes_lib.training.checkpoints.manifest import STAGING
+from recipes_lib.training.checkpoints.manifest import STAGING, find_wrong_size
 from recipes_lib.training.checkpoints.model_layout import choose_layout
 from recipes_lib.training.checkpoints.resume import seed_process
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, Task, count_bytes, write_state
+from recipes_lib.training.collectives import broadcast_object
 from recipes_lib.training.layouts.launch_environment import Launch, read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 
@@ -67,7 +69,7 @@ class CheckpointingTrainer(Trainer):
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
         self._best_before: tuple[float | None, int | None] = None, None
-        self._staging: Path | None = None  # Only while a checkpoint is put together.
+        self._staging: Path | None = None  # Only while a checkpoint is put together: overrides below look at it.
         self._tasks: list[Task] = []
 
     @cached_property
@@ -81,6 +83,7 @@ class CheckpointingTrainer(Trainer):
         try:
             return super().train(checkpoint, *args, **kwargs)
         finally:
+            # The writer is a daemon thread, which the end of the process would cut off.
             self._saver.settle()
 
     def stops_at_end(self) -> bool:
@@ -147,6 +150,8 @@ class CheckpointingTrainer(Trainer):
         """
 
         def stage(folder: str) -> Staged:
+            # Upstream exports the state of its callbacks into that of the trainer when it saves; a later checkpoint of
+            # this run would differ from that of one without a dry run.
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
@@ -171,36 +176,40 @@ class CheckpointingTrainer(Trainer):
         self._disregard_unsaved()  # Besides ``save_steps``, a stop request or a decay saves.
         step = self.state.global_step
         staged = self._saver.open(step, folder)
-        # Upstream would delete while this one is not known to be whole.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
         self._staging, self._tasks = staged.parent, []
         try:
-            Trainer._save_checkpoint(self, model, None)
+            with self._deleting_nothing():
+                Trainer._save_checkpoint(self, model, None)
         finally:
             self._staging = None
-            self.args.save_total_limit = limit
         if self.state.best_global_step == step or self._best_checkpoint.is_dir():
             # Upstream looks for the best one where it writes.
             self.state.best_model_checkpoint = str(self._best_checkpoint)
         if self.args.should_save:
+            # Once more: upstream has written it before the line above.
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            # A pickle, which nothing reads; run.json says more.
+            (staged / "training_args.bin").unlink(missing_ok=True)
         # The random states of all processes are there.
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
-        verify_layout = self.layout.build_verification(self.model)
-
-        def verify() -> None:
-            verify_layout(staged)
-            if self.args.should_save:
-                # A pickle, which nothing reads; run.json says more.
-                (staged / "training_args.bin").unlink(missing_ok=True)
-
+        verify = partial(self.layout.build_verification(self.model), staged)
         return Staged(staged, step, tasks, verify, is_shared=self.layout.is_shared)
+
+    @contextmanager
+    def _deleting_nothing(self) -> Iterator[None]:
+        """Keep upstream from deleting old checkpoints: ``rotate`` does, once the new one is known to be whole."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            yield
+        finally:
+            self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save into a checkpoint as the layout does; elsewhere the main process saves the whole model."""
         if self._staging is not None:
             if self.layout.writes_copies and (self.layout.is_shared or self._saver.is_main):
+                # With the model, which upstream saves first: both are copied, or both are written while training waits.
                 # Of an optimizer in shards the ``state_dict`` would gather.
                 states: Any = (self._list_trained(), dict(self.optimizer.state))
                 self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
@@ -221,6 +230,8 @@ class CheckpointingTrainer(Trainer):
         if self.args.should_save:
             state = None if state_dict is None else self.layout.drop_copies(self.model, state_dict)
             super()._save(output_dir, state)
+            for file in Path(str(output_dir)).glob("*.safetensors"):
+                let_readers_of_folder_read(file)
 
     # transformers 5.23 writes the optimizer at once; ours is left to the thread, or goes into shards for any layout.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -232,6 +243,7 @@ class CheckpointingTrainer(Trainer):
             return
         self._tasks += tasks
         if self.args.should_save:
+            # Small, so that it is written at once.
             assert self.lr_scheduler is not None
             write_state(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
@@ -274,21 +286,25 @@ class CheckpointingTrainer(Trainer):
     def _finalize_training(self, *args: Any) -> Any:
         """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
         self.finish_saving()
+        # The main process renames the folder; the others look for it behind the barrier.
         self.accelerator.wait_for_everyone()
-        # The folder of a run that was resumed may have had another path when the best one was saved.
-        if self._best_checkpoint.is_dir():
-            self.state.best_model_checkpoint = str(self._best_checkpoint)
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
+            # transformers 5.23 only warns of one that is gone, and the last weights would pass for the best ones. All
+            # processes load it or none: one alone would wait for the others.
+            fault = broadcast_object(find_wrong_size(self._best_checkpoint))
+            if fault is not None:
+                self._tell(f"the best weights, {self._best_checkpoint.name}, cannot be loaded: {fault}")
+            # The folder of a run that was resumed may have had another path when it was saved.
+            self.state.best_model_checkpoint = None if fault else str(self._best_checkpoint)
+        with self._deleting_nothing():
             return super()._finalize_training(*args)  # type: ignore[no-untyped-call]
-        finally:
-            self.args.save_total_limit = limit
 
     # transformers 5.23 resumes with fresh random states on processes that the checkpoint knows nothing of.
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random states of this process; without stored ones derive them from seed, step and rank."""
         rank = self.args.process_index
         name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{rank}.pth"
+        # Resumed with another number of processes. All with the seed alone would draw the same dropout masks.
         if checkpoint is not None and not (Path(checkpoint) / name).is_file():
             seed_process(self.args.seed, self.state.global_step, rank)
         else:
@@ -296,6 +312,7 @@ class CheckpointingTrainer(Trainer):
 
     def _build_optimizer(self, model: Any) -> torch.optim.Optimizer:
         """The optimizer of another model, in place of none."""
+        # ``create_optimizer`` builds one only where the trainer has none.
         own, self.optimizer = self.optimizer, None  # type: ignore[assignment]
         try:
             return self.create_optimizer(model)

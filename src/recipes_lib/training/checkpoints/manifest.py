@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.errors import DataError
-from recipes_lib.files import Fields, fsync, hash_file, is_inside, read_record, replace_record
+from recipes_lib.files import (
+    Fields,
+    fsync,
+    hash_file,
+    is_inside,
+    let_readers_of_folder_read,
+    read_record,
+    replace_record,
+)
 
 COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
@@ -65,6 +73,7 @@ def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[st
     described = {}
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != COMPLETE and find_writer(path.name) % world_size == rank:
+            let_readers_of_folder_read(path)
             fsync(path)
             described[str(path.relative_to(checkpoint))] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     return described
@@ -91,6 +100,7 @@ def read_complete(checkpoint: Path) -> Record | None:
     """Return the record of a checkpoint; ``None`` when there is none that could be read, or not as it was written."""
     with suppress(DataError):
         record = read_record(checkpoint / COMPLETE, _FIELDS)
+        # A checkpoint may be untrusted: no divisor is 0, and no name leads out of the folder.
         numbers = (record.get(name) for name in _COUNTS)
         if all(number is None or number > 0 for number in numbers) and all(
             is_inside(name) and isinstance(file, dict) and {"size", "sha256"} <= file.keys()
@@ -139,6 +149,7 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
             return _tell_unreadable(name, error)
         return None if is_whole else f"{name} holds other bytes than were written"
 
+    # Sizes first: they cost no reading, and most damage, a copy that was cut off, shows in them.
     if (wrong := find_wrong_size(checkpoint)) is not None:
         return wrong
     record = read_complete(checkpoint)
@@ -166,6 +177,7 @@ def publish(staged: Path) -> Path:
 
 def clear_leftovers(output_dir: Path) -> None:
     """Remove incomplete checkpoints of a process that died; complete ones get their names."""
+    # Killed between manifest and rename. As a list, because the folder changes while it is read.
     for staged in list((output_dir / STAGING).glob("checkpoint-*")):
         if is_complete(staged):
             publish(staged)
@@ -173,18 +185,13 @@ def clear_leftovers(output_dir: Path) -> None:
         shutil.rmtree(output_dir / name, ignore_errors=True)
 
 
-def find_last_complete(output_dir: Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint of a run and the newer ones that were skipped because they are not.
+def find_last_complete(output_dir: Path) -> Path | None:
+    """Return the newest complete checkpoint of a run; ``None`` when there is none.
 
     Source: replaces transformers ``get_last_checkpoint``, which takes half-written folders;
     see ``tests/training/checkpoints/test_manifest.py``.
     """
-    skipped: list[Path] = []
-    for _, path in list_checkpoints(output_dir):
-        if is_complete(path):
-            return path, skipped
-        skipped.append(path)
-    return None, skipped
+    return next((path for _, path in list_checkpoints(output_dir) if is_complete(path)), None)
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
@@ -195,7 +202,9 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted(numbered, reverse=True)
 
 
-def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int], keep_every: int | None = None) -> None:
+def rotate(
+    output_dir: Path, keep_last: int | None, keep_steps: Collection[int], keep_every: int | None = None
+) -> list[str]:
     """Delete all but the newest complete checkpoints; call it when the newest one has its manifest, never before.
 
     What is not complete is neither counted nor deleted: it may be all that is left of something.
@@ -205,14 +214,22 @@ def rotate(output_dir: Path, keep_last: int | None, keep_steps: Collection[int],
         keep_last: Complete checkpoints to keep; ``None`` keeps all.
         keep_steps: Steps whose checkpoints stay besides.
         keep_every: Also keep the checkpoints at multiples of this many steps.
+
+    Returns:
+        Those that could not be deleted, each with the reason.
     """
+    kept: list[str] = []
     if keep_last is None:
-        return
+        return kept
     complete = [(step, path) for step, path in list_checkpoints(output_dir) if is_complete(path)]
     for step, path in complete[keep_last:]:
         if step not in keep_steps and not (keep_every and step % keep_every == 0):
-            _move_to_trash(path)
+            try:
+                _move_to_trash(path)
+            except OSError as error:
+                kept.append(f"{path.name} ({error.strerror})")
     clear_trash(output_dir)
+    return kept
 
 
 def supersede(output_dir: Path, after_step: int) -> None:
@@ -223,7 +240,7 @@ def supersede(output_dir: Path, after_step: int) -> None:
 
 
 def put_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that it is ignored, and return its path; only the user deletes it."""
+    """Rename a checkpoint so that it is ignored, and return its path; it replaces one that was put aside before it."""
     aside = path.with_name(f"{why}-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -237,6 +254,7 @@ def clear_trash(output_dir: Path) -> None:
 
 def _move_to_trash(path: Path) -> None:
     """Rename a folder before deleting it: a partly deleted checkpoint must not look complete."""
+    # Beside it, on the same file system: a rename is one operation, and deleting many.
     trash = path.parent / _TRASH
     if path.exists():
         trash.mkdir(exist_ok=True)

@@ -42,7 +42,6 @@ from recipes_lib.training.checkpoints.sharded import (
     load_optimizer_shards,
     load_whole_model,
     load_whole_optimizer,
-    read_trained_shapes,
     read_trained_state,
     shard_like,
     verify_shards,
@@ -132,7 +131,11 @@ class ModelLayout:
         """Return what opens a checkpoint of the model as it is now again, and raises ``BrokenSaveError``."""
         if get_rank() != 0:
             return lambda _: None
-        return partial(verify_saved, expected=read_expected(model, is_replicated=False), is_replicated=False)
+        # What is replicated is saved by the names under which the model itself holds its tensors.
+        is_replicated = not self.is_shared
+        return partial(
+            verify_saved, expected=read_expected(model, is_replicated=is_replicated), is_replicated=is_replicated
+        )
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare what this process wrote, before the manifest is, with what is trained; raises ``BrokenSaveError``."""
@@ -168,12 +171,6 @@ class ReplicatedLayout(ModelLayout):
         if not saver.is_main:
             return ()
         return [partial(write_state, saver.take(optimizer.state_dict()), folder / OPTIMIZER_NAME)]
-
-    def build_verification(self, model: Any) -> Callable[[Path], None]:
-        """As the superclass, by the names under which the model itself holds its tensors."""
-        if get_rank() != 0:
-            return lambda _: None
-        return partial(verify_saved, expected=read_expected(model, is_replicated=True), is_replicated=True)
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare to the bit."""
@@ -290,7 +287,8 @@ class ShardedLayout(ModelLayout):
         compare_own_shards(place, parameters, parameters, optimizer)
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
-        return read_trained_shapes(model)
+        # Of a ``DTensor`` the shape is that of the whole tensor.
+        return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
 
 
 class PipelineLayout(ShardedLayout):

@@ -90,6 +90,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     # Older ones have no data_size: no tensors were cut then.
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
+    # Equal products need no other accumulation, whatever the factors are.
     if rows == count_rows_per_step(config.training, launch.data_size):
         accumulation = config.read("gradient_accumulation_steps")
     else:
@@ -134,6 +135,8 @@ def agree_on_checkpoint(
     Raises:
         ConfigError: A process cannot see a checkpoint, or has planned another batch than the main one.
     """
+    # Each turn puts one damaged checkpoint aside, so that it ends. Every process makes the same two collective calls in
+    # a turn, also where it has found a problem: errors are raised when all of them know.
     while True:
         newest = list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
         chosen = broadcast_object((newest[0][1] if newest else None, accumulation))
@@ -170,6 +173,7 @@ def _find_disagreement(
 
 def seed_process(seed: int, step: int, rank: int) -> None:
     """Seed a process without stored random states from seed, step and rank."""
+    # Hashed: of sums, step 1 on rank 0 would be step 0 on rank 1. numpy takes seeds of 32 bits.
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     set_seed(int.from_bytes(digest[:4], "big"))
 
@@ -231,12 +235,7 @@ EXTENDABLE: Final = frozenset(
 
 
 def find_common_checkpoint(
-    config: RecipeConfig,
-    before: Mapping[str, Any],
-    differing: Collection[str],
-    *,
-    world_size: int,
-    world_size_before: int,
+    config: RecipeConfig, before: Mapping[str, Any], differing: Collection[str], world_size: int
 ) -> Path | None:
     """Return the newest complete checkpoint that the old and the extended run share.
 
@@ -247,8 +246,7 @@ def find_common_checkpoint(
         config: The run now.
         before: Its keys as they were, from ``run.json``.
         differing: Names of the keys that differ.
-        world_size: Data-parallel processes now.
-        world_size_before: Data-parallel processes then.
+        world_size: Data-parallel processes, whose steps take the rows that those of the old run took.
 
     Returns:
         ``None``: another key differs, the run is none of pretraining, or no such checkpoint is left.
@@ -259,7 +257,7 @@ def find_common_checkpoint(
         return None
     try:
         now = plan_pretraining(config, world_size)
-        then = plan_pretraining(_restore(config, before, differing), world_size_before)
+        then = plan_pretraining(_restore(config, before, differing), world_size)
     except (AssertionError, ConfigError):  # Epochs are counted by the data, which are not opened yet.
         return None
     checkpoints = list_checkpoints(Path(config.training["output_dir"]))
@@ -283,6 +281,6 @@ def _restore(config: RecipeConfig, before: Mapping[str, Any], keys: Collection[s
         current = getattr(config, section)
         names = {field.name for field in dataclasses.fields(current)} & set(keys)
         restored[section] = dataclasses.replace(current, **{name: before[name] for name in names})
-        keys = set(keys) - names
+        keys = set(keys) - names  # What is left are upstream's.
     training |= {name: before[name] for name in keys if before.get(name) is not None}
     return dataclasses.replace(config, training=training, **restored)

@@ -118,6 +118,7 @@ class HostCopy:
             *states: Nested mappings and sequences with tensors in them; of those in shards this process's are copied.
             num_copies: Processes of this machine that copy as much each.
         """
+        # By identity, since tied weights are copied once.
         tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}.values()
         shards = [get_local(tensor) for tensor in tensors]
         kinds = {type(tensor).__name__ for tensor in shards} - {"Tensor", "Parameter", "Buffer"}
@@ -125,6 +126,7 @@ class HostCopy:
             return f"states of the kind {min(kinds)} cannot be copied"
         num_bytes = num_copies * sum(tensor.nbytes for tensor in shards)
         free = read_free_memory()
+        # After the first copy its memory is held, and no longer among what is free.
         if self._is_taken or num_bytes <= _MEMORY_SHARE * free:
             return None
         return f"a copy takes {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free"
@@ -299,6 +301,10 @@ class Staged:
 class CheckpointSaver:
     """Saves the checkpoints of a run, whatever is trained; what is in them is said by who stages them.
 
+    Attributes:
+        is_main: Whether this process writes what all of them hold.
+        group: Of the processes that write a shared checkpoint asynchronously; ``None``: the default one.
+
     Source: ``tests/training/checkpoints/test_saver.py``, ``tests/training/checkpoints/test_checkpointing.py``.
     """
 
@@ -314,18 +320,15 @@ class CheckpointSaver:
             data_size: Groups of processes that take rows of their own; 0 is every process.
         """
         self._data_size = data_size
+        self.is_main = bool(args.should_save)
         self._args, self._say, self._engine = args, say, engine
         self._output_dir = Path(str(args.output_dir))
         self._keep_every: int | None = getattr(args, "save_keep_steps", None)
         self._writer = CheckpointWriter()
         self._copy = HostCopy()
         self._copies: bool | None = None  # Known when there are states to be copied.
-        self._group: distributed.ProcessGroup | None = None  # Of the threads that write shards asynchronously.
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes what all of them hold."""
-        return bool(self._args.should_save)
+        self.group: distributed.ProcessGroup | None = None
+        self._record: dict[str, Any] = {}
 
     def open(self, step: int, folder: str = STAGING) -> Path:
         """Return the staging folder of a checkpoint, after the previous one is finished; every process must call.
@@ -333,20 +336,17 @@ class CheckpointSaver:
         Raises:
             FileNotFoundError: The output directory is gone; one made anew would hold a part of the run alone.
         """
+        # First: the memory of the host copy, and the staging folder, are those of the one before.
         self.finish()
         WATCHDOG.enter("saving")
         staged = self._output_dir / folder / f"checkpoint-{step}"
-        if self._args.should_save:
+        if self.is_main:
             if not self._output_dir.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._output_dir))
             shutil.rmtree(staged.parent, ignore_errors=True)
+        # Others write into the folder only when what a killed process had left there is gone.
         PartialState().wait_for_everyone()
         return staged
-
-    @property
-    def group(self) -> distributed.ProcessGroup | None:
-        """Group of the processes that write a shared checkpoint asynchronously; ``None``: the default one."""
-        return self._group
 
     def decide_to_copy(self, read_states: Callable[[], Sequence[Any]], *, is_shared: bool = False) -> None:
         """Decide with the first checkpoint whether there is memory for a copy, and log if there is not.
@@ -358,11 +358,14 @@ class CheckpointSaver:
         if self._copies is not None:
             return
         machine = platform.node()
+        # By host name, because ranks of several machines share nothing but the disk.
         num_copies = gather_objects(machine).count(machine) if is_shared else 1
         refusal = self._copy.explain_refusal(*read_states(), num_copies=num_copies)
         if is_shared:
+            # All decide alike: a shared save is collective, in a group of its own if it is asynchronous.
             refusal = next(filter(None, gather_objects(refusal)), None)
-            self._group = None if refusal else new_host_group()
+            # Of its own, because the collective calls of two threads in one group would be matched by chance.
+            self.group = None if refusal else new_host_group()
         self._copies = refusal is None
         if refusal:
             self._say(f"training waits while a checkpoint is written: {refusal}")
@@ -390,7 +393,9 @@ class CheckpointSaver:
 
         def finish() -> None:
             publish(staged.folder)
-            rotate(self._output_dir, limit, keep, self._keep_every)
+            # One that somebody has mounted, or that is another user's, costs room and not the run.
+            if kept := rotate(self._output_dir, limit, keep, self._keep_every):
+                self._say(f"older checkpoints could not be deleted: {', '.join(kept)}")
 
         self._write(staged, then=finish)
 
@@ -428,15 +433,17 @@ class CheckpointSaver:
             keep_every=self._keep_every,
             num_besides=num_besides,
         )
-        if self._args.should_save:
+        if self.is_main:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(DRY_RUN)
         self._write(staged, then=lambda: None)
+        # Waits, because it is compared with weights that the next step changes.
         self.finish()
-        if not self._args.should_save:
+        if not self.is_main:
             return
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
-        shutil.rmtree(staged.folder.parent)
+        # A network file system keeps a name for what is still mapped into memory; the next start removes what is left.
+        shutil.rmtree(staged.folder.parent, ignore_errors=True)
         self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
         verify_disk(plan(size), str(self._output_dir))
 
@@ -459,24 +466,26 @@ class CheckpointSaver:
         if not (staged.is_shared or self.is_main):
             return
         facts = self._describe_run(staged.step) if self.is_main else {}
+        # No task writes these: what deletes the folder meanwhile takes them along, and tasks would make it anew.
+        written = [path for path in staged.folder.rglob("*") if path.is_file()] if self.is_main else []
 
         def job() -> None:
             if staged.is_shared:
-                self._complete_together(staged, facts)
+                self._complete_together(staged, written, facts)
             else:
                 for task in staged.tasks:
                     task()
                 staged.verify()
-                write_complete(staged.folder, **facts)
+                _complete(staged.folder, written, facts)
             if self.is_main:
                 then()
 
-        if self._group if staged.is_shared else self._copies:
+        if self.group if staged.is_shared else self._copies:
             self._writer.submit(job)
         else:
             job()
 
-    def _complete_together(self, staged: Staged, facts: Mapping[str, Any]) -> None:
+    def _complete_together(self, staged: Staged, written: Sequence[Path], facts: Mapping[str, Any]) -> None:
         """Each process verifies what it wrote, in parallel; the main one writes the manifest from all results.
 
         No process waits for more than the largest share, nor for ever where another one fails.
@@ -490,11 +499,12 @@ class CheckpointSaver:
 
         def complete() -> None:
             if self.is_main:
-                write_complete(staged.folder, files, **facts)
+                _complete(staged.folder, written, facts, files)
                 if (wrong := find_wrong_size(staged.folder)) is not None:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
+        # Two rounds: the manifest is written when all files are on the disk, and renamed when it is known to be right.
         files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
         self._do_together(complete)
 
@@ -509,7 +519,7 @@ class CheckpointSaver:
             got = do()
         except Exception as error:  # It is raised when the others know.
             failure = error
-        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"), self._group)
+        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"), self.group)
         if failure is not None:
             raise failure
         failures = [f"process {rank}: {words}" for rank, (_, words) in enumerate(told) if words]
@@ -519,7 +529,8 @@ class CheckpointSaver:
 
     def _describe_run(self, step: int) -> dict[str, Any]:
         """Return additional fields of the manifest."""
-        record = read_run_record(self._output_dir)
+        # That of the first save: where somebody deletes the file, the run is known by its checkpoints alone.
+        self._record = record = self._record or read_run_record(self._output_dir)
         return {
             "step": step,
             "world_size": self._args.world_size,
@@ -530,6 +541,19 @@ class CheckpointSaver:
             # By which the run is resumed where its own record is lost.
             "run": {key: record[key] for key in RECORDED if key in record},
         }
+
+
+def _complete(
+    folder: Path, written: Sequence[Path], facts: Mapping[str, Any], files: Mapping[str, Any] | None = None
+) -> None:
+    """As ``write_complete``, if the files that were there before the tasks still are.
+
+    Raises:
+        FileNotFoundError: One of them is gone.
+    """
+    if gone := [path for path in written if not path.exists()]:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone[0]))
+    write_complete(folder, files, **facts)
 
 
 def write_state(state: Any, path: Path) -> None:

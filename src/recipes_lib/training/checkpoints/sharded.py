@@ -25,7 +25,7 @@ from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, is_adapter
 from recipes_lib.training.collectives import Group, gather_objects, get_rank, is_distributed
 from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
 
@@ -42,16 +42,11 @@ def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
     Tied tensors are there once; those that are sharded are ``DTensor``.
     """
     reshard(model)
-    if hasattr(model, "peft_config"):
+    if is_adapter(model):
         return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     # Backwards, so that of two names it is the first that stays, as in ``named_parameters``.
     unique = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return dict(unique.values())
-
-
-def read_trained_shapes(model: nn.Module) -> Mapping[str, torch.Size]:
-    """Return the full shape of every tensor of a checkpoint over all processes."""
-    return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
 
 
 def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
@@ -61,6 +56,7 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in read_trained_state(model).items():
+        # Collective, and so on every process, though the main one alone keeps it.
         gathered = get_whole(tensor.detach())
         if get_rank() == 0:
             whole[name] = gathered.cpu()
@@ -81,6 +77,7 @@ def gather_parts(model: nn.Module) -> dict[str, Tensor]:
         tensor = (
             get_whole(tensors[name].detach()) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
         )
+        # In the order of ``owners``, which all have alike: sends and receives meet without a tag.
         if rank == owner != 0:
             distributed.send(tensor.contiguous(), dst=0)
         elif rank == 0:
@@ -118,7 +115,7 @@ def load_whole_model(folder: Path, model: Any) -> None:
         model: Sharded, as it is trained.
     """
     reshard(model)
-    _load(folder, read_adapter_state(model) if hasattr(model, "peft_config") else read_trained_state(model))
+    _load(folder, read_adapter_state(model) if is_adapter(model) else read_trained_state(model))
 
 
 def read_whole_weights(folder: Path) -> dict[str, Tensor]:
@@ -128,10 +125,9 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
         folder: Of the checkpoint; that it is undamaged is known.
     """
     source = folder / MODEL_SHARDS if (folder / MODEL_SHARDS).is_dir() else folder
-    described = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
-    weights: dict[str, Tensor] = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)  # type: ignore[union-attr]
-        for name, tensor in described.items()
+    weights = {
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype)
+        for name, tensor in _read_described(source).items()
     }
     _load(source, weights)
     return weights
@@ -176,14 +172,15 @@ def load_optimizer_shards(
     """
     source = folder / OPTIMIZER_SHARDS
     states: dict[str, Tensor] = {}
-    for full_name, described in HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata.items():
+    for full_name, tensor in _read_described(source).items():
         if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and is_part:
             continue
-        parameter = parameters[name].detach()
-        dtype = described.properties.dtype  # type: ignore[union-attr]
-        is_alike = described.size == parameter.shape  # type: ignore[union-attr]
-        shape = described.size  # type: ignore[union-attr]
-        states[full_name] = torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(shape, dtype=dtype)
+        parameter, dtype = parameters[name].detach(), tensor.properties.dtype
+        # What has the shape of its parameter is sharded like it; a step number is whole everywhere.
+        is_alike = tensor.size == parameter.shape
+        states[full_name] = (
+            torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(tensor.size, dtype=dtype)
+        )
     _load(source, states)
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for full_name, value in states.items():
@@ -204,6 +201,7 @@ def load_whole_optimizer(
         optimizer: Over parameters, whole or sharded, or of a part of a model, in the groups that the saved one had.
         whole: The parameters of each group of the saved one, in its order; ``None`` for those of another process.
     """
+    # ``weights_only``: an untrusted checkpoint runs no code.
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for group, then in zip(whole, saved["param_groups"], strict=True):
@@ -249,6 +247,7 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
                         faults.append(f"{name} is not finite")
         except SafetensorError as error:
             faults.append(f"{file.name} cannot be opened again ({error})")
+    # The elements of all shards of a tensor, from the headers of all files: fewer than the whole has if one is gone.
     if rank == 0:
         faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
     if faults:
@@ -356,6 +355,12 @@ def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
         load({name: tensor.detach() for name, tensor in tensors.items()}, storage_reader=reader, **options)
 
 
+def _read_described(folder: Path) -> dict[str, Any]:
+    """Whole size and dtype of each tensor, from the headers of the files alone."""
+    described: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return described
+
+
 @contextmanager
 def _told_of_processes() -> Iterator[dict[str, bool]]:
     """Tell torch that one process is meant where there is one, and keep it from wondering about that."""
@@ -396,6 +401,7 @@ def _restore(
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
     """Give an optimizer the states of its parameters, and the values of its groups but for what is in them."""
+    # ``load_state_dict`` knows parameters by their numbers, which count through all groups.
     packed = optimizer.state_dict()["param_groups"]
     numbers = {
         parameter: number

@@ -49,6 +49,7 @@ def share_rows(
     """
     rank, world_size = get_rank(group), get_world_size(group)
     num_batches = math.ceil(num_rows / batch_size)
+    # Every process makes the same number of turns, and so of collective calls.
     for index in range(rank, count_rounds(num_rows, batch_size, group) * world_size, world_size):
         stop_if_agreed()
         is_counted = index < num_batches
@@ -139,6 +140,7 @@ class _HeldOutEvaluation:
                 for name, value in score(model, self.collate([rows[number] for number in numbers])).items():
                     # Added up as Python numbers: exact counts, and a double for the nats on every kind of device.
                     sums[name] = sums.get(name, 0) + (value if is_counted else 0)
+        # Sorted: processes add column by column, and their dictionaries need not have one order.
         names = sorted(sums)
         return dict(zip(names, sum_over_processes([sums[name] for name in names], self.sums_group), strict=True))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import evaluate
 
 from recipes_lib.evaluation.endpoint import Endpoint
 from recipes_lib.evaluation.judge_questions import Question
 from recipes_lib.evaluation.judges import PROMPTS, PromptedJudge, compute_win_rate
 from recipes_lib.training.collectives import compute_on_main
+from recipes_lib.training.evaluation.user_metrics import describe_metric
 
 
 class JudgePreference(evaluate.Metric):  # type: ignore[misc]
@@ -41,13 +41,7 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
         super().__init__(keep_in_memory=keep_in_memory)
 
     def _info(self) -> evaluate.MetricInfo:
-        names = ("prompts", "predictions", "references")
-        return evaluate.MetricInfo(
-            description="Win rate by a judge.",
-            citation="",
-            inputs_description="Strings.",
-            features=datasets.Features({name: datasets.Value("string") for name in names}),
-        )
+        return describe_metric("Win rate by a judge.", "prompts", "predictions", "references")
 
     def _compute(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
         return compute_on_main(lambda: self._ask(prompts, predictions, references))

@@ -89,6 +89,7 @@ class RowScorer:
         windows = [
             (number, _cut(row, slice(start, start + self.length)))
             for number, row in enumerate(encoded)
+            # One token of overlap: it predicts the first target of the next window, and is a target in its own alone.
             for start in range(0, max(1, len(row.input_ids) - 1), self.length - 1)
         ]
         # Windows of like length share a batch, so that little is computed for padding.

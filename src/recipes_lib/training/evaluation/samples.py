@@ -112,7 +112,7 @@ def _encode_own_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 def _find_answer(loss_mask: npt.NDArray[np.bool_]) -> slice:
     is_target = loss_mask.copy()
-    is_target[0] = False
+    is_target[0] = False  # Nothing predicts the first token.
     targets = np.flatnonzero(is_target)
     start = int(targets[0]) if len(targets) else len(is_target)
     if start == 1:
@@ -179,6 +179,7 @@ def generate_samples(
             generation_config=build_plain_generation(stop_ids, pad_id, max_new_tokens),
             stopping_criteria=[stopping],
         )
+    # Rows may all have ended before the limit here and not on another rank.
     stopping.finish()
     answers = generated[:, input_ids.shape[1] :].tolist()
     return [_read_answer(prompt, answer, stop_ids, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -92,6 +92,12 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, 
     return figures
 
 
+def describe_metric(description: str, *names: str) -> evaluate.MetricInfo:
+    """Return the description of a metric of strings, each given under one of the names."""
+    features = datasets.Features({name: datasets.Value("string") for name in names})
+    return evaluate.MetricInfo(description=description, citation="", inputs_description="Strings.", features=features)
+
+
 class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
     """``exact_match`` of the final answer, and ``token_f1`` of all words, each a mean over samples in 0 to 1.
 
@@ -102,14 +108,7 @@ class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
     """
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Exact match of the final answer and F1 of the words.",
-            citation="",
-            inputs_description="Strings.",
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
-        )
+        return describe_metric("Exact match of the final answer and F1 of the words.", "predictions", "references")
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         pairs = list(zip(predictions, references, strict=True))

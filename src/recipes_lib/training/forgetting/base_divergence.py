@@ -22,13 +22,13 @@ from recipes_lib.losses.distillation import (
 from recipes_lib.models.adapters.lora import adapters_off
 from recipes_lib.models.heads.loss_head import (
     HeadOutput,
-    add_loss_head,
     find_targets,
     pick_predictors,
     score_beside_teacher,
 )
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.training.layouts.fsdp import prepare_frozen
+from recipes_lib.training.trainers.trained_model import freeze
 
 
 class BaseDivergence:
@@ -49,6 +49,7 @@ class BaseDivergence:
         self._base: nn.Module | None = base
         # Distillation weighs both terms with weights that sum to 1.
         self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
+        # (1 + c) * (CE / (1 + c) + c / (1 + c) * KL) = CE + c * KL.
         self._scale = 1 + coefficient
 
     def prepare(self, accelerator: Accelerator) -> None:
@@ -107,8 +108,4 @@ def load_base(config: RecipeConfig, attn_implementation: str) -> BaseDivergence 
         return None
     if config.adapter.use_peft:
         return BaseDivergence(coefficient, None)
-    base = load_causal_lm(config.model, attn_implementation)
-    base.requires_grad_(False)
-    base.train(False)
-    add_loss_head(base)
-    return BaseDivergence(coefficient, base)
+    return BaseDivergence(coefficient, freeze(load_causal_lm(config.model, attn_implementation)))

@@ -102,8 +102,13 @@ def compute_fisher(
     numbers = range(get_rank(), len(documents), get_world_size())
     for number in progress.track(numbers, "documents", len(numbers)):
         batch = collate([documents[number]])
-        generator = torch.Generator(device).manual_seed(_mix(seed, number)) if labels == "sampled" else None
+        generator = None
+        if labels == "sampled":
+            # By the number of the document, so that the draws do not depend on the number of processes.
+            mixed = np.random.SeedSequence([seed, number]).generate_state(1)
+            generator = torch.Generator(device).manual_seed(int(mixed[0]))
         total = _score(model, batch, device, generator)
+        # Not ``backward``, which would add up gradients: their squares are added up.
         gradients = torch.autograd.grad(total.nll_sum, list(named.values()), allow_unused=True)
         for name, gradient in zip(named, gradients, strict=True):
             if gradient is not None:
@@ -115,10 +120,6 @@ def compute_fisher(
         found = f"squared gradients of {len(broken)} weights are not finite: {list_first(broken)}"
         raise DataError(Problem("model_name_or_path", found, "compute in float32 (bf16: false, fp16: false)"))
     return Fisher(diagonal, len(documents), tokens)
-
-
-def _mix(seed: int, number: int) -> int:
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def _score(

@@ -82,8 +82,10 @@ class WeightPenalty(TrainerCallback):
         for name, parameter in frozen.named_parameters():
             if name not in trained:
                 continue
-            fisher = None if self._whole_fisher is None else _take_share(self._whole_fisher[name], parameter)
-            self._held[name] = (get_local(parameter.detach()), fisher)
+            own, fisher = get_local(parameter.detach()), None
+            if self._whole_fisher is not None:
+                fisher = get_local(shard_like(self._whole_fisher[name], parameter)).to(own.device)
+            self._held[name] = (own, fisher)
         self._reference, self._whole_fisher = nn.Module(), None
 
     def hold(self, model: nn.Module) -> None:
@@ -118,6 +120,7 @@ class WeightPenalty(TrainerCallback):
         value: Tensor = self._sum.detach()
         sharded = next((term.parameter for term in self._terms if isinstance(term.parameter, DTensor)), None)
         if isinstance(sharded, DTensor):
+            # Along a sharded dimension each process has a part of the sum, along a replicated one all of it.
             placements = [Partial() if isinstance(each, Shard) else Replicate() for each in sharded.placements]
             mesh = sharded.device_mesh
             value = DTensor.from_local(value.to(mesh.device_type), mesh, placements).full_tensor()
@@ -185,8 +188,3 @@ def _list_trained(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _find_differing(shapes: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]) -> list[str]:
     return sorted(name for name in shapes.keys() | others.keys() if shapes.get(name) != others.get(name))
-
-
-def _take_share(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Local shard of a replicated tensor, placed like ``parameter``."""
-    return get_local(shard_like(whole, parameter)).to(get_local(parameter).device)

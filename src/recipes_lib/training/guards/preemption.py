@@ -26,6 +26,8 @@ def stop_if_agreed() -> None:
         PreemptedError: One was asked.
     """
     WATCHDOG.beat()
+    # Outside of training a signal raises at once, and the processes need not agree. ``is_deferred`` is alike on all of
+    # them at the same place of the code, so that none calls the collective alone.
     if STOP.is_deferred and sum_over_processes([STOP.reason is not None])[0]:
         raise build_preemption()
 
@@ -128,10 +130,13 @@ class LastStep(TrainerCallback):
         trainer, state = self._trainer, self._trainer.state
         if state.global_step > self._saved_step and trainer.args.save_strategy != SaveStrategy.NO:
             assert self._random is not None
+            # 1. As they were behind the step: the request was seen after the next rows had been drawn.
             self._random.restore()
+            # 2. Callbacks that prepare a save, such as the sums of token counts, act behind a step if one is due.
             trainer.control.should_save = True
             for callback in trainer.observer.callbacks:
                 callback.on_step_end(trainer.args, state, trainer.control)
+            # 3. An evaluation that was interrupted is made when the run resumes.
             stored: Any = state.stateful_callbacks
             stored[EVALUATION_KEY] = {"last": trainer.last_evaluated_step, "is_owed": trainer.is_evaluating}
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)

@@ -126,8 +126,10 @@ def compute_checksums(tensors: Mapping[str, Tensor]) -> Figures:
     """
     if not tensors:
         return {}
+    # Sums of whole numbers do not depend on their order, unlike those of floats: two devices give the same one.
     local = [get_local(tensor) for tensor in tensors.values()]
     sums = [part.detach().contiguous().view(_WORDS[part.element_size()]).sum(dtype=torch.int64) for part in local]
+    # One transfer for all tensors.
     return dict(zip(tensors, torch.stack([part.to(sums[0].device) for part in sums]).tolist(), strict=True))
 
 
@@ -204,6 +206,7 @@ class ReplayCheck:
         is_scaled = self._trainer.accelerator.scaler is not None
         first = self._replay(trained, inputs) if is_scaled else _read_figures(trained, inputs.losses)
         again = self._replay(trained, inputs)
+        # Every process learns of it, so that all of them stop, and compute once more together where that is needed.
         found = gather_objects([name for name in first if first[name] != again[name]])
         if any(found):
             self._name(found, trained, inputs)
@@ -240,6 +243,7 @@ class ReplayCheck:
         with trainer.uncounted_pass():
             for number, batch in enumerate(inputs.batches, start=1):
                 is_last = is_reduced and number == len(inputs.batches)
+                # As upstream's loop: gradients are reduced behind the last micro-batch.
                 with contextlib.nullcontext() if is_last else trainer.accelerator.no_sync(model):
                     trainer.training_step(model, dict(batch), inputs.num_terms)
             return _read_figures(trained, trainer.guard.inputs.losses)

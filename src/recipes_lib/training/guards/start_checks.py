@@ -40,19 +40,14 @@ class AdapterChecks(TrainerCallback):
     Source: ``tests/training/guards/test_adapter_checks.py``.
     """
 
-    def __init__(
-        self, model: nn.Module, config: AdapterConfig, *, say: Callable[[str], None], may_be_idle: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, config: AdapterConfig, *, say: Callable[[str], None]) -> None:
         """Record the initial adapter.
 
         Args:
             model: Under its adapter, before a checkpoint is read and before it is wrapped.
             config: Says whether the adapter is a fresh one.
             say: Takes one line for each check that has passed.
-            may_be_idle: Whether there are steps from which nothing is to be learnt, as when all answers are worth the
-                same; in such a step all gradients are zero, and none is judged.
         """
-        self._may_be_idle = may_be_idle
         self._is_fresh = config.adapter_name_or_path is None
         self._say = say
         self._initial = {name: _summarise(parameter) for name, parameter in _find_trained(model).items()}
@@ -81,11 +76,9 @@ class AdapterChecks(TrainerCallback):
         if not self._unjudged:
             return
         verdicts = judge_gradients(kwargs["model"])
-        if self._may_be_idle and set(verdicts.values()) == {ZERO}:
-            return
         if args.fp16:  # The loss scaler is still looking for its scale, and skips such a step.
             verdicts = {name: fault for name, fault in verdicts.items() if fault != NOT_FINITE}
-        if faults := [f"{name} ({fault})" for name, fault in verdicts.items() if fault]:
+        if faults := _name((name for name, fault in verdicts.items() if fault), verdicts):
             raise DivergedError(
                 f"at step {state.global_step + 1} {len(faults)} of {len(self._initial)} trained tensors would learn "
                 f"nothing: {list_first(faults)}. Their gradients are lost on the way: try "
@@ -119,7 +112,6 @@ class AdapterChecks(TrainerCallback):
 
 
 NOT_FINITE: Final = "its gradient is not finite"
-ZERO: Final = "its gradient is zero"
 
 
 def judge_gradients(model: nn.Module) -> dict[str, str | None]:
@@ -130,6 +122,7 @@ def judge_gradients(model: nn.Module) -> dict[str, str | None]:
     trained = _find_trained(model)
     verdicts: dict[str, str | None] = {}
     for name, parameter in trained.items():
+        # dL/dA = B^T dL/d(BA): zero while B, which begins at zero, has not moved.
         twin = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
         if twin is not parameter and not get_whole(twin).any():
             continue
@@ -137,7 +130,7 @@ def judge_gradients(model: nn.Module) -> dict[str, str | None]:
             verdicts[name] = "it has no gradient"
         else:
             norm = float(get_whole(parameter.grad.float().norm()))
-            verdicts[name] = None if 0 < norm < float("inf") else ZERO if norm == 0 else NOT_FINITE
+            verdicts[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
     return verdicts
 
 
@@ -277,12 +270,13 @@ def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         DivergedError: It does not update a tensor that is trained.
     """
+    # By identity: an optimizer that was built before FSDP2 replaced the parameters holds tensors of the same names.
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    lost = {name: "it is another tensor" for name, parameter in trained if id(parameter) not in updated}
+    lost = [f"{name} (it is another tensor)" for name, parameter in trained if id(parameter) not in updated]
     if lost:
         raise DivergedError(
-            f"the optimizer does not update {len(lost)} of {len(trained)} trained tensors: {_list(list(lost), lost)}"
+            f"the optimizer does not update {len(lost)} of {len(trained)} trained tensors: {list_first(lost)}"
         )
 
 
@@ -304,15 +298,15 @@ def verify_accumulation(trainer: TrainerView) -> str:
     if len(rows) < 2:
         return "accumulation: not checked, since the data begin without two rows to train on"
     with trainer.uncounted_pass(), preserve_training_state(trainer.model_wrapped):
+        # In evaluation mode: dropout would draw other masks for the two.
         apart, together = (_compute_objective(trainer, groups) for groups in ([[row] for row in rows], [rows]))
     dtype = get_rounding_dtype(trainer.model, trainer.args)
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = torch.float16  # It has as many digits.
     allowed = TOLERANCE[dtype] * max(1.0, abs(together))
     if not math.isfinite(together):
         raise DivergedError(
             f"the loss of two rows is {together} before the first update: a weight is not finite, or {dtype} overflows"
         )
+    # Not ``>``, which is false for NaN.
     if not abs(apart - together) <= allowed:
         raise DivergedError(
             f"two rows as two micro-batches have the loss {apart:.6f}, and as one {together:.6f}: rounding explains "
@@ -338,6 +332,7 @@ def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) ->
             ]
     finally:
         trainer.router_aux_loss_coef = coefficient
+    # Every process has computed the same rows, and its share is multiplied by their number: the mean is the loss.
     return float(trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean"))
 
 
@@ -373,12 +368,12 @@ def judge_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, n
     if lost:
         raise DivergedError(
             f"in the first {MAX_STEPS} steps {len(lost)} of {num_trained} trained tensors learnt nothing: "
-            f"{_list(lost, faults)}. Freeze them, or find where their gradients are lost: try "
+            f"{list_first(_name(lost, faults))}. Freeze them, or find where their gradients are lost: try "
             "activation_checkpointing: false"
         )
     return (
         f"gradients: {len(in_order)} of {num_trained} trained tensors had none in the first {MAX_STEPS} steps, as may "
-        f"be for experts, routers and biases: {_list(in_order, faults)}"
+        f"be for experts, routers and biases: {list_first(_name(in_order, faults))}"
     )
 
 
@@ -439,6 +434,5 @@ def _bound_balance_loss(model: nn.Module, config: Any) -> float:
     return 2 * coefficient * float(getattr(config, "num_experts_per_tok", None) or 0)
 
 
-def _list(names: Sequence[str], faults: Mapping[str, str | None]) -> str:
-    shown = ", ".join(f"{name} ({faults[name]})" for name in names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _name(names: Iterable[str], faults: Mapping[str, str | None]) -> list[str]:
+    return [f"{name} ({faults[name]})" for name in names]

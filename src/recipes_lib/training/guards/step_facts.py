@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.errors import DivergedError
+from recipes_lib.files import spell_numbers
 from recipes_lib.training.collectives import gather_objects, get_rank
 from recipes_lib.training.layouts.fsdp import get_local
 from recipes_lib.training.monitoring.progress import TrainingProgress
@@ -131,16 +133,23 @@ def stop_before_update(
     found = find_faults(parameters, [float(loss) for loss in inputs.losses])
     rank = get_rank()
     folder = output_dir / DUMP_DIR / f"step-{step}"
-    write_dump(folder, rank, inputs, {"step": step, "rank": rank, **facts, **found})
-    faults = gather_objects(found)
+    failure = None
+    try:
+        write_dump(folder, rank, inputs, {"step": step, "rank": rank, **facts, **found})
+    except (OSError, SafetensorError) as error:
+        # A full disk must neither hide why the step is stopped nor let the other processes wait.
+        failure = str(error)
+    faults, failures = zip(*gather_objects((found, failure)), strict=True)
     whose = f" of the {learner}" if learner else ""
     when = "behind its update, which DeepSpeed makes first" if is_updated else f"before its update{whose}"
     weights = "The last checkpoint is whole, and from before"
     if not is_updated:
         weights = f"The weights are those of step {step - 1}, and the last checkpoint is whole"
+    look = f"Look at the rows, batches and gradients of the step, which are in {folder} (docs/guards.md)"
+    if failed := next(filter(None, failures), None):
+        look = f"Its rows, batches and gradients could not be written to {folder} ({failed}): make room for them"
     raise DivergedError(
-        f"step {step} was stopped {when}: {why or describe_faults(faults)}. {weights}. Look at the rows, batches and "
-        f"gradients of the step, which are in {folder} (docs/guards.md), or lower learning_rate"
+        f"step {step} was stopped {when}: {why or describe_faults(faults)}. {weights}. {look}, or lower learning_rate"
     )
 
 
@@ -148,6 +157,7 @@ def write_dump(folder: Path, rank: int, inputs: StepInputs, facts: Mapping[str, 
     """Write ``rank-R.json`` and the tensors of the batches, ``rank-R.safetensors``, into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
+        # Cloned, because safetensors refuses tensors that share memory, as views of one batch do.
         f"micro_batch_{at + 1}.{name}": value.detach().cpu().contiguous().clone()
         for at, batch in enumerate(inputs.batches)
         for name, value in batch.items()
@@ -155,17 +165,8 @@ def write_dump(folder: Path, rank: int, inputs: StepInputs, facts: Mapping[str, 
     }
     save_file(tensors, folder / f"rank-{rank}.safetensors")
     row_ids = [None if ids is None else [int(row) for row in ids] for ids in inputs.row_ids]
-    text = json.dumps(_spell({**facts, ROW_IDS: row_ids}), indent=1, allow_nan=False)
+    text = json.dumps(spell_numbers({**facts, ROW_IDS: row_ids}), indent=1, allow_nan=False)
     (folder / f"rank-{rank}.json").write_text(text, encoding="utf-8")
-
-
-def _spell(value: Any) -> Any:
-    """JSON has no numbers for NaN and infinities: they become strings, which ``float`` reads back."""
-    if isinstance(value, Mapping):
-        return {name: _spell(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_spell(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class ObserverView(Protocol):

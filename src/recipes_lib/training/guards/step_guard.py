@@ -91,8 +91,10 @@ class SpikeMonitor:
             grad_norm: Before clipping, finite.
             kind: Kind of the step; it is compared with steps of its kind.
         """
-        log_norm = math.log(max(grad_norm, 1e-30))
+        log_norm = math.log(max(grad_norm, 1e-30))  # A norm of 0 has no logarithm.
         losses, log_norms = (self._open(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
+        # Both before either is added: each is judged by the steps before it. A spike is added too, so that a loss that
+        # stays at its new level stops being one.
         spike = _judge_loss(losses, loss)
         of_norm = _judge_logarithm("grad_norm", log_norms, log_norm)
         losses.append(loss)
@@ -131,6 +133,7 @@ def _judge_logarithm(figure: str, before: Sequence[float], value: float) -> Spik
 def _judge(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
     if len(before) < MIN_STEPS:
         return None
+    # Both hardly move until half of the window is spoilt.
     median = statistics.median(before)
     deviation = max(MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before), floor)
     threshold = median + FACTOR * deviation
@@ -184,6 +187,7 @@ class StepGuard(TrainerCallback):
                 return train(resume_from_checkpoint=resume_from_checkpoint)
             except _SpikedError as spiked:
                 rollback = spiked.rollback
+            # Outside of the handler: the exception holds the frames of the loop, with the tensors of its step.
             resume_from_checkpoint = self._go_back(rollback)
 
     def on_train_begin(
@@ -218,6 +222,8 @@ class StepGuard(TrainerCallback):
                 not for ever. Or there was a spike after the last of ``max_rollbacks``.
         """
         trainer = self._trainer
+        # A mean, since each process's share is multiplied by their number (``compute_share``). Every rank gets the same
+        # two figures, so that all of them decide alike without another collective call.
         share = torch.stack(self.inputs.losses).sum().float()
         total = trainer.accelerator.reduce(share, reduction="mean")
         whole = get_whole(torch.as_tensor(norm)).to(total.device)
@@ -226,6 +232,7 @@ class StepGuard(TrainerCallback):
         step = trainer.state.global_step + 1
         if not math.isfinite(loss):
             self._stop(loss, grad_norm)
+        # Of fp16 the loss must be finite and the norm need not: the scaler skips such a step and lowers its scale.
         if not math.isfinite(grad_norm):
             self._num_skipped += 1
             if not trainer.args.fp16:
@@ -237,6 +244,7 @@ class StepGuard(TrainerCallback):
         self._num_skipped = 0
         if step == 1:
             trainer.verify_first_loss(loss)
+        # Before the window changes: a replayed step that differs ends the run, and is no figure to compare others with.
         self._replay.compare(self.inputs)
         spike = self._monitor.judge(loss, grad_norm, self.inputs.kind)
         if spike is not None:
@@ -275,6 +283,7 @@ class StepGuard(TrainerCallback):
                 self._stop(loss, grad_norm, why)
             # One that is being written may be the newest before the spike.
             self._trainer.finish_saving()
+            # As the main process sees the disk: ranks on other machines may list it differently for a moment.
             back_to = broadcast_object(find_step_before(self._output_dir, step))
             if back_to is not None:
                 raise _SpikedError(self._plan(step, str(spike), back_to))
@@ -284,6 +293,7 @@ class StepGuard(TrainerCallback):
             self._writer.write({"kind": "spike", "step": step, "cause": str(spike)})
 
     def _plan(self, step: int, cause: str, back_to: int) -> Rollback:
+        # Steps are counted from 1, and ``find_rows`` counts them from 0.
         first = max(step - 1 - STEPS_BEFORE, 0)
         last = min(step - 1 + STEPS_AFTER, self._trainer.state.max_steps - 1)
         skipped = (self._trainer.find_rows(first)[0], self._trainer.find_rows(last)[1])

@@ -116,6 +116,7 @@ class Watchdog:
         def look_for_file() -> None:
             if file.exists():
                 stop.ask(f"the file {file}")
+                # Last: a run that is killed before it has stopped finds the request again.
                 file.unlink(missing_ok=True)
 
         def look_for_launcher() -> None:
@@ -138,6 +139,7 @@ class Watchdog:
         words = self.describe()
         if verdict == "show":
             sys.stderr.write(f"{words}; where its threads stand:\n")
+            # It writes to a descriptor, which a replaced ``sys.stderr`` may not have.
             faulthandler.dump_traceback(sys.__stderr__ or 2)
             return
         sys.stderr.write(f"{words}: ended; what it hung in is shown above, and the same command resumes\n")

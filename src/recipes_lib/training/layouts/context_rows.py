@@ -88,15 +88,18 @@ def _find_keys(positions: Any, attending: Sequence[tuple[int, int]], num_process
     owners = [min(at, 2 * num_processes - 1 - at) for at in range(2 * num_processes)]
     row = np.arange(positions.shape[1])
     piece = len(row) // len(owners)
+    # Where each token of a row stands among the gathered ones: rank by rank, of each rank row by row, of each row the
+    # piece from the head and then that from the tail.
     number, offset = row // piece, row % piece
     place = np.array(owners)[number] * len(positions) * 2 * piece + np.where(number < num_processes, 0, piece) + offset
     queries, keys, index = [0], [0], []
     for at, line in enumerate(positions):
-        bounds = np.append(np.flatnonzero(line == 0), len(line))
+        bounds = np.append(np.flatnonzero(line == 0), len(line))  # Positions start at 0 with each document.
         for start, stop in attending:
             for first, behind in itertools.pairwise(bounds):
                 begin, end = max(first, start), min(behind, stop)
                 if begin < end:
+                    # Causal from the end: the last query sees all keys, the one before it one fewer.
                     queries.append(end - begin)
                     keys.append(end - first)
                     index.append(place[first:end] + at * 2 * piece)

@@ -83,6 +83,7 @@ def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh,
     for module in (*layers, chunk):
         of_module = replace(policy, output_dtype=torch.float32) if module is chunk else policy
         sharded = fully_shard(module, mesh=mesh, mp_policy=of_module, reshard_after_forward=False)
+        # The loss is divided by the targets of all replicas: gradients are summed, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         # gloo supports no other reduction.
         sharded.set_force_sum_reduction_for_comms(True)
@@ -118,6 +119,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = _list_groups(model)
+    # A unit would drop its weights behind its forward pass, and gather them again for the next one.
     before = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
@@ -142,6 +144,7 @@ def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     Tensors on the same device mesh are combined first, because torch has no operation across meshes.
     """
     totals: list[Any] = [get_total_norm(some) for some in _group_by_mesh(tensors)]
+    # The norm of norms is the norm of all.
     norms = [get_whole(total) for total in totals]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 

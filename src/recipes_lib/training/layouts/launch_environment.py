@@ -139,6 +139,7 @@ class Launch:
             # Ranks of a pipeline are far apart, so that ranks with the same stage, which reduce gradients, are
             # neighbours.
             return self.rank // self.tensor_size % self.data_size
+        # Ranks of a tensor or context group are neighbours, and take the same rows.
         return self.rank * self.data_size // self.world_size
 
     @property
@@ -177,6 +178,9 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
 
 
 def _read_layout(told: Mapping[str, str]) -> Layout:
+    schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
+    if schedule not in SCHEDULES:
+        raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
     sizes = {name: _read_number(told, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
     accumulation, clipping = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
     return Layout(
@@ -191,21 +195,15 @@ def _read_layout(told: Mapping[str, str]) -> Layout:
         accumulation=None if told.get(accumulation, "auto") == "auto" else _read_number(told, accumulation, 1, least=1),
         clipping=None if told.get(clipping, "auto") in ("auto", "none") else _read_number(told, clipping, 1.0),
         offloads_optimizer=told.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
-        **_read_pipeline(told),
+        pipeline_stages=_read_number(told, _PIPELINE_STAGES, 1, least=1),
+        schedule=schedule,
     )
-
-
-def _read_pipeline(told: Mapping[str, str]) -> dict[str, Any]:
-    schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
-    if schedule not in SCHEDULES:
-        raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
-    return {"pipeline_stages": _read_number(told, _PIPELINE_STAGES, 1, least=1), "schedule": schedule}
 
 
 def _read_number(told: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:
     text = told.get(name, str(default))
     try:
-        number = type(default)(text)
+        number = type(default)(text)  # ``int`` refuses "1.5", which ``float`` takes.
         is_right = number >= least and math.isfinite(number)
     except ValueError:
         is_right = False

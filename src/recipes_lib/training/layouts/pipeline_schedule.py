@@ -202,6 +202,7 @@ class Pipeline(nn.Module):
         Returns:
             ``LossHeadOutput`` of each micro-batch, where the last chunk is here; elsewhere nothing.
         """
+        # Torch's schedules call the loss function with one micro-batch: each adds its share of the mean of the step.
         self._scale = 1 / num_targets
         return self._give([{**batch, "loss_head": True} for batch in batches], self._run_schedule)
 
@@ -211,6 +212,7 @@ class Pipeline(nn.Module):
         # FSDP2 has already reduced those of shards.
         if self._mesh.replicas.size() > 1 and not has_shards(self.model):
             group = self._mesh.replicas.get_group()
+            # All begun before the first is waited for, so that they overlap.
             waiting = [distributed.all_reduce(part, group=group, async_op=True) for part in gradients]
             for work in waiting:
                 work.wait()
@@ -222,6 +224,7 @@ class Pipeline(nn.Module):
 
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm of tensors over all stages; every process must call, with its counted tensors."""
+        # Stages have different weights: their squares add up.
         squares = compute_total_norm(tensors).float().square().to(self._device)
         distributed.all_reduce(squares, group=self._mesh.pipeline)
         return squares.sqrt()
@@ -276,6 +279,7 @@ class Pipeline(nn.Module):
             stages[0] if len(stages) == 1 else stages,
             num_batches,
             loss_fn=lambda nll_sum, _: nll_sum * self._scale,
+            # Else torch divides by the number of micro-batches, whose losses are shares already.
             scale_grads=False,
         )
 
@@ -341,6 +345,7 @@ class PipelineTrainer(PretrainTrainer):
         """
         batches, num_terms = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_terms is not None:
+            # The superclass has summed over all ranks, of which those of one pipeline have the same rows.
             num_terms = self.guard.inputs.num_terms = num_terms // (
                 self.launch.layout.pipeline_stages * self.launch.tensor_size
             )
@@ -350,6 +355,7 @@ class PipelineTrainer(PretrainTrainer):
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Return this process's share of a micro-batch's loss; the first call of a step runs all of them."""
+        # Upstream calls once for each micro-batch, and the schedule needs all of them at once.
         losses = self.guard.inputs.losses
         if not losses:
             self._shares = self._run_step()
@@ -384,6 +390,7 @@ class PipelineTrainer(PretrainTrainer):
             return [torch.zeros((), device=self.args.device) for _ in batches]
         for tokens, found in zip(num_tokens, sums, strict=True):
             self.observer.counter.add(tokens, found.num_targets, found.num_correct)
+        # The guard takes the mean over all ranks, of which those that know the loss are a part.
         scale = self.accelerator.num_processes / inputs.num_terms
         return [found.nll_sum.detach() * scale for found in sums]
 

@@ -210,7 +210,7 @@ def find_exhausted(
         return None
     sign, (best, *others), count = (1 if rises else -1), values, 0
     for step, value in others:
-        # Of a value that is no number nobody can say that it is a gain.
+        # A NaN is no gain: comparisons with it are false.
         count = 0 if sign * (value - best[1]) > threshold else count + 1
         if sign * (value - best[1]) > 0:
             best = (step, value)
@@ -284,6 +284,7 @@ class WeightMonitor(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Keep the sampled weights of a step that will be logged."""
+        # Of steps that will be logged alone: the copy costs memory, and two norms a transfer from the device.
         self._before = [self._parameters[at].detach().clone() for at in self._sample] if _is_logged(args, state) else []
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

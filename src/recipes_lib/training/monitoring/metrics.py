@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from recipes_lib.files import parse_number, parse_record, replace_text
+from recipes_lib.files import parse_number, parse_record, replace_text, spell_numbers
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.collectives import sum_over_processes
 
@@ -57,13 +57,12 @@ class StepCounter:
     def restore(self, totals: Mapping[str, Any]) -> None:
         """Resume from the totals of a checkpoint; a missing one is 0."""
         self._pending = [0, 0, 0]
-        self.num_tokens = totals.get("num_tokens", 0)
-        self.num_targets = totals.get("num_targets", 0)
-        self.num_correct = totals.get("num_correct", 0)
+        self.num_tokens, self.num_targets, self.num_correct = (totals.get(name, 0) for name in self.totals())
 
 
 def read_together(scalars: Sequence[float | Tensor]) -> list[Any]:
     """Return the values of scalars, of which tensors are on one device, in one transfer from it."""
+    # In double precision, which holds counts up to 2^53 exactly; float32 ends at 2^24 tokens.
     on_device = [scalar.double() for scalar in scalars if isinstance(scalar, Tensor)]
     values = iter(torch.stack(on_device).tolist() if on_device else [])
     return [next(values) if isinstance(scalar, Tensor) else scalar for scalar in scalars]
@@ -94,12 +93,11 @@ class ThroughputMeter:
             peak_flops: Of all devices of the run together, FLOP/s; ``None`` leaves ``mfu`` null.
             clock: Seconds from any origin.
         """
-        self.seconds = 0.0
         self._counter = counter
         self._flops = flops
         self._peak_flops = peak_flops
         self._clock = clock
-        self._resumed_at: float | None = None
+        self._resumed_at: float | None
         self.begin()
 
     def begin(self, seconds: float = 0.0) -> None:
@@ -151,6 +149,7 @@ def read_peak_memory() -> int:
     """Return the peak memory of this process so far, in bytes: allocated on its GPU, or else resident in RAM."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
+    # Kilobytes on Linux, bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -182,12 +181,8 @@ class MetricsWriter:
         """
         if not self._is_main:
             return
-        # JSON has no numbers for these; float() reads the strings back.
-        finite = {
-            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in event.items()
-        }
-        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
+        line = (json.dumps(spell_numbers(event), allow_nan=False) + "\n").encode()
+        # Opened for each event: a file that was renamed or deleted meanwhile gets no more lines where nobody looks.
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size

@@ -139,7 +139,9 @@ class LiveProgress(TrainingProgress):
         self._training: TaskID | None = None
 
     def start(self, num_steps: int, step: int) -> None:
-        """Draw the bar."""
+        """Draw the bar; after a rollback in place of the one before."""
+        if self._training is not None:
+            self._display.remove_task(self._training)
         self._training = self._display.add_task("train", total=num_steps, completed=step, figures="")
         self._display.start()
 

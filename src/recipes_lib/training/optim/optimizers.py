@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Final
@@ -92,6 +92,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             state |= {"step": 0} | {name: torch.zeros_like(parameter, dtype=torch.float32) for name in _MOMENTS}
         state["step"] += 1
         (beta1, beta2), step = group["betas"], state["step"]
+        # Algorithm 2 with decoupled decay, all of it in float32; the weights are rounded once, at the end.
         gradient, (mean, square) = parameter.grad.float(), (state[name] for name in _MOMENTS)
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -100,6 +101,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         weights.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
         if parameter.dtype == torch.bfloat16:
             generator = self._generators.setdefault(parameter.device, torch.Generator(parameter.device))
+            # A seed for each step and tensor: replicas draw alike, and a resumed run as one that was not stopped.
             weights = round_stochastically(weights, generator.manual_seed(step * _MAX_PARAMETERS + index))
         parameter.copy_(weights)
 
@@ -141,6 +143,7 @@ class MuonAdamW(torch.optim.Optimizer):
             ),
             "AdamW": torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps),
         }
+        # Copies of the owners' groups, under this optimizer: schedulers and accelerate change what they find here.
         groups = [group | {"optimizer": name} for name, owner in self._owners.items() for group in owner.param_groups]
         super().__init__(groups, {"lr": lr})
 
@@ -255,11 +258,24 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
     decays, anew. ``tests/training/optim/test_optimizers_loraplus.py``.
     """
     is_b = {id(parameter) for name, parameter in model.named_parameters() if ".lora_B." in name}
+    split_groups(optimizer, is_b, lambda group: {"lr": group["lr"] * ratio})
+
+
+def split_groups(
+    optimizer: torch.optim.Optimizer, moved: Set[int], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """Move parameters into groups of their own, with the options of those that they were in.
+
+    Args:
+        optimizer: As built, not yet prepared by accelerate; it must not have stepped.
+        moved: The ``id`` of each parameter.
+        change: Gives the options of a new group that differ from the old one's.
+    """
     for group in list(optimizer.param_groups):
-        fast = [parameter for parameter in group["params"] if id(parameter) in is_b]
-        if fast:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in is_b]
-            optimizer.add_param_group({**group, "params": fast, "lr": group["lr"] * ratio})
+        own = [parameter for parameter in group["params"] if id(parameter) in moved]
+        if own:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+            optimizer.add_param_group({**group, "params": own, **change(group)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +353,7 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
         {"params": [parameter for decays, parameter in trained if decays is kind], "weight_decay": decay * kind}
         for kind in (True, False)
     ]
+    # Any optimizer would do: it only holds the groups, and allocates no state before its first step.
     optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=rate)
     return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]
 

@@ -205,4 +205,7 @@ def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractC
 
 def get_rounding_dtype(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
     """Return the coarser one of the precisions of the weights and of the products: what results are rounded to."""
-    return min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize)
+    dtype = min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize)
+    # TF32 has the ten bits of float16's fraction. Read here, since environment and libraries switch it on too.
+    is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return torch.float16 if is_tf32 else dtype

@@ -50,6 +50,7 @@ from recipes_lib.training.trainers.pair_batches import (
 )
 from recipes_lib.training.trainers.pair_trainer import PairTrainer
 from recipes_lib.training.trainers.reference import ReferenceLogps, compute_reference_key, refuse_missing
+from recipes_lib.training.trainers.trained_model import freeze
 
 LN2_TOLERANCE: Final = 1e-4
 """Absolute tolerance of the first loss around ln 2."""
@@ -198,6 +199,7 @@ def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batc
         DivergedError: A reward is not 0, or the loss of ``sigmoid`` is not ln 2: policy and reference differ.
     """
     beta, loss = objective.options.beta, float(scores.losses.detach().mean())
+    # (pairs, 2), flattened in the order of ``num_completion_tokens``: chosen and rejected in turns.
     rewards = torch.stack([scores.figures["rewards/chosen"], scores.figures["rewards/rejected"]], dim=1).flatten()
     lengths = batch["num_completion_tokens"].to(rewards.device)
     allowed = compute_rounding(lengths, dtype)
@@ -261,6 +263,7 @@ class DPOTrainer(PairTrainer):
         if batches and "sft" in self.objective.names:
             chosen = torch.cat([batch["num_completion_tokens"][0::2][: count_pairs(batch)] for batch in batches])
             total = self.accelerator.reduce(chosen.sum().to(self.args.device), reduction="sum")
+            # Of the whole step, so that the sum over its pairs is nats a token whatever a micro-batch holds.
             self._mean_chosen_tokens = total / num_pairs
         return batches, num_pairs
 
@@ -380,7 +383,7 @@ def prepare_reference(
     if config.preference.ref_model_name_or_path is not None:
         objective.reference = _load_reference(config, attention, model, max_length=data.max_length)
     elif not is_stored and not has_base:
-        objective.reference = _freeze(copy.deepcopy(model))
+        objective.reference = freeze(copy.deepcopy(model))
     if not is_stored:
         return None, data
     rows: dict[str, PairRows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
@@ -422,11 +425,4 @@ def _load_reference(
     if (settled.layout, settled.packing) != (attention.layout, attention.packing):
         found = f"{name} cannot take pairs laid out as the policy can: {settled.reason}"
         raise ConfigError(Problem(where, found, "write `shared_prompt: false`, or name another model"))
-    return _freeze(reference)
-
-
-def _freeze(model: PreTrainedModel) -> PreTrainedModel:
-    add_loss_head(model)
-    model.requires_grad_(False)
-    model.train(False)
-    return model
+    return freeze(reference)

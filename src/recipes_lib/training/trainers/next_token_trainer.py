@@ -41,17 +41,14 @@ class NextTokenTrainer(RecipeTrainer):
             **kwargs: As ``RecipeTrainer``; ``model`` is a causal language model, ``data_collator`` makes ``input_ids``,
                 ``labels`` and ``position_ids``, and the first token of each document is never a target.
         """
-        kwargs["data_collator"] = self.extend_collator(kwargs["data_collator"])
+        # Batches contain target positions: to find them on the device, the host would wait for it.
+        kwargs["data_collator"] = functools.partial(_collate, kwargs["data_collator"])
         super().__init__(**kwargs)
         self.add_loss_head()
 
     def add_loss_head(self) -> None:
         """Attach the loss head, so that the model returns its loss without logits."""
         add_loss_head(self.model)
-
-    def extend_collator(self, collate: Callable[[Any], Batch]) -> Callable[[Any], Batch]:
-        """Return a collator whose batches contain target positions, to avoid a device synchronisation."""
-        return functools.partial(_collate, collate)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:
         """Return the number of targets."""
@@ -112,8 +109,7 @@ class SFTTrainer(NextTokenTrainer):
         self.base_figures = TermMetrics()
         if base is not None:
             base.prepare(self.accelerator)
-            # Before the one that writes, which puts down what the figures are by then.
-            self.callback_handler.callbacks.insert(1, self.base_figures)
+            self.add_figures(self.base_figures)
 
     def compute_loss(
         self,
@@ -175,8 +171,7 @@ class PretrainTrainer(NextTokenTrainer):
         super().__init__(**kwargs)
         # DeepSpeed has updated the weights by the time that it could look, and under ZeRO-3 no process has them.
         if not self.is_deepspeed_enabled:
-            # Before the one that writes, which puts down what the figures are by then.
-            self.callback_handler.callbacks.insert(1, WeightMonitor(self.measure_norm, self.list_counted))
+            self.add_figures(WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
             self.add_callback(SaveBeforeDecay(schedule.first_decay_step))
 
@@ -198,6 +193,7 @@ class PretrainTrainer(NextTokenTrainer):
     def build_sampler(self) -> Sampler[int]:
         """Take the rows in order, without those that a rollback skips."""
         rows: Any = self.train_dataset
+        # Behind a rollback upstream builds its loader again, and so comes here again.
         rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
 

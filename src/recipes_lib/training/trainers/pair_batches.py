@@ -98,8 +98,6 @@ def compute_rounding(num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
         num_tokens: Of each answer.
         dtype: Precision of the products.
     """
-    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = torch.float16  # It has as many digits.
     of_root, of_each = _ROUNDING[dtype]
     return of_root * num_tokens.float().sqrt() + of_each * num_tokens
 
@@ -115,6 +113,7 @@ def split_sequences(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor,
         ``int64 (N,)`` in ``[0, 2P)``; and tokens of the chosen and of the rejected answers, ``int64 (P,)`` each.
     """
     sequence_ids, lengths = batch["sequence_ids"].to(device), batch["num_completion_tokens"].to(device)
+    # Collator: chosen 0, rejected 1, chosen 2 ... Losses: chosen 0 to P - 1, rejected P to 2P - 1.
     ids = sequence_ids // 2 + sequence_ids % 2 * (len(lengths) // 2)
     return ids, lengths[0::2], lengths[1::2]
 

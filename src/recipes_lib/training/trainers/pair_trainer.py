@@ -33,8 +33,7 @@ class PairTrainer(RecipeTrainer):
         """
         super().__init__(**kwargs)
         self.figures = TermMetrics()
-        # Before the one that writes, which puts down what the figures are by then.
-        self.callback_handler.callbacks.insert(1, self.figures)
+        self.add_figures(self.figures)
 
     @abstractmethod
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:

@@ -73,8 +73,6 @@ class RecipeTrainer(CheckpointingTrainer):
     router_aux_loss_coef = 0.0
     balances_experts = False
     """Whether the load of a mixture of experts is balanced where neither key nor model ask for it, as in TRL's SFT."""
-    has_own_objective = True
-    """Whether the objective is a mean over terms, known before the step: what the checks of the start rely on."""
     compares_rows = False
     """Whether the loss compares rows of a micro-batch, so that it depends on gradient accumulation."""
     model: PreTrainedModel
@@ -112,8 +110,8 @@ class RecipeTrainer(CheckpointingTrainer):
         self.order, self.penalty = order, penalty
         self.adapter = adapter or AdapterConfig()
         # Before upstream has touched a weight.
-        say, is_idle = observer.progress.say, not self.has_own_objective
-        checks = [AdapterChecks(model, self.adapter, say=say, may_be_idle=is_idle)] if self.adapter.use_peft else []
+        say = observer.progress.say
+        checks = [AdapterChecks(model, self.adapter, say=say)] if self.adapter.use_peft else []
         super().__init__(model=model, args=args, **options)
         verify_engine(
             self.launch,
@@ -123,8 +121,7 @@ class RecipeTrainer(CheckpointingTrainer):
         )
         settle_precision(self.accelerator, self.model)
         self.remove_callback(PrinterCallback)
-        # Right behind the one that decides what is due, so that the trackers behind report the figures added here.
-        self.callback_handler.callbacks[1:1] = observer.callbacks
+        self.add_figures(*observer.callbacks)
         self.add_callback(_LogParameterGroups(observer.progress.say))
         self._last_step = LastStep(self)
         for callback in (*checks, self._last_step):
@@ -133,17 +130,21 @@ class RecipeTrainer(CheckpointingTrainer):
         say(f"attention: {explain_choice(attention, model.config, args.device, get_compute_dtype(args))}")
         if args.mixed_precision == "fp8":
             verify_fp8_layers(self.model)
-        if self.has_own_objective:
-            coefficient = getattr(args, "router_aux_loss_coef", None)
-            self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
-            self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
+        coefficient = getattr(args, "router_aux_loss_coef", None)
+        self.router_aux_loss_coef = settle_router_loss(model, coefficient, by_default=self.balances_experts)
+        self.add_callback(StartChecks(self, has_adapter=self.adapter.use_peft))
         self.guard = StepGuard(self, observer.guards)
         if penalty is not None:
             penalty.prepare(self.accelerator, self.model)
-            # Before the one that writes, which puts down what the figures are by then.
-            self.callback_handler.callbacks.insert(1, penalty)
+            self.add_figures(penalty)
         # Last, so that ``checkpoint-0`` is exactly what the first step starts from.
         self.add_callback(self.guard)
+
+    def add_figures(self, *callbacks: TrainerCallback) -> None:
+        """Add callbacks that add figures to a logged step, before those that were added so far."""
+        # Callbacks are called in order. The first one decides what is due. Those of the observer, which write the
+        # figures, and the trackers behind them report what the logs hold by then.
+        self.callback_handler.callbacks[1:1] = callbacks
 
     @abstractmethod
     def count_terms(self, batch: Batch) -> torch.Tensor:
@@ -261,6 +262,7 @@ class RecipeTrainer(CheckpointingTrainer):
         """
         # Gradients are averaged over processes, while the divisors count what all of them have.
         num_processes = self.accelerator.num_processes
+        # Both are tensors on the device while training, so that nothing here waits for it.
         divisor = num_terms if num_items_in_batch is None else num_items_in_batch
         loss: torch.Tensor = loss_sum * (num_processes / divisor)
         if aux_loss is None:
@@ -272,6 +274,7 @@ class RecipeTrainer(CheckpointingTrainer):
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
         for batch in batches:
+            # Known on every rank without asking: how many batches there are follows from the number of rows.
             is_repeated = self._is_last_repeated and self.accelerator.gradient_state.end_of_dataloader
             yield self.mask_batch(batch) if is_repeated else batch
 
@@ -300,6 +303,7 @@ class RecipeTrainer(CheckpointingTrainer):
         stand_ins, inputs = self.build_stand_ins(), self.guard.inputs
         kept = {name: getattr(self, name) for name in stand_ins}
         vars(self).update(stand_ins)
+        # The losses of the pass go into a list of their own; what weighs a balance loss is that of the real step.
         self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
         try:
             yield
@@ -360,9 +364,7 @@ class RecipeTrainer(CheckpointingTrainer):
 
     # transformers 5.23 has no callback between the norm and the clipping, which spreads a NaN to every gradient.
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradients by their global norm and return it; raise on a non-finite norm.
-
-        They are judged in between, since clipping by a norm that is not finite spreads it to all of them.
+        """Clip the gradients by their global norm and return it; raise on a non-finite norm, before it spreads.
 
         Raises:
             DivergedError: As ``StepGuard.judge``.
@@ -372,6 +374,7 @@ class RecipeTrainer(CheckpointingTrainer):
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
         learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
         norm = self._compute_grad_norm(learning)
+        # Not upstream's clipping, which measures once more, and over all parameters.
         self.guard.judge(norm)
         clip_gradients(learning, self.args.max_grad_norm, norm)
         return norm
@@ -396,6 +399,7 @@ class RecipeTrainer(CheckpointingTrainer):
             self.penalty.add_gradients(1.0 if scaler is None else scaler.get_scale())
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+        # Under fp16 the gradients are those of a scaled loss until here; the guard compares norms over steps.
         self.accelerator.unscale_gradients()
         counted = self.list_counted(parameters)
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
@@ -523,6 +527,7 @@ class EpochRows:
     def find(self, step: int) -> tuple[int, int]:
         """Return the first row of step ``step`` of the run, from 0, and the first behind it."""
         epoch, at = divmod(step, self.steps_per_epoch)
+        # As upstream, an epoch ends with a smaller step where rows are left.
         stop = self.num_rows if at + 1 == self.steps_per_epoch else (at + 1) * self.rows_per_step
         return epoch * self.num_rows + at * self.rows_per_step, epoch * self.num_rows + stop
 
@@ -546,6 +551,7 @@ class RunSampler(Sampler[int]):
         return self._order.rows_per_epoch
 
     def __iter__(self) -> Iterator[int]:
+        # Numbers of the whole run, so that rows which are left out move those behind them into the next epoch.
         first = self._read_epoch() * len(self)
         natural = self._skips.locate(np.arange(first, first + len(self)))
         yield from self._order.locate(natural).tolist()

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,6 @@ REFERENCE_FOLDER: Final = "reference"
 NUM_CHECKED: Final = 64
 """Pairs that are recomputed to verify stored log-probabilities."""
 
-T = TypeVar("T")
 _Figures = npt.NDArray[np.float32]
 Score = Callable[[Sequence[Any]], Tensor]
 """Rows to the log-probabilities of their answers, ``float32 (2, P)``."""
@@ -141,6 +140,7 @@ class ReferenceLogps:
         with preserve_training_state(model):
             for name, rows in self.rows.items():
                 num_rounds = count_rounds(len(rows), batch_size)
+                # Zero where another process scores, so that the sum over processes is the whole, to the bit.
                 logps = np.zeros((len(rows), 2), np.float32)
                 shares = share_rows(len(rows), batch_size)
                 for numbers, is_counted in progress.track(shares, f"reference, {name}", num_rounds):
@@ -185,6 +185,7 @@ class ReferenceLogps:
         return broadcast_object((float(off.max()), bool((off <= limit).all())))
 
     def _read(self) -> dict[str, _Figures] | None:
+        # The run's own first: the cache may have been made again since, on another device.
         return next((logps for root in (self._own, self._root) if (logps := self._read_from(root))), None)
 
     def _read_from(self, root: Path) -> dict[str, _Figures] | None:
@@ -227,6 +228,7 @@ def compute_reference_key(model: nn.Module, *, pairs: str, is_without_adapter: b
         **facts: Precision, kernel, layout, ``ld_alpha``; JSON values. The learning rate is none of them.
     """
     digest = hashlib.sha256()
+    # The code is among what determines the numbers: another version of it stores its own.
     for package in (recipes_lib.losses, recipes_lib.models):
         for path in sorted(Path(package.__path__[0]).rglob("*.py")):
             digest.update(path.read_bytes())

@@ -13,6 +13,7 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.adapters.saved import TaskType
 from recipes_lib.models.architecture import find_model_config, start_causal_lm
+from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.score_head import add_score_head, load_reward_model, set_pad_token
 from recipes_lib.models.inference import disable_dropout
 from recipes_lib.models.loading import check_agreement, choose_teacher, load_causal_lm, load_model_config
@@ -143,6 +144,14 @@ def load_scorer(
     set_pad_token(model, tokenizer, terminators)
     add_score_head(model)
     return _finish(model, config, args, "SEQ_CLS")
+
+
+def freeze(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model that is only read, with a loss head: a reference, a base or a teacher."""
+    add_loss_head(model)
+    model.requires_grad_(False)
+    model.train(False)
+    return model
 
 
 def _finish(model: PreTrainedModel, config: RecipeConfig, args: TrainingArguments, task_type: TaskType) -> Any:

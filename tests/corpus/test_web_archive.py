@@ -1,0 +1,126 @@
+"""WARC and WET files in every container: a damaged record is counted, and costs no other."""
+
+import gzip
+import io
+import random
+
+import pytest
+from tests.corpus.test_inputs import read
+
+from recipes_lib.corpus.documents import HTML
+from recipes_lib.corpus.inputs import READ
+
+
+def write_warc(path, records):
+    from warcio.statusandheaders import StatusAndHeaders
+    from warcio.warcwriter import WARCWriter
+
+    with path.open("wb") as file:
+        writer = WARCWriter(file, gzip=path.suffix == ".gz")
+        for kind, body in records:
+            headers = StatusAndHeaders("200 OK", [("Content-Type", "text/html")], protocol="HTTP/1.0")
+            http = headers if kind == "response" else None
+            record = writer.create_warc_record(
+                f"http://x/{len(body)}", kind, payload=io.BytesIO(body), http_headers=http
+            )
+            writer.write_record(record)
+
+
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz", "a.wet.gz"])
+def test_warc_and_wet_records(tmp_path, name):
+    kind = "conversion" if "wet" in name else "response"
+    bodies = ["<html>ä</html>".encode(), "<p>naïve café, déjà vu, à la carte</p>".encode("latin-1")]
+    write_warc(tmp_path / name, [("warcinfo", b"x"), *((kind, body) for body in bodies)])
+    documents, _, _ = read({"name": str(tmp_path / name)})
+    assert [d.metadata.get(HTML, False) for d in documents] == [kind == "response"] * 2
+    assert documents[0].text == "<html>ä</html>"
+    assert "caf" in documents[1].text
+    assert documents[0].metadata["url"] == f"http://x/{len(bodies[0])}"
+    assert len({d.id for d in documents}) == 2
+
+
+def test_a_warc_file_that_breaks_off_is_counted(tmp_path):
+    write_warc(tmp_path / "a.warc.gz", [("response", b"<p>one</p>" * 500), ("response", b"<p>two</p>" * 500)])
+    data = (tmp_path / "a.warc.gz").read_bytes()
+    (tmp_path / "b.warc").write_bytes(gzip.decompress(data)[:3000] + b"garbage")
+    (tmp_path / "c.warc").write_bytes(b"this is no archive at all")
+    (tmp_path / "d.warc.gz").write_bytes(data[: len(data) // 3])
+    documents, ledger, _ = read({"name": str(tmp_path), "label": "crawl"})
+    assert [document.text for document in documents] == ["<p>one</p>" * 500, "<p>two</p>" * 500]
+    assert ledger.tallies[READ].removed == {"cannot be read": 3}
+    assert [note.partition(":")[0] for note in ledger.notes] == [
+        f"crawl/{name}" for name in ("b.warc", "c.warc", "d.warc.gz")
+    ]
+
+
+@pytest.mark.parametrize("damage", [b"garbage", b"\x1f\x8b\x08", b"\nWARC/1.0\r\n"])
+@pytest.mark.parametrize("name", ["a.warc", "a.warc.gz"])
+def test_a_damaged_warc_record_costs_no_other(tmp_path, name, damage):
+    random.seed(0)
+    bodies = [b"<p>%d %s</p>" % (number, random.randbytes(2000).hex().encode()) for number in range(6)]
+    starts, whole = [], b""
+    for body in bodies:
+        write_warc(tmp_path / name, [("response", body)])
+        starts.append(len(whole))
+        whole += (tmp_path / name).read_bytes()
+    for at in (starts[2], starts[2] + 700):
+        (tmp_path / name).write_bytes(whole[:at] + damage * 9 + whole[at + 9 * len(damage) :])
+        documents, ledger, _ = read({"name": str(tmp_path / name)})
+        texts = [document.text.encode() for document in documents]
+        # Where only the text is damaged and nothing compressed, nobody can know.
+        assert [text for text in texts if text in bodies] == bodies[:2] + bodies[3:], (at, ledger.notes)
+        assert len(texts) == 6 or ledger.tallies[READ].removed["cannot be read"] >= 1
+
+
+@pytest.mark.parametrize("container", ["plain", "a member a record", "one member"])
+@pytest.mark.parametrize("block", [64, 1 << 16])
+def test_a_wrong_length_of_a_warc_record_costs_no_neighbour(tmp_path, monkeypatch, container, block):
+    monkeypatch.setattr("recipes_lib.corpus.web_archive._WARC_BLOCK", block)
+    bodies = [b"one", b"two\n" * 5, b"three"]
+    records = []
+    for body in bodies:
+        write_warc(tmp_path / "r.warc", [("conversion", body)])
+        records.append((tmp_path / "r.warc").read_bytes())
+    stated, path = b"Content-Length: 20", tmp_path / ("a.wet" if container == "plain" else "a.wet.gz")
+    assert stated in records[1]
+    # A record without its last line end is still that record: 19 of 20 bytes are taken.
+    for length in [*range(19), *range(26, 60), 300, 10**6, 10**9, 10**30, "", "x", "-1"]:
+        damaged = records[1].replace(stated, f"Content-Length: {length}".encode())
+        parts = [records[0], damaged, records[2]]
+        members = {"plain": parts, "one member": [gzip.compress(b"".join(parts))]}
+        path.write_bytes(b"".join(members.get(container) or map(gzip.compress, parts)))
+        documents, ledger, _ = read({"name": str(path)})
+        assert [document.text for document in documents] == ["one", "three"], length
+        assert ledger.tallies[READ].removed == {"cannot be read": 1}, length
+        assert ledger.notes[0].startswith("a/a.wet"), length
+
+
+@pytest.mark.parametrize("cut", range(1, 400, 7))
+def test_a_cut_gzip_member_is_one_damaged_record(tmp_path, cut):
+    members = []
+    for body in (b"one", b"two", b"three"):
+        write_warc(tmp_path / "a.wet.gz", [("conversion", body)])
+        members.append((tmp_path / "a.wet.gz").read_bytes())
+    members[2] = members[2][: min(cut, len(members[2]) - 1)]
+    (tmp_path / "a.wet.gz").write_bytes(b"".join(members))
+    documents, ledger, _ = read({"name": str(tmp_path / "a.wet.gz")})
+    # The data of the last one can be whole, and its check sum missing.
+    assert [document.text for document in documents] in (["one", "two"], ["one", "two", "three"])
+    assert ledger.tallies[READ].removed == {"cannot be read": 1}
+
+
+@pytest.mark.parametrize("header", [b"WARC-Target-URI", b"WARC-Type", b"Content-Type", b"HTTP/1.0"])
+def test_a_record_whose_headers_are_damaged_costs_no_other(tmp_path, header):
+    write_warc(tmp_path / "a.warc", [("response", b"<p>one</p>")])
+    whole = (tmp_path / "a.warc").read_bytes()
+    (tmp_path / "a.warc").write_bytes(whole + whole.replace(header, b"x" * len(header)) + whole)
+    documents, _, _ = read({"name": str(tmp_path / "a.warc")})
+    assert [document.text for document in documents[:: len(documents) - 1]] == ["<p>one</p>"] * 2
+
+
+def test_a_page_about_warc_is_one_document(tmp_path):
+    page = b"A record:\r\n\r\nWARC/1.0\r\nWARC-Type: response\r\nContent-Length: 3\r\n\r\nabc\r\n\r\nends"
+    write_warc(tmp_path / "a.wet", [("conversion", page), ("conversion", b"two")])
+    documents, ledger, _ = read({"name": str(tmp_path / "a.wet")})
+    assert [document.text.encode() for document in documents] == [page, b"two"]
+    assert not ledger.tallies[READ].removed
