@@ -143,7 +143,10 @@ def test_the_method_stays_in_the_recipe(file: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("name", "expected"), [("cpu", [1, "NO", "cpu"]), ("cpu_ddp", [2, "MULTI_CPU", "cpu"])])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [pytest.param("cpu", [1, "NO", "cpu"], marks=pytest.mark.slow), ("cpu_ddp", [2, "MULTI_CPU", "cpu"])],
+)
 def test_a_launch_on_cpus_is_what_the_file_says(name: str, expected: list[object], tmp_path: Path) -> None:
     script = tmp_path / "report.py"
     script.write_text(REPORT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -162,20 +163,23 @@ def test_a_pipeline_that_cannot_be_is_told_before_a_process_starts(flags, words,
 
 
 @pytest.mark.multiprocess
-def test_what_it_starts_trains_and_its_exit_code_is_that_of_the_recipe(tmp_path):
+@pytest.mark.parametrize("is_refused", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["refused", "trains"])
+def test_what_it_starts_is_the_recipe_and_its_exit_code_that_of_the_recipe(tmp_path, is_refused):
     recipe_runs.write_inputs(tmp_path)
-    keys = recipe_runs.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1)
+    keys = recipe_runs.make_keys(tmp_path, "sft", output_dir=tmp_path / "out", max_steps=1, num_sample_prompts=0)
+    flags = [f"--{name}={value}" for name, value in keys.items() if name != "num_sample_prompts"]
     (tmp_path / "sft.yaml").write_text("num_sample_prompts: 0\n")
+    flags += ["--config", str(tmp_path / "sft.yaml")]
+    if is_refused:
+        # A run of another configuration in the same output directory, which only the recipe itself can find out.
+        (tmp_path / "out").mkdir()
+        record = {"status": "done", "config": {"weight_decay": 0.3}}
+        (tmp_path / "out" / "run.json").write_text(json.dumps(record))
     start = "from recipes_lib.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", start, "launch", "--config", str(tmp_path / "sft.yaml")]
-    command += [f"--{name}={value}" for name, value in keys.items() if name != "num_sample_prompts"]
-    done = subprocess.run(
-        [*command, "--hardware", "cpu"], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    # Another configuration in the same output directory, which only the recipe itself can find out.
-    other = [*command, "--weight_decay=0.3", "--hardware", "cpu"]
-    refused = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
-    assert refused.returncode == EXIT_USER, refused.stderr[-3000:]
-    assert "choose another output_dir" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    command = [sys.executable, "-c", start, "launch", *flags, "--hardware", "cpu"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == (EXIT_USER if is_refused else 0), done.stderr[-3000:]
+    assert ("choose another output_dir" in done.stderr) == is_refused
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists() == (not is_refused)

@@ -38,9 +38,7 @@ DROPPED = {
 TRAINED = {
     "zephyr-7b-beta/sft/config_full": None,
     "zephyr-7b-beta/sft/config_qlora": None,
-    "smollm3/sft/sft": None,
     "zephyr-7b-beta/dpo/config_full": "sigmoid",
-    "zephyr-7b-beta/dpo/config_qlora": "sigmoid",
     "zephyr-141b-A35b/orpo/config_full": "orpo",
     "smollm3/dpo/apo": "apo_zero",
 }

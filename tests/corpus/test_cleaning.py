@@ -114,10 +114,9 @@ def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
     assert not (folder / "out" / "data" / "stray.parquet").exists()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch, workers):
+def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch):
     folder, _, manifest = planted
-    config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=workers)
+    config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=2)
     original = cleaning.open_inputs
 
     def open_in_small_tasks(config):

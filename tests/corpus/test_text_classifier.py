@@ -60,7 +60,9 @@ def apply(step, text):
     return reason, document, found
 
 
-@pytest.mark.parametrize("labels", [["good", "bad"], ["good", "bad", "code"]])
+@pytest.mark.parametrize(
+    "labels", [["good", "bad"], pytest.param(["good", "bad", "code"], marks=pytest.mark.slow)], ids=len
+)
 def test_planted_classes_are_found(labels) -> None:
     classifier = train_classifier(plant_all(labels))
     found = evaluate_classifier(classifier.score, plant_all(labels, 100, seed=9))

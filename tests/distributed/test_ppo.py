@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ RUNS: dict[str, dict[str, Any]] = {
     | {"num_generations": 3, "steps_per_generation": 3, "num_iterations": 1, "max_steps": 6, "save_steps": 3}
     | {"reward_funcs": "[tests.rl.test_methods:score_half]", "max_num_gen_batches": 10},
 }
-GROUPS = ("rloo", "grpo")
 CLOCKS = ("time/", "_per_s", "seconds", "memory")
 
 
@@ -110,17 +110,21 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
     return {"stage": "ppo", "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
 
 
-def build_groups(inputs: Path, num_processes: int, recipe: str, **more: Any) -> sharding.Job:
+def build_groups(inputs: Path, num_processes: int, names: Iterable[str]) -> dict[str, sharding.Job]:
     """The same answers, in groups of four; what only PPO has is left out."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
     own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
-    flags = keys_task.build_group_flags(
-        inputs / "policy", inputs, inputs / "prompts.jsonl",
-        **{name: value for name, value in SHARDED.items() if name not in own} | batch | more,
-        steps_per_generation=8 // num_processes,
-    )  # fmt: skip
-    keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
-    return {"stage": recipe, "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
+    jobs: dict[str, sharding.Job] = {}
+    for name in names:
+        recipe, more = OF_GROUPS[name]
+        flags = keys_task.build_group_flags(
+            inputs / "policy", inputs, inputs / "prompts.jsonl",
+            **{key: value for key, value in SHARDED.items() if key not in own} | batch | more,
+            steps_per_generation=8 // num_processes,
+        )  # fmt: skip
+        keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+        jobs[name] = {"stage": recipe, "keys": {key: value for key, value in keys.items() if key != "output_dir"}}
+    return jobs
 
 
 def write_other_reward_model(policy: Path, folder: Path) -> Path:
@@ -134,36 +138,61 @@ def write_other_reward_model(policy: Path, folder: Path) -> Path:
     return folder
 
 
+OF_GROUPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "rloo": ("rloo", {}),
+    "grpo": ("grpo", {}),
+    "grpo adapter": ("grpo", {"use_peft": True, "learning_rate": 3e-3}),
+    "grpo 4-bit": ("grpo", {"use_peft": True, "load_in_4bit": True, "learning_rate": 3e-3}),
+}
+QUICK = ("grpo", "grpo 4-bit")
+"""What is sharded and learns as an adapter on few bits is one more way to be an adapter; RLOO is GRPO's loop."""
+
+
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Policy, reward model, reward adapter and prompts."""
     folder = tmp_path_factory.mktemp("sharded")
     policy = keys_task.write_policy(folder / "policy", 0, num_steps=30)
     write_other_reward_model(policy, folder / "reward")
-    keys_task.write_prompts(folder / "prompts.jsonl", 100, seed=5)
-    job = build_sharded(folder, 2)
-    jobs: dict[str, sharding.Job] = {
-        "ppo": job,
-        "killed": {**job, "copy_of": folder / "two" / "ppo", "step": 4},
-        "asked while sampling": {**job, "fault": "asked while sampling"},
-    }
-    alone = {"ppo": build_sharded(folder, 1)} | {recipe: build_groups(folder, 1, recipe) for recipe in GROUPS}
-    jobs |= {recipe: build_groups(folder, 2, recipe) for recipe in GROUPS}
-    alone["grpo adapter"] = build_groups(folder, 1, "grpo", use_peft=True, learning_rate=3e-3)
-    jobs["grpo adapter"] = build_groups(folder, 2, "grpo", use_peft=True, learning_rate=3e-3)
-    for n, runs in ((1, alone), (2, jobs)):
-        runs["grpo 4-bit"] = build_groups(folder, n, "grpo", use_peft=True, load_in_4bit=True, learning_rate=3e-3)
-    # The reward model is a third adapter of the trunk. A critic of its large weights would make much of a rounding.
     write_reward_adapter(policy, folder / "reward adapter")
+    keys_task.write_prompts(folder / "prompts.jsonl", 100, seed=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(models: Path) -> tuple[Path, dict[str, Any]]:
+    job = build_sharded(models, 2)
+    jobs: dict[str, sharding.Job] = {"ppo": job, "asked while sampling": {**job, "fault": "asked while sampling"}}
+    alone = {"ppo": build_sharded(models, 1)} | build_groups(models, 1, QUICK)
+    jobs |= build_groups(models, 2, QUICK)
+    # The reward model is a third adapter of the trunk. A critic of its large weights would make much of a rounding.
     of_adapters = {"use_peft": True, "save_critic": False, "learning_rate": 3e-3, "critic_learning_rate": 3e-3}
-    of_adapters |= {"critic_model_name_or_path": policy, "reward_model_name_or_path": folder / "reward adapter"}
-    alone["ppo adapters"] = build_sharded(folder, 1, **of_adapters)
-    jobs["ppo adapters"] = build_sharded(folder, 2, **of_adapters)
-    jobs["ppo adapters killed"] = {**jobs["ppo adapters"], "copy_of": folder / "two" / "ppo adapters", "step": 4}
-    jobs["grpo killed"] = {**jobs["grpo"], "copy_of": folder / "two" / "grpo", "step": 4}
+    of_adapters |= {
+        "critic_model_name_or_path": models / "policy",
+        "reward_model_name_or_path": models / "reward adapter",
+    }
+    alone["ppo adapters"] = build_sharded(models, 1, **of_adapters)
+    jobs["ppo adapters"] = build_sharded(models, 2, **of_adapters)
+    killed = {"copy_of": models / "two" / "ppo adapters", "step": 4}
+    jobs["ppo adapters killed"] = {**jobs["ppo adapters"], **killed}
+    two = sharding.run_jobs(jobs, models / "two", "fsdp2", *FULL_PRECISION)
+    alone["ppo adapters killed"] = {**alone["ppo adapters"], **killed}
+    sharding.run_jobs(alone, models / "one")
+    return models, two["codes"]
+
+
+@pytest.fixture(scope="module")
+def more_sharded(sharded: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, Any]]:
+    """Runs that repeat what those of ``sharded`` show by other recipes."""
+    folder, codes = sharded
+    names = [name for name in OF_GROUPS if name not in QUICK]
+    jobs = build_groups(folder, 2, names) | {
+        "grpo killed": {**build_groups(folder, 2, QUICK)["grpo"], "copy_of": folder / "two" / "grpo", "step": 4},
+        "killed": {**build_sharded(folder, 2), "copy_of": folder / "two" / "ppo", "step": 4},
+    }
     two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
-    alone["ppo adapters killed"] = {**alone["ppo adapters"], "copy_of": folder / "two" / "ppo adapters", "step": 4}
-    sharding.run_jobs(alone, folder / "one")
-    return folder, two["codes"]
+    sharding.run_jobs(build_groups(folder, 1, names), folder / "one")
+    return folder, codes | two["codes"]
 
 
 def assert_same_figures(one: Path, two: Path, *, tolerance: float) -> None:
@@ -193,11 +222,15 @@ def test_sharded_models_learn_what_whole_ones_do(sharded: tuple[Path, dict[str, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("recipe", [*GROUPS, "grpo adapter", "grpo 4-bit", "ppo adapters"])
+@pytest.mark.parametrize(
+    "recipe",
+    [*QUICK, "ppo adapters", *(pytest.param(name, marks=pytest.mark.slow) for name in OF_GROUPS if name not in QUICK)],
+)
 def test_a_sharded_policy_learns_from_groups_or_as_an_adapter_what_a_whole_one_does(
-    sharded: tuple[Path, dict[str, Any]], recipe: str
+    request: pytest.FixtureRequest, recipe: str
 ) -> None:
-    folder, _ = sharded
+    is_quick = recipe in (*QUICK, "ppo adapters")
+    folder, _ = request.getfixturevalue("sharded" if is_quick else "more_sharded")
     one, two = folder / "one" / recipe, folder / "two" / recipe
     assert (two / "checkpoint-4" / "policy" / "model_shards").is_dir()
     assert_same_figures(one, two, tolerance=1e-5)
@@ -223,9 +256,10 @@ def test_adapters_on_a_sharded_trunk_go_on_to_the_very_weights_and_in_one_proces
         assert values[1] == (values[0] if is_same else pytest.approx(values[0], rel=1e-5, abs=1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_sharded_run_of_groups_goes_on_to_the_very_weights(sharded: tuple[Path, dict[str, Any]]) -> None:
-    folder, _ = sharded
+def test_a_sharded_run_of_groups_goes_on_to_the_very_weights(more_sharded: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = more_sharded
     straight, resumed = folder / "two" / "grpo", folder / "two" / "grpo killed"
     assert json.loads((resumed / "run.json").read_text())["resumed_from"] == "checkpoint-4"
     weights, expected = read_weights(resumed), read_weights(straight)
@@ -267,12 +301,18 @@ def assert_went_on(straight: Path, stopped: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("name", "code"), [("killed", 0), ("asked while sampling", [75, 0])])
+@pytest.mark.parametrize(
+    ("runs", "name", "code"),
+    [
+        ("sharded", "asked while sampling", [75, 0]),
+        pytest.param("more_sharded", "killed", 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_sharded_run_goes_on_to_the_very_weights(
-    sharded: tuple[Path, dict[str, Any]], name: str, code: object
+    request: pytest.FixtureRequest, runs: str, name: str, code: object
 ) -> None:
     """Who is asked is the second process alone, between two tokens."""
-    folder, codes = sharded
+    folder, codes = request.getfixturevalue(runs)
     assert codes[name] == code
     assert_went_on(folder / "two" / "ppo", folder / "two" / name)
 

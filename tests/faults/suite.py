@@ -60,8 +60,8 @@ Fault = Callable[[Laboratory, Trial, Random], None]
 
 FULL: dict[str, tuple[Fault, int, int]] = {
     # Kind of fault -> what does it, how many of it are tried, and how many of them in the quick tier.
-    "kill -9 in training": (kills.kill_in_training, 20, 1),
-    "kill -9 in saving": (kills.kill_in_saving, 20, 2),
+    "kill -9 in training": (kills.kill_in_training, 20, 0),
+    "kill -9 in saving": (kills.kill_in_saving, 20, 1),
     "kill inside a write": (kills.kill_in_a_write, 10, 1),
     "kill -9 in a rollback": (kills.kill_in_a_rollback, 10, 0),
     "SIGTERM to one of two ranks": (kills.stop_one_of_two, len(kills.CELLS), 0),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from tests.forked import run_forked, run_script
+from tests.distributed.sharding import run_recipe
+from tests.forked import Launch, run_forked
+from tests.rows import write_rows
 
 from recipes_lib.proving.bench import Bench, Launcher
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 FAST = ("environment", "attention", "loss-head", "layers", "checkpoint", "gpus")
@@ -21,7 +22,7 @@ def launch_forked(arguments: Sequence[str], variables: Mapping[str, str], output
     if arguments[0] == "-m":
         output.write_text(run_forked(*arguments[1:], variables=variables, num_processes=None))
         return 0
-    ended = run_script(ROOT / arguments[0], *arguments[1:])
+    ended = Launch(__name__, *arguments).finish()
     output.write_text(ended.stdout + ended.stderr)
     return ended.returncode
 
@@ -36,8 +37,14 @@ def write_losses(of_cpu: float, of_device: float) -> Launcher:
     def record(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in arguments[1:])
         loss = of_cpu if flags["output_dir"].endswith("cpu") else of_device
-        event = {"kind": "train", "step": 1, "loss": loss}
-        (Path(flags["output_dir"]) / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+        event = {"kind": "train", "loss": loss, "tokens_per_second": 1.0, "memory_bytes": 1}
+        write_rows(Path(flags["output_dir"]) / "metrics.jsonl", [{**event, "step": step} for step in (1, 2)])
         return 0
 
     return record
+
+
+if __name__ == "__main__":
+    # A recipe, without charts and a measured peak.
+    keys = dict(flag.removeprefix("--").split("=", 1) for flag in sys.argv[2:])
+    sys.exit(run_recipe(Path(sys.argv[1]).stem, keys))

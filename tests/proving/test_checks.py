@@ -20,10 +20,12 @@ from recipes_lib.proving.results import PASSED, run_check
     "name",
     [
         "numbers-sft",
-        "numbers-dpo",
         "numbers-grpo",
         "resume",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("numbers-ppo", "numbers-rloo", "engine-batching")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("numbers-dpo", "numbers-ppo", "numbers-rloo", "engine-batching")
+        ),
     ],
 )
 def test_recipes_are_run_and_held_against_the_reference(

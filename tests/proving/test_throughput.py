@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from tests.proving.benches import build_bench, launch_forked
+from tests.proving.benches import build_bench, write_losses
 
 from recipes_lib.proving import throughput
 from recipes_lib.proving.bench import WrongResultError
@@ -48,7 +48,7 @@ def test_a_peer_without_memory_is_told_so_and_another_failure_is_one(
 ) -> None:
     def fail(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
         if arguments[0] != "-m":
-            return launch_forked(arguments, variables, output)
+            return write_losses(2.0, 2.0)(arguments, variables, output)
         output.write_text(told)
         return 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -338,9 +339,20 @@ def publish(hub, pauses, run):
     return publish
 
 
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_a_transient_failure_the_commit_is_there_once(hub, run, publish, kind, fault):
+QUICK = {
+    *(("commit", name) for name in FAULTS),
+    *(("tag", "answer lost"), ("upload", "answer lost"), ("upload", "silent")),
+    *zip(KINDS[:7], itertools.cycle(FAULTS)),
+}
+"""Every kind of request, and every fault; the other pairs are in the slow tier."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(*cell, marks=[] if cell in QUICK else pytest.mark.slow) for cell in itertools.product(KINDS, FAULTS)],
+)
+def test_after_a_transient_failure_the_commit_is_there_once(hub, run, publish, kind, name):
+    fault = FAULTS[name]
     checkpoint = save_checkpoint(run, 4)
     if kind == "join":  # Of a file that is sent in parts.
         save_file({"weight": np.full(40_000, 4, np.float32)}, checkpoint / "model.safetensors")

@@ -71,7 +71,11 @@ CUTS = {None: {"8x1": (8, 1), "2x4": (2, 4)}, "cpu_ddp": {"1x4 on two": (1, 4), 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    "length", [{"max_steps": 8}, {"max_steps": None, "num_train_epochs": 1.5}], ids=["steps", "epochs"]
+    "length",
+    [
+        pytest.param({"max_steps": 8}, id="steps", marks=pytest.mark.slow),
+        pytest.param({"max_steps": None, "num_train_epochs": 1.5}, id="epochs"),
+    ],
 )
 def test_how_the_batch_is_cut_changes_neither_losses_nor_rates(tmp_path, tiny_tokenizer_dir, length):
     rates = {"warmup_steps": 2, "learning_rate": 1e-3}

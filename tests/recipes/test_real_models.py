@@ -239,7 +239,9 @@ def test_the_page_lists_every_recipe_with_what_its_header_plans() -> None:
         assert (found[1].rstrip(".") if found else "") == row.rpartition("|")[0].rpartition("|")[2].strip()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [name if name in OF_EACH_KIND else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+)
 def test_it_is_checked_offline_on_the_shape_of_its_model(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     # Weights of 70B do not have to fit the disk of who checks.

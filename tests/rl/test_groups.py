@@ -53,7 +53,8 @@ def run(task, tmp_path):
     return train
 
 
-@pytest.mark.parametrize("recipe", ["rloo", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rloo", "grpo"])
 def test_the_verifiable_reward_rises(run, recipe):
     before, after = run(recipe)
     assert after > before + 0.2

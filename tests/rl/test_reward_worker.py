@@ -98,8 +98,9 @@ def test_one_that_is_async_is_waited_for_here_and_there():
 ANSWERS = ["<think>\nSum.\n</think>\n" + r"$\boxed{\frac{1}{3}}$", r"$\boxed{\frac{1}{2}}$"]
 
 
-@pytest.mark.parametrize("seconds", [None, 60])
-@pytest.mark.parametrize("form", [str, lambda text: [{"role": "assistant", "content": text}]])
+@pytest.mark.parametrize(
+    ("seconds", "form"), [(None, str), (60, lambda text: [{"role": "assistant", "content": text}])]
+)
 def test_rewards_of_trl_score_texts_and_chats(form, seconds):
     paths = [
         "trl.rewards:think_format_reward",

@@ -22,7 +22,7 @@ QUIET = {
     "logging_steps": 1000,
     "num_sample_prompts": 0,
     "use_cpu": "false",
-    "max_steps": 4,
+    "max_steps": 3,
     "optim": "adamw_torch",
 }
 OF_RECIPE: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ OF_RECIPE: dict[str, dict[str, Any]] = {
     "dpo": {},
     "reward": {},
     "distill": {"attn_implementation": "varlen"},
-    "ppo": {"num_mini_batches": 4},
+    "ppo": {"num_mini_batches": 4, "max_steps": 4},
 }
 ACCUMULATED = (1, 3)
 LEARNERS = [*(name for name in OF_RECIPE if name != "ppo"), "policy of ppo", "critic of ppo"]

@@ -131,7 +131,9 @@ def test_meshes_fill_the_gpus_and_stay_in_their_machines(tiny_model_dir) -> None
     assert "no multiple of 8 tensor-parallel ranks" in refused["fsdp2_tp tp 8"].found
 
 
-@pytest.mark.parametrize(("recipe", "least"), [("sft", 6), ("pretrain", 8), ("dpo", 3)])
+@pytest.mark.parametrize(
+    ("recipe", "least"), [pytest.param("sft", 6, marks=pytest.mark.slow), ("pretrain", 8), ("dpo", 3)]
+)
 def test_the_plan_of_every_layout_passes_the_check(recipe, least, tiny_model_dir, tmp_path, capsys) -> None:
     """The law of ``--write``: what it writes is what `recipes check` accepts."""
     rows = {
@@ -185,7 +187,7 @@ OF_THE_DATA: dict[str, dict[str, str]] = {
 }
 
 
-FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("reward", "1xA100-40GB"), ("distill", "16xH100")}
+FAST = {("lora 4 bit", "2x4090"), ("grpo", "8xH100"), ("distill", "16xH100")}
 """The short form: every stage on every machine is in the slow tier."""
 
 

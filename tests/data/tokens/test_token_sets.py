@@ -118,8 +118,10 @@ PLACES = [
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_tokens", [None, 700])
-@pytest.mark.parametrize(("module", "function", "call"), PLACES)
+@pytest.mark.parametrize(
+    ("module", "function", "call", "num_tokens"),
+    [*((*place, None) for place in PLACES), *((*place, 700) for place in PLACES[::4])],
+)
 def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, function, call, num_tokens):
     root, options = tmp_path / "root", {"test_split_size": 0.3, "num_tokens": num_tokens}
     whole = make(tmp_path / "whole", **options)

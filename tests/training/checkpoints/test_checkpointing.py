@@ -353,22 +353,21 @@ class Payload:
         return os.mkdir, (str(self._marker),)
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [("optimizer.pt", "zip"), ("optimizer.pt", "bare"), ("scheduler.pt", "zip"), ("rng_state.pth", "bare")],
-)
-def test_a_checkpoint_from_a_stranger_runs_nothing(tiny_model_dir, tmp_path, name, form):
+def test_a_checkpoint_from_a_stranger_runs_nothing(tiny_model_dir, tmp_path):
     train(tiny_model_dir, tmp_path / "run", max_steps=2)
-    checkpoint, marker = tmp_path / "run" / "checkpoint-2", tmp_path / "it ran"
-    if form == "zip":
-        torch.save(Payload(marker), checkpoint / name)
-    else:
-        (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
-    (checkpoint / "training_args.bin").write_bytes(pickle.dumps(Payload(marker)))
-    write_complete(checkpoint, step=2, world_size=1)  # As if it had been written so.
-    with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
-        train(tiny_model_dir, tmp_path / "again", resume_from=str(checkpoint))
-    assert not marker.exists()
+    marker = tmp_path / "it ran"
+    forms = [("optimizer.pt", "zip"), ("optimizer.pt", "bare"), ("scheduler.pt", "zip"), ("rng_state.pth", "bare")]
+    for name, form in forms:
+        checkpoint = shutil.copytree(tmp_path / "run" / "checkpoint-2", tmp_path / f"{form} {name}" / "checkpoint-2")
+        if form == "zip":
+            torch.save(Payload(marker), checkpoint / name)
+        else:
+            (checkpoint / name).write_bytes(pickle.dumps(Payload(marker)))
+        (checkpoint / "training_args.bin").write_bytes(pickle.dumps(Payload(marker)))
+        write_complete(checkpoint, step=2, world_size=1)  # As if it had been written so.
+        with pytest.raises(pickle.UnpicklingError, match=r"[Ww]eights"):
+            train(tiny_model_dir, tmp_path / f"again {form} {name}", resume_from=str(checkpoint))
+        assert not marker.exists(), (name, form)
 
 
 def test_a_process_without_a_stored_random_state_gets_one_of_its_own(tiny_model_dir, tmp_path):

@@ -32,24 +32,24 @@ def find_b(model, layer=0):
     return model.get_base_model().model.layers[layer].mlp.up_proj.lora_B.default.weight
 
 
-@pytest.mark.parametrize("init", ["default", "gaussian", "pissa", "olora", "orthogonal"])
 @pytest.mark.parametrize(
-    "keys",
+    ("init", "keys"),
     [
-        {},
-        {"warmup_steps": 2},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{use_reentrant: true}"},
-        {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{save_matmuls: true}"},
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
-        {"bf16": True},
+        ("default", {"warmup_steps": 2}),
+        ("default", {"activation_checkpointing": True}),
+        ("gaussian", {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{use_reentrant: true}"}),
+        ("default", {"activation_checkpointing": True, "activation_checkpointing_kwargs": "{save_matmuls: true}"}),
+        ("orthogonal", {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}),
+        ("pissa", {}),
+        ("pissa", {"bf16": True}),
+        ("olora", {}),
     ],
-    ids=["plain", "warm-up", "checkpointing", "reentrant", "selective", "accumulation", "bf16"],
+    ids=["warm-up", "checkpointing", "reentrant", "selective", "accumulation", "pissa", "pissa in bf16", "olora"],
 )
 def test_a_sound_run_passes_every_check_and_says_so_once(make_run, init, keys):
-    trainer, recorder, lines = make_run(adapter={"init_lora_weights": init}, max_steps=6, **keys)
+    trainer, recorder, lines = make_run(adapter={"init_lora_weights": init}, max_steps=5, **keys)
     trainer.train()
-    assert len(recorder.steps) == 6
+    assert len(recorder.steps) == 5
     expected = {"adapter: all 21 frozen tensors are unchanged", "adapter: all 28 trained tensors have a gradient"}
     if init not in ("pissa", "olora"):
         expected.add("adapter: it changes no logit before it is trained")

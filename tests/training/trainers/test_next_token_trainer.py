@@ -76,8 +76,7 @@ def test_a_compiled_model_follows_the_trajectory_of_an_eager_one(tiny_model_dir,
         assert compiled == pytest.approx(eager, rel=1e-4)
 
 
-@pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-@pytest.mark.parametrize("optim", ["adamw_torch", "paged_adamw_8bit"])
+@pytest.mark.parametrize(("bits", "optim"), [("load_in_4bit", "paged_adamw_8bit"), ("load_in_8bit", "adamw_torch")])
 def test_an_adapter_on_few_bits_is_trained_in_float32(tiny_model_dir, tmp_path, bits, optim) -> None:
     adapter = AdapterConfig(use_peft=True, lora_r=4)
     quantization = build_quantization_config(QuantizationConfig(**{bits: True}), torch.float32, "")

@@ -28,17 +28,14 @@ CUTS = {
     "1x8": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
 }
 LOGGED = ("loss", "grad_norm", "learning_rate", "logps/chosen", "logps/chosen_shift", "rewards/margins")
-LOSSES = [["sigmoid"], ["sigmoid", "sft"]]
 
 
-@pytest.mark.parametrize("names", LOSSES, ids="+".join)
-@pytest.mark.parametrize("num_pairs", [16, 13])
-def test_how_a_step_is_cut_changes_nothing(tiny_model_dir, tmp_path, names, num_pairs):
+def test_how_a_step_is_cut_changes_nothing(tiny_model_dir, tmp_path):
     """Thirteen pairs are a step of eight and one of five, in each epoch."""
     trajectories = {}
     for name in ("8x1", "2x4", "1x8"):
-        options = {"loss_type": names, "precompute_ref_log_probs": True, **CUTS[name]}
-        trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / name, make_pairs(num_pairs), **options)
+        options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **CUTS[name]}
+        trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / name, make_pairs(13), **options)
         trainer.train()
         trajectories[name] = [{key: log[key] for key in LOGGED} for log in recorder.logs if "loss" in log]
     expected = trajectories.pop("8x1")
