@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,9 @@ class Launch:
         return self.processes[0].exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send the first process a signal."""
-        os.kill(self.pid, number)
+        """Send the first process a signal, if it has not ended."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def finish(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         """Wait until all have ended, or one has failed or the time is up, which kills the others.

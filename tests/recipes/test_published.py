@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from tests.forked import ROOT
 from tests.rows import write_rows
 
@@ -55,14 +56,15 @@ def test_every_checkpoint_of_an_adapter_can_be_loaded_from_the_hub(hub, tiny_mod
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "publishes to me/mine, private, which will be created" in done.stderr
-    assert "published at https://huggingface.co/me/mine: 3 commits;" in done.stderr
+    assert "published at https://huggingface.co/me/mine: 3 commits\n" in done.stderr
 
     repository = hub.repositories["me/mine"]
     assert set(repository.tags) == {"step-2", "step-4"}
     last = repository.find("main").files
     settings = json.loads(last["adapter_config.json"])
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("owner/base", base)
-    assert "base_model: owner/base\nbase_model_relation: adapter\n" in last["README.md"].decode()
+    described = yaml.safe_load(last["README.md"].decode().split("---")[1])
+    assert (described["base_model"], described["base_model_relation"]) == ("owner/base", "adapter")
     assert {"last-checkpoint/optimizer.pt", "last-checkpoint/COMPLETE.json"} <= set(last)
     assert not [name for name in last if "optimizer" in name and "/" not in name]
     assert str(tmp_path) not in (last["README.md"] + last["run.json"]).decode()
