@@ -11,9 +11,9 @@ from recipes_lib.errors import DataError
 
 def test_workers_are_the_cores_of_this_process_where_the_system_tells_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
-    assert cleaning._count_cores() == 2
+    assert cleaning.count_cores() == 2
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert cleaning._count_cores() == os.cpu_count()
+    assert cleaning.count_cores() == os.cpu_count()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])

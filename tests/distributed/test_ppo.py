@@ -110,21 +110,23 @@ def build_sharded(inputs: Path, num_processes: int, **more: Any) -> sharding.Job
     return {"stage": "ppo", "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
 
 
-def build_groups(inputs: Path, num_processes: int, names: Iterable[str]) -> dict[str, sharding.Job]:
+def build_groups(inputs: Path, num_processes: int, recipe: str, **more: Any) -> sharding.Job:
     """The same answers, in groups of four; what only PPO has is left out."""
     batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // num_processes}
     own = ("kl_target_per_sequence", "kl_horizon", "save_critic", "reward_weights")
-    jobs: dict[str, sharding.Job] = {}
-    for name in names:
-        recipe, more = OF_GROUPS[name]
-        flags = keys_task.build_group_flags(
-            inputs / "policy", inputs, inputs / "prompts.jsonl",
-            **{key: value for key, value in SHARDED.items() if key not in own} | batch | more,
-            steps_per_generation=8 // num_processes,
-        )  # fmt: skip
-        keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
-        jobs[name] = {"stage": recipe, "keys": {key: value for key, value in keys.items() if key != "output_dir"}}
-    return jobs
+    flags = keys_task.build_group_flags(
+        inputs / "policy", inputs, inputs / "prompts.jsonl",
+        **{name: value for name, value in SHARDED.items() if name not in own} | batch | more,
+        steps_per_generation=8 // num_processes,
+    )  # fmt: skip
+    keys = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    return {"stage": recipe, "keys": {name: value for name, value in keys.items() if name != "output_dir"}}
+
+
+def list_groups(inputs: Path, num_processes: int, names: Iterable[str]) -> dict[str, sharding.Job]:
+    """The jobs of some of ``OF_GROUPS``."""
+    chosen = {name: OF_GROUPS[name] for name in names}
+    return {name: build_groups(inputs, num_processes, recipe, **more) for name, (recipe, more) in chosen.items()}
 
 
 def write_other_reward_model(policy: Path, folder: Path) -> Path:
@@ -163,8 +165,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sharded(models: Path) -> tuple[Path, dict[str, Any]]:
     job = build_sharded(models, 2)
     jobs: dict[str, sharding.Job] = {"ppo": job, "asked while sampling": {**job, "fault": "asked while sampling"}}
-    alone = {"ppo": build_sharded(models, 1)} | build_groups(models, 1, QUICK)
-    jobs |= build_groups(models, 2, QUICK)
+    alone = {"ppo": build_sharded(models, 1)} | list_groups(models, 1, QUICK)
+    jobs |= list_groups(models, 2, QUICK)
     # The reward model is a third adapter of the trunk. A critic of its large weights would make much of a rounding.
     of_adapters = {"use_peft": True, "save_critic": False, "learning_rate": 3e-3, "critic_learning_rate": 3e-3}
     of_adapters |= {
@@ -186,12 +188,12 @@ def more_sharded(sharded: tuple[Path, dict[str, Any]]) -> tuple[Path, dict[str, 
     """Runs that repeat what those of ``sharded`` show by other recipes."""
     folder, codes = sharded
     names = [name for name in OF_GROUPS if name not in QUICK]
-    jobs = build_groups(folder, 2, names) | {
-        "grpo killed": {**build_groups(folder, 2, QUICK)["grpo"], "copy_of": folder / "two" / "grpo", "step": 4},
+    jobs = list_groups(folder, 2, names) | {
+        "grpo killed": {**list_groups(folder, 2, QUICK)["grpo"], "copy_of": folder / "two" / "grpo", "step": 4},
         "killed": {**build_sharded(folder, 2), "copy_of": folder / "two" / "ppo", "step": 4},
     }
     two = sharding.run_jobs(jobs, folder / "two", "fsdp2", *FULL_PRECISION)
-    sharding.run_jobs(build_groups(folder, 1, names), folder / "one")
+    sharding.run_jobs(list_groups(folder, 1, names), folder / "one")
     return folder, codes | two["codes"]
 
 

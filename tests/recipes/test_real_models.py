@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,7 +151,8 @@ def tell_plan(name: str) -> str:
     processes = number[1] if number else "1" if layout == "single_gpu" or find_recipe(name) == "ppo" else "8"
     if find_recipe(name) == "ppo":
         layout = "single_gpu" if processes == "1" else "ddp"
-    with contextlib.redirect_stdout(io.StringIO()) as stream:
+    # A narrow terminal has narrow lines.
+    with mock.patch.dict(os.environ, COLUMNS="200"), contextlib.redirect_stdout(io.StringIO()) as stream:
         assert main(["plan", "--config", str(CONFIGS[name]), "--num_processes", processes, "--gpu", "H100"]) == 0
     told = stream.getvalue()
     memory = re.search(r"([\d.]+) GB (?:with all|at most)", told[told.index(f"accelerate_configs/{layout}.yaml") :])

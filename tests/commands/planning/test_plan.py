@@ -50,12 +50,13 @@ MIXED = (("web", 1), ("books", 1))
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan that asks the network for anything fails."""
+    """A plan that asks the network for anything fails; its lines do not depend on the terminal."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a plan needs no network")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def unwrap(told: str) -> str:
