@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from tests import tiny
+from tests.commands.weights.test_export import build, seal
 from tests.evaluation.conftest import write_tasks
 
 from recipes_lib.cli import main as run_recipes
@@ -176,11 +177,11 @@ class Elsewhere:
     def __call__(self, words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
         words = [str(word) for word in words[3:]]
         self.commands.append(words[:1])
-        folder = Path(words[words.index("--output_dir") + 1])
-        if words[0] == "eval" and not self.code:
-            assert (Path(words[1]) / "model.safetensors").exists() or self.commands[-2] == ["export"]
-            (folder / "eval.json").write_text("{}")
-        folder.mkdir(parents=True, exist_ok=True)
+        if words[0] == "export":
+            return subprocess.CompletedProcess(words, run_recipes(words))
+        assert (Path(words[1]) / "model.safetensors").exists()
+        if not self.code:
+            (Path(words[words.index("--output_dir") + 1]) / "eval.json").write_text("{}")
         return subprocess.CompletedProcess(words, self.code)
 
 
@@ -213,9 +214,8 @@ def test_sharded_checkpoints_are_exported_and_what_is_wrong_ends_it(
     monkeypatch.setattr("subprocess.run", elsewhere := Elsewhere())
     run = tmp_path / "run"
     write_status(run, "done")
-    checkpoint = write_checkpoint(run, 2, is_complete=False)
-    (checkpoint / "model.safetensors").rename(checkpoint / "shard-0")
-    write_complete(checkpoint, step=2)
+    tiny.build_tokenizer().save_pretrained(tokenizer := tmp_path / "tokenizer")
+    seal(run / "checkpoint-2", build("untied"), tokenizer)
     assert run_recipes(["eval", "watch", str(run)]) == 0
     assert elsewhere.commands == [["export"], ["eval"]]
     (run / "eval" / "checkpoint-2" / "eval.json").unlink()

@@ -130,7 +130,7 @@ def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -
             for file in checkpoint.iterdir():
                 if file.is_file() and file.suffix not in _STATES:
                     _link(file, model / file.name)
-        elif code := subprocess.run([*recipes, "export", checkpoint, "--output_dir", model], check=False).returncode:
+        elif code := subprocess.run([*recipes, "export", checkpoint, model], check=False).returncode:
             return code if checkpoint.is_dir() else EXIT_DONE
         command = [*recipes, "eval", str(model), *flags, "--output_dir", str(folder)]
         return subprocess.run(command, check=False).returncode

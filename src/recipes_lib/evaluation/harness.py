@@ -130,7 +130,7 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
         return {"name": name, "endpoint": config.base_url, **_describe_tokenizer(config)}
     folder = Path(name)
     if (folder / "model_shards").is_dir() and not list(folder.glob("*.safetensors")):
-        remedy = f"recipes export {name} --output_dir FOLDER, and evaluate that"
+        remedy = f"recipes export {name} FOLDER, and evaluate that"
         raise ConfigError(Problem("model_name_or_path", "is a checkpoint in shards", remedy))
     adapter = find_adapter(name, revision)
     base = None if adapter is None else read_base(adapter)
