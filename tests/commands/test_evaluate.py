@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -221,3 +222,23 @@ def test_sharded_checkpoints_are_exported_and_what_is_wrong_ends_it(
     (run / "eval" / "checkpoint-2" / "eval.json").unlink()
     elsewhere.code = 2
     assert run_recipes(["eval", "watch", str(run)]) == 2
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_linked_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("subprocess.run", elsewhere := Elsewhere())
+    run = tmp_path / "run"
+    write_status(run, "done")
+    checkpoint = write_checkpoint(run, 2)
+    link = os.link
+
+    def link_and_delete(file: Path, copy: Path) -> None:
+        link(file, copy)
+        (checkpoint / "config.json").unlink(missing_ok=True)
+
+    monkeypatch.setattr("os.link", link_and_delete)
+    assert run_recipes(["eval", "watch", str(run)]) == 0
+    assert elsewhere.commands == []
+    assert "checkpoint-2: the run has deleted it" in capsys.readouterr().out
+    assert not list((run / "eval").glob("*/*"))

@@ -205,7 +205,8 @@ def test_on_a_cloud_one_job_runs_the_stages_in_order(
     (cluster.folder / "recipes" / "pipelines").mkdir(parents=True)
     monkeypatch.chdir(cluster.folder)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    cluster.pipeline = Path("recipes/pipelines/p.yaml")
+    # A cluster's names have Latin letters only: nothing of this one is left.
+    cluster.pipeline = Path("recipes/pipelines/流水线.yaml")
     gate = PIPELINE + "  four: {run: [mkdir, '${output_dir}/four'], require: {eval_loss: '< 3'}}\n"
     cluster.pipeline.write_text(gate)
     flags = ("--executor", executor, "--image", "me/recipes", "--volume", "runs", "--gpu", "H100")
@@ -219,6 +220,7 @@ def test_on_a_cloud_one_job_runs_the_stages_in_order(
     assert "ended with 0" in told
     assert f"3 stages submitted as one job: {cluster.output_dir}/jobs/{executor}.yaml" in told
     assert (cluster.output_dir / "three").is_dir()
+    assert "name: pipeline\n" in (cluster.output_dir / f"jobs/{executor}.yaml").read_text()
     # A gate that fails is final: the cluster must not start the job again.
     assert cluster.run(*flags) == 0
     assert "ended with 2" in capsys.readouterr().out

@@ -47,6 +47,8 @@ def test_a_flag_names_the_recipe_before_the_file_does(flag: str, tmp_path: Path)
     given = ["--config", str(tmp_path / "mine.yaml")]
     assert split_recipe(given, ("sft", "corpus"))[0] == "corpus"
     assert split_recipe([flag, "sft", *given], ("sft", "corpus"))[0] == split_recipe(given, ("sft",))[0] == "sft"
+    for unreadable in (tmp_path, tmp_path / "gone.yaml", tmp_path / "mine.yaml" / "below"):
+        assert split_recipe(["--config", str(unreadable)], ("sft", "corpus"))[0] == "sft"
     with pytest.raises(ConfigError, match="--recipe: there is no recipe 'dop'"):
         split_recipe([flag, "dop"])
 

@@ -122,7 +122,9 @@ def _is_running(run: Path) -> bool:
 
 def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -> int:
     """Run ``recipes eval`` on a copy of a checkpoint's weights, in a process of its own, and return its exit code."""
-    recipes, model = [sys.executable, "-m", "recipes_lib.cli"], folder / "model"
+    from recipes_lib.training.checkpoints.manifest import is_complete
+
+    recipes, model, code = [sys.executable, "-m", "recipes_lib.cli"], folder / "model", EXIT_DONE
     shutil.rmtree(model, ignore_errors=True)
     try:
         if list(checkpoint.glob("*.safetensors")):
@@ -130,10 +132,13 @@ def _evaluate_checkpoint(checkpoint: Path, folder: Path, flags: Sequence[str]) -
             for file in checkpoint.iterdir():
                 if file.is_file() and file.suffix not in _STATES:
                     _link(file, model / file.name)
-        elif code := subprocess.run([*recipes, "export", checkpoint, model], check=False).returncode:
-            return code if checkpoint.is_dir() else EXIT_DONE
+        else:
+            code = subprocess.run([*recipes, "export", checkpoint, model], check=False).returncode
+        # Asked afterwards: the run may have deleted it file by file in between.
+        if not is_complete(checkpoint):
+            raise FileNotFoundError
         command = [*recipes, "eval", str(model), *flags, "--output_dir", str(folder)]
-        return subprocess.run(command, check=False).returncode
+        return code or subprocess.run(command, check=False).returncode
     except FileNotFoundError:
         sys.stdout.write(f"{checkpoint.name}: the run has deleted it\n")
         return EXIT_DONE

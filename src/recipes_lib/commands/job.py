@@ -288,7 +288,9 @@ def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     output_dir = pipeline.output_dir if pipeline.output_dir.is_absolute() else DATA / pipeline.output_dir
     command = ["recipes", "run", str(options.pipeline), "--output_dir", str(output_dir)]
     command += ["--from", chosen[0].name, "--until", chosen[-1].name]
-    job = vars(options) | {"name": _derive_name(options.pipeline.stem[:42]), "command": command, "output_dir": None}
+    # Clusters take few letters: of a name in another alphabet nothing is left.
+    name = _derive_name(options.pipeline.stem[:42]) or "pipeline"
+    job = vars(options) | {"name": name, "command": command, "output_dir": None}
     script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
     script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
     secrets = (

@@ -147,8 +147,9 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
 
 def _guess_recipe(config: Path | None) -> str:
     """Return ``corpus`` for a file whose keys are a corpus's, which no recipe that trains shares."""
-    text = config.read_text("utf-8", errors="replace") if config is not None and config.is_file() else ""
-    return "corpus" if re.search("^sources:", text, re.MULTILINE) else "sft"
+    # What cannot be read is told when it is loaded.
+    text = None if config is None else read_text(config, [])
+    return "corpus" if text is not None and re.search("^sources:", text, re.MULTILINE) else "sft"
 
 
 def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
