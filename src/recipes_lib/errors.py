@@ -16,6 +16,13 @@ EXIT_USER = 2
 EXIT_DIVERGED = 3
 EXIT_STALLED = 4
 EXIT_PREEMPTED = 75
+STATUSES: Final = {
+    EXIT_USER: "refused",
+    EXIT_DIVERGED: "diverged",
+    EXIT_STALLED: "stalled",
+    EXIT_PREEMPTED: "preempted",
+}
+"""Exit code of a run -> status in its ``run.json``, where launchers report 1 however it ended."""
 
 # torch and safetensors write in C++ and Rust, whose errors carry no errno.
 _DISK_IS_FULL: Final = (

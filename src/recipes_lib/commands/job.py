@@ -27,6 +27,7 @@ from recipes_lib.errors import (
     EXIT_PREEMPTED,
     EXIT_STALLED,
     EXIT_USER,
+    STATUSES,
     ConfigError,
     Problem,
 )
@@ -53,8 +54,8 @@ _CONSTANTS: Final = {
     "data": DATA,
     "port": PORT,
     "retries": 3,
-    "resumable": '"status": "(preempted|stalled)"',
-    "final": '"status": "(refused|diverged)"',
+    "resumable": f'"status": "({STATUSES[EXIT_PREEMPTED]}|{STATUSES[EXIT_STALLED]})"',
+    "final": f'"status": "({STATUSES[EXIT_USER]}|{STATUSES[EXIT_DIVERGED]})"',
     "exit_done": EXIT_DONE,
     "exit_bug": EXIT_BUG,
     "exit_user": EXIT_USER,

@@ -22,8 +22,7 @@ from recipes_lib.errors import (
     EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_PREEMPTED,
-    EXIT_STALLED,
-    EXIT_USER,
+    STATUSES,
     ConfigError,
     DataError,
     Problem,
@@ -37,13 +36,6 @@ _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", 
 """Files of an output that may change: they are not verified."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
 """Suffixes of files that are rewritten later, by an evaluation or by publishing."""
-_ENDS: Final = {
-    "preempted": EXIT_PREEMPTED,
-    "stalled": EXIT_STALLED,
-    "diverged": EXIT_DIVERGED,
-    "refused": EXIT_USER,
-}
-"""Status in ``run.json`` -> exit code."""
 
 
 def run_pipeline(
@@ -189,7 +181,7 @@ class _Progress:
             code = run_child(words, self.pipeline.environment, self.root)
             # Launchers of several processes return 1 however the run ended; its record says how.
             if code == EXIT_BUG and stage.launch:
-                code = _read_end(self.root / stage.output, began) or EXIT_BUG
+                code = _read_end(self.root / stage.output, began)
         finally:
             entry["seconds"] = round(spent + time.time() - began, 1)
             if code == EXIT_DONE:
@@ -266,14 +258,14 @@ def _list_files(output: Path) -> dict[str, int | None]:
     return files
 
 
-def _read_end(output: Path, began: float) -> int | None:
-    """Return the exit code for the status that a run has recorded since; ``None`` if it has recorded none."""
+def _read_end(output: Path, began: float) -> int:
+    """Return the exit code for the status that a run has recorded since; ``EXIT_BUG`` if it has recorded none."""
     record = output / "run.json"
     try:
-        is_newer = record.stat().st_mtime >= began
-        return _ENDS.get(str(read_record(record).get("status"))) if is_newer else None
+        status = read_record(record).get("status") if record.stat().st_mtime >= began else None
     except (OSError, DataError):
-        return None
+        return EXIT_BUG
+    return next((code for code, name in STATUSES.items() if name == status), EXIT_BUG)
 
 
 def _is_unfinished(output: Path) -> bool:
