@@ -118,7 +118,9 @@ def test_help_needs_no_package(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    assert run_recipes(["eval", "--help"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        run_recipes(["eval", "--help"])
+    assert ended.value.code == 0
     assert capsys.readouterr().out.startswith("usage: recipes eval MODEL --tasks core,gsm8k")
     assert run_recipes(["eval", str(tmp_path), "--tasks", "core"]) == 2
     assert "pip install 'recipes-lib[eval]'" in capsys.readouterr().err

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from recipes_lib.commands.sampling import RowFile
+from recipes_lib.commands.sampling import Counts, RowFile
 from recipes_lib.errors import ConfigError, DataError
 
 
@@ -22,12 +22,11 @@ def killed_after(batches, number):
         yield batch
 
 
-@dataclass
-class Numbers:
+@dataclass(kw_only=True)
+class Numbers(Counts):
     """How many rows there are."""
 
     num_rows: int = 0
-    num_bytes: int = 0
 
 
 def open_file(path, key="key", **options):

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from recipes_lib.commands.score import load_text_scorer
 from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
+from recipes_lib.config.loader import end_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 
 MEGABYTES_PER_SECOND: Final = 1.7
@@ -28,8 +29,6 @@ def main(argv: Sequence[str]) -> None:
         DataError: A source cannot be read, or no document is left.
     """
     config = _parse(argv)
-    if config is None:
-        return
     from recipes_lib.corpus.cleaning import make_corpus
 
     manifest = make_corpus(config, load_text_scorer)
@@ -40,16 +39,13 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.write(f"{line}\n")
 
 
-def _parse(argv: Sequence[str]) -> CorpusConfig | None:
-    """Return the configuration; ``None`` after ``--help`` or ``--print-config``, which is printed.
+def _parse(argv: Sequence[str]) -> CorpusConfig:
+    """Return the configuration.
 
     Raises:
         ConfigError: It is wrong, or the extra ``corpus`` is not installed.
     """
-    config = parse_corpus_command(argv)
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return None
+    config = end_after_help(parse_corpus_command(argv))
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         found = f"{' and '.join(missing)} not installed"
@@ -86,8 +82,6 @@ def check(argv: Sequence[str]) -> int:
         DataError: A source or benchmark cannot be read.
     """
     config = _parse(argv)
-    if config is None:
-        return EXIT_DONE
     from recipes_lib.corpus.cleaning import try_steps
 
     for line in try_steps(config, load_text_scorer):
@@ -104,8 +98,6 @@ def plan(argv: Sequence[str]) -> None:
         DataError: A source cannot be found.
     """
     config = _parse(argv)
-    if config is None:
-        return
     from recipes_lib.corpus.cleaning import count_cores
     from recipes_lib.corpus.inputs import count_input_bytes, open_inputs
 

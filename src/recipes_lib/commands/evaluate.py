@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
+from recipes_lib.config.loader import end_after_help
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
 from recipes_lib.files import read_record, replace_record, try_lock
 
@@ -42,8 +43,6 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == "watch":
         return watch(argv[1:])
     config = _parse(argv)
-    if config is None:
-        return EXIT_DONE
     from recipes_lib.evaluation.harness import evaluate_model
     from recipes_lib.publish.card import add_scores
     from recipes_lib.report.html_pages import write_eval_report
@@ -65,8 +64,6 @@ def check(argv: Sequence[str]) -> int:
         ConfigError: As ``main``.
     """
     config = _parse(argv)
-    if config is None:
-        return EXIT_DONE
     from recipes_lib.evaluation.harness import describe_model
     from recipes_lib.evaluation.suites import load_tasks
 
@@ -205,8 +202,8 @@ def _find_evaluation(folder: Path) -> Path:
     return folder / "eval" if (folder / "eval" / "eval.json").is_file() else folder
 
 
-def _parse(argv: Sequence[str]) -> EvalConfig | None:
-    """Return the configuration; ``None`` after ``--help`` or ``--print-config``, which is printed.
+def _parse(argv: Sequence[str]) -> EvalConfig:
+    """Return the configuration.
 
     Raises:
         ConfigError: It is wrong, or the extra ``eval`` is not installed.
@@ -218,11 +215,9 @@ def _parse(argv: Sequence[str]) -> EvalConfig | None:
         is_names = argument and argument.lstrip()[0] not in "[-"
         if at and given[at - 1] in ("--tasks", "--include_path") and is_names:
             given[at] = json.dumps(argument.split(","))
-    config = parse_eval_command(given)
-    if isinstance(config, str):
-        is_help = {"-h", "--help"} & set(argv)
-        sys.stdout.write(f"{_USAGE if is_help else ''}{config}\n")
-        return None
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(_USAGE)
+    config = end_after_help(parse_eval_command(given))
     _verify_installed()
     return config
 

@@ -9,10 +9,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
@@ -25,18 +25,39 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from recipes_lib.data.prompts import PromptData, PromptRow
+    from recipes_lib.evaluation.endpoint import Reply
+    from recipes_lib.evaluation.judges import Grade, Judgment
     from recipes_lib.rl.collect import Collector
 
 
-class Counts(Protocol):
-    """Protocol of a dataclass of running counts.
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Running counts of a file of rows.
 
     Attributes:
         num_bytes: File size at the time of the other counts.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    num_bytes: int
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenCounts(Counts):
+    """Running counts of a file that a model writes.
+
+    Attributes:
+        num_prompt_tokens: Read by the model.
+        num_tokens: Written by it.
+    """
+
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+    def add_tokens(self, replies: Iterable[Reply | Grade | Judgment]) -> None:
+        """Count the tokens of replies."""
+        for reply in replies:
+            self.num_prompt_tokens += reply.num_prompt_tokens
+            self.num_tokens += reply.num_tokens
 
 
 Counted = TypeVar("Counted", bound=Counts)
@@ -124,8 +145,8 @@ class Answered(NamedTuple):
     usable: bool
 
 
-@dataclass(slots=True)
-class PairCounts:
+@dataclass(slots=True, kw_only=True)
+class PairCounts(Counts):
     """Progress of a set of pairs.
 
     Attributes:
@@ -135,7 +156,6 @@ class PairCounts:
         num_unfinished: Prompts with fewer than two usable answers.
         score_sum: Sum of all known rewards.
         num_answers: Answers with a known reward.
-        num_bytes: File size after these prompts.
     """
 
     num_prompts: int = 0
@@ -144,7 +164,6 @@ class PairCounts:
     num_unfinished: int = 0
     score_sum: float = 0.0
     num_answers: int = 0
-    num_bytes: int = 0
 
     def describe(self) -> str:
         """Return the counts in a line."""
@@ -326,8 +345,8 @@ def _read_source(function: Any) -> str:
         return repr(function)
 
 
-@dataclass(slots=True)
-class AnswerCounts:
+@dataclass(slots=True, kw_only=True)
+class AnswerCounts(Counts):
     """Progress of a set of answers.
 
     Attributes:
@@ -336,7 +355,6 @@ class AnswerCounts:
         num_unfinished: Answers that ran into the limit.
         num_empty: Answers that no row may hold: empty, or with a NUL or half a surrogate pair.
         num_reasoned: Kept answers that began with reasoning.
-        num_bytes: Of the file.
     """
 
     num_prompts: int = 0
@@ -344,7 +362,6 @@ class AnswerCounts:
     num_unfinished: int = 0
     num_empty: int = 0
     num_reasoned: int = 0
-    num_bytes: int = 0
 
     def describe(self) -> str:
         """Return the counts in a line."""
