@@ -19,7 +19,7 @@ from tests.evaluation.conftest import write_tasks
 
 from recipes_lib.cli import main as run_recipes
 from recipes_lib.commands.evaluate import describe
-from recipes_lib.pipelines.runner import read_figure
+from recipes_lib.pipelines.runner import list_figures
 from recipes_lib.training.checkpoints.manifest import write_complete
 
 
@@ -84,7 +84,7 @@ def test_a_group_stands_for_its_tasks_and_a_score_of_few_questions_says_so(evalu
     assert score["value"] == record["tasks"]["local_choice"]["scores"]["acc"]["value"]
     assert listed["local_group"]["value"] == score["value"]
     assert listed["local_group"]["args"] == {"stderr": score["stderr"]}
-    assert read_figure(folder, "local_group.acc") == score["value"]
+    assert list_figures(folder)["local_group.acc"] == score["value"]
     assert run_recipes(["report", str(folder)]) == 0
     assert "local_group, acc" in (folder / "report.html").read_text()
     assert "local_group" in (folder / "eval" / "report.html").read_text()

@@ -16,7 +16,7 @@ import pytest
 from recipes_lib.errors import ConfigError
 from recipes_lib.files import try_lock
 from recipes_lib.pipelines.pipeline import Pipeline, holds, load_pipeline
-from recipes_lib.pipelines.runner import find_broken_gates, fingerprint, read_figure, read_state, run_pipeline
+from recipes_lib.pipelines.runner import find_broken_gates, fingerprint, list_figures, read_state, run_pipeline
 
 # Appends its arguments to a log, and writes the output of a run.
 WORK = """
@@ -305,9 +305,7 @@ def test_figures_are_found_where_runs_leave_them(tmp_path: Path) -> None:
         '{"step": 1, "loss": 3, "acc": 0.9}\n{"step": 2, "loss": 2, "is_best": true}\n'
         '{"step": 3, "eval_loss": 1, "acc": "nan"}\n'
     )
-    found = {
-        name: read_figure(tmp_path, name) for name in ("loss", "eval_loss", "memory.peak", "gsm8k.exact_match", "x.y")
-    }
-    assert read_figure(tmp_path, "is_best") is None
-    assert not holds("> 0.5", read_figure(tmp_path, "acc") or 1)
-    assert found == {"loss": 2, "eval_loss": 1, "memory.peak": 7, "gsm8k.exact_match": 0.4, "x.y": None}
+    figures = list_figures(tmp_path)
+    assert not holds("> 0.5", figures.pop("acc"))
+    wanted = {"step": 3, "loss": 2, "eval_loss": 1, "memory.peak": 7, "gsm8k.exact_match": 0.4}
+    assert figures == wanted | {"tasks.gsm8k.scores.exact_match.value": 0.4}

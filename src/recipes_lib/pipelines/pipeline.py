@@ -347,20 +347,18 @@ class _Reader:
             return []
 
     def _resolve(self, where: str, text: str) -> _Known:
-        stages: list[str] = []
+        # Texts alternate with the names between them.
+        parts = [
+            self._find_known(where, part.strip()) if at % 2 else _Known(part, part)
+            for at, part in enumerate(_REFERENCE.split(text))
+        ]
+        texts, symbols, stages = zip(*parts, strict=True)
+        return _Known("".join(texts), "".join(symbols), tuple(dict.fromkeys(itertools.chain(*stages))))
 
-        def replace(match: re.Match[str], at: int) -> str:
-            name = match[1].strip()
-            if name not in self.known:
-                if at == 0:
-                    self._refuse_reference(where, name, self.known)
-                return ""
-            stages.extend(self.known[name].stages)
-            return str(self.known[name][at])
-
-        # Twice: as the command runs it, and with symbols for paths, of which the hash is made.
-        texts = [_REFERENCE.sub(lambda match, at=at: replace(match, at), text) for at in (0, 1)]  # type: ignore[misc]
-        return _Known(texts[0], texts[1], tuple(dict.fromkeys(stages)))
+    def _find_known(self, where: str, name: str) -> _Known:
+        if name not in self.known:
+            self._refuse_reference(where, name, self.known)
+        return self.known.get(name, _Known("", ""))
 
     def _refuse_reference(self, where: str, name: str, known: Any) -> None:
         remedy = suggest(name, known, "name a stage above it, as in ${sft.output}", "{}")

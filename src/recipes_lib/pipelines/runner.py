@@ -331,29 +331,25 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
 
 def find_broken_gates(stage: Stage, root: Path) -> Iterator[str]:
     """Yield the requirements that a stage's output does not meet."""
+    figures = list_figures(root / stage.output)
     for name, wanted in stage.require.items():
-        value = read_figure(root / stage.output, name)
+        value = figures.get(name)
         if value is None:
-            figures = list_figures(root / stage.output)
             hint = suggest(name, figures, f"there are {', '.join(sorted(figures)) or 'none'}", "{}", cutoff=0.4)
             yield f"require: there is no figure {name!r} in {stage.output}; {hint}"
         elif not holds(wanted, value):
             yield f"require: {name} is {value:.4g}, and has to be {wanted}"
 
 
-def read_figure(output: Path, name: str) -> float | None:
-    """Return the last value of a figure: of ``metrics.jsonl``, ``run.json`` or an evaluation; ``None`` where it is not.
+def list_figures(output: Path) -> dict[str, float]:
+    """Return every figure of an output: ``metrics.jsonl``, whose last value counts, ``run.json`` or an evaluation.
+
+    Their names are ``eval_loss``, ``loss`` or, of a benchmark or a group of them, ``gsm8k.exact_match``; keys within
+    ``run.json`` by dots. NaN is a figure too, and meets no requirement.
 
     Args:
         output: Folder of a run, or of ``recipes eval``.
-        name: ``eval_loss``, ``loss`` or, of a benchmark or a group of them,
-            ``gsm8k.exact_match``; keys within ``run.json`` by dots.
     """
-    return list_figures(output).get(name)
-
-
-def list_figures(output: Path) -> dict[str, float]:
-    """Return every figure of an output, by its name; NaN is one, and meets no requirement."""
     figures: dict[str, float] = {}
     for file in ("eval/eval.json", "eval.json", "reward_report.json", "run.json"):
         try:
