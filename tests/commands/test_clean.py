@@ -143,8 +143,7 @@ def test_buckets_are_of_the_bits_per_byte_that_score_has(tmp_path, tiny_model_di
     ],
 )
 def test_steps_that_do_not_say_by_what_are_refused(tmp_path, capsys, keys, words):
-    rows = write_rows(tmp_path / "rows.jsonl", ["one"])
-    flags = [f"--{name}={value}".format(tmp=tmp_path) for name, value in keys.items()]
-    source = f"--sources=[{{name: '{rows}'}}]"
-    assert run_recipes(["clean", source, f"--output_dir={tmp_path / 'out'}", *flags]) == 2
+    given = {"sources": f"[{{name: '{write_rows(tmp_path / 'rows.jsonl', ['one'])}'}}]", "output_dir": tmp_path / "out"}
+    flags = [f"--{name}={value}".replace("{tmp}", str(tmp_path)) for name, value in (given | keys).items()]
+    assert run_recipes(["clean", *flags]) == 2
     assert words in capsys.readouterr().err

@@ -176,13 +176,8 @@ def compare(argv: Sequence[str]) -> None:
         epilog="`recipes eval compare A B --judge J --help`: win rates of their answers by a judge.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="output folders of `recipes eval`; the first is the baseline",
-    )
+    told = "output folders of `recipes eval`; the first is the baseline"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=told)
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table to this file")
     options = parser.parse_args(list(argv))
     if len(options.folders) < 2:
@@ -234,10 +229,8 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
             lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
-        for key, told in (
-            ("num_cut", "did not fit and lost their beginning"),
-            ("num_empty", "were answered by nothing"),
-        ):
+        causes = {"num_cut": "did not fit and lost their beginning", "num_empty": "were answered by nothing"}
+        for key, told in causes.items():
             if found.get(key):
                 lines.append(f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {told}")
     return lines

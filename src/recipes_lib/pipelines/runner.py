@@ -28,7 +28,7 @@ from recipes_lib.errors import (
     Problem,
     suggest,
 )
-from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock
+from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock, writing
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE: Final = "pipeline.json"
@@ -94,13 +94,11 @@ def _holding(folder: Path, only: str) -> Iterator[None]:
         ConfigError: One is in it, or the folder cannot be written.
     """
     with ExitStack() as files:
-        try:
+        with writing(folder, "name another"):
             folder.mkdir(parents=True, exist_ok=True)
             # A whole pipeline takes the lock alone; jobs of single stages share it, and each takes that of its stage.
             names = [f"{STATE}.lock", *([f"{STATE}.{only}.lock"] if only else [])]
             opened = [files.enter_context((folder / name).open("a", encoding="utf-8")) for name in names]
-        except OSError as error:
-            raise ConfigError(Problem(str(folder), f"cannot be written: {error.strerror}", "name another")) from error
         for file in opened:
             if try_lock(file, is_shared=bool(only) and file is opened[0]) is False:
                 remedy = f"wait until it has ended, or stop it (`fuser {file.name}` names it)"
@@ -283,11 +281,8 @@ def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
     number = 1
     while (aside := place.with_name(f"{place.name}.replaced-{number}")).exists():
         number += 1
-    try:
+    with writing(place, "move it away", "was written by another configuration and cannot be moved aside"):
         place.rename(aside)
-    except OSError as error:
-        found = f"was written by another configuration and cannot be moved aside: {error.strerror}"
-        raise ConfigError(Problem(str(place), found, "move it away")) from error
     say(f"{name}: changed since; what it was is now {aside}")
 
 
