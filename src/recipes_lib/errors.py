@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -157,6 +158,17 @@ def raise_problems(problems: Sequence[Problem], name: str) -> None:
         raise DataError(*problems[:MAX_PROBLEMS], rest)
     if problems:
         raise DataError(*problems)
+
+
+def verify_extra(where: str, extra: str, *modules: str) -> None:
+    """Raise for packages of an extra that are not installed, without importing them.
+
+    Raises:
+        ConfigError: Some are not.
+    """
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+        found = f"{' and '.join(missing)} not installed"
+        raise ConfigError(Problem(where, found, f"pip install 'recipes-lib[{extra}]'"))
 
 
 @contextmanager

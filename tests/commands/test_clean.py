@@ -91,19 +91,6 @@ def test_without_the_extra_the_error_names_it(config, monkeypatch):
         main(["--config", str(config)])
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--sauces", "[]"]])
-def test_help_and_a_wrong_key_import_nothing_slow(arguments):
-    code = (
-        "import contextlib, sys\nfrom recipes_lib.boundary import run_command\n"
-        "from recipes_lib.commands.clean import main\n"
-        f"with contextlib.suppress(SystemExit): run_command(lambda: main({arguments}))\n"
-        "print([name for name in ('datatrove', 'torch', 'datasets', 'pyarrow', 'numpy') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert "--sources" in done.stdout or "did you mean `sources`" in done.stderr
-
-
 @pytest.mark.multiprocess
 def test_the_recipe_is_the_command(config):
     command = [sys.executable, "recipes/corpus.py", "--config", str(config)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from typing import Any, Final
 
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
 from recipes_lib.config.loader import end_after_help
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, verify_extra
 from recipes_lib.files import read_record, replace_record, try_lock
 
 _USAGE: Final = (
@@ -182,7 +181,7 @@ def compare(argv: Sequence[str]) -> None:
     options = parser.parse_args(list(argv))
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
-    _verify_installed()
+    verify_extra("recipes eval", "eval", "lm_eval")
     from recipes_lib.evaluation.score_comparison import compare_folders, format_rows
 
     rows = compare_folders([_find_evaluation(folder) for folder in options.folders])
@@ -213,13 +212,8 @@ def _parse(argv: Sequence[str]) -> EvalConfig:
     if {"-h", "--help"} & set(argv):
         sys.stdout.write(_USAGE)
     config = end_after_help(parse_eval_command(given))
-    _verify_installed()
+    verify_extra("recipes eval", "eval", "lm_eval")
     return config
-
-
-def _verify_installed() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(Problem("recipes eval", "lm_eval not installed", "pip install 'recipes-lib[eval]'"))
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from recipes_lib.data.prompts import PromptData, PromptRow
+    from recipes_lib.evaluation.answering import LocalModel
     from recipes_lib.evaluation.endpoint import Reply
     from recipes_lib.evaluation.judges import Grade, Judgment
     from recipes_lib.rl.collect import Collector
@@ -406,8 +407,10 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     """
     from recipes_lib.data.store import compute_key
     from recipes_lib.distillation.teacher_store import identify_teacher
-    from recipes_lib.models.generation import set_stop_tokens
+    from recipes_lib.evaluation.answering import LocalModel
+    from recipes_lib.models.generation import GenerateBackend, Sampling, set_stop_tokens
     from recipes_lib.models.loading import load_causal_lm
+    from recipes_lib.training.trainers.arguments import build_autocast
 
     if config.data.dataset_mixture:
         where = config.provenance.get("dataset_mixture", "dataset_mixture")
@@ -417,11 +420,15 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     teacher: Any = load_causal_lm(config.model, attention)
     teacher.to(args.device)
     stop_ids = set_stop_tokens(teacher, tokenizer, prompts.terminators)
+    length, temperature = config.rewards.response_length, config.distillation.sampling_temperature
+    sampling, size = Sampling(stop_ids, 0, length, temperature), args.per_device_eval_batch_size
+    backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
+    model = LocalModel(backend, teacher, tokenizer, sampling, size, args.seed, math.inf, {})
     facts = {
         "teacher": {"name": config.model.model_name_or_path, **identify_teacher(config)},
         "dataset": {"name": config.data.dataset_name, "fingerprint": prompts.record["fingerprint"]},
-        "response_length": config.rewards.response_length,
-        "temperature": config.distillation.sampling_temperature,
+        "response_length": length,
+        "temperature": temperature,
         "seed": args.seed,
         "reasoning": reasoning,
     }
@@ -429,7 +436,7 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     key = compute_key({**facts, "stop_ids": stop_ids, "prompts": asked})
     what = "answers of another teacher, to other prompts, or otherwise sampled"
     file = RowFile(output, key, AnswerCounts(), what=what, facts=facts)
-    file.write(answer(config, args, teacher, tokenizer, prompts.train, file.counts, reasoning=reasoning))
+    file.write(answer(model, prompts.train, file.counts, reasoning=reasoning))
     return file.counts.describe()
 
 
@@ -442,14 +449,7 @@ def take_teacher(config: RecipeConfig) -> RecipeConfig:
 
 
 def answer(
-    config: RecipeConfig,
-    args: Any,
-    teacher: Any,
-    tokenizer: Any,
-    prompts: Sequence[PromptRow],
-    counts: AnswerCounts,
-    *,
-    reasoning: str,
+    model: LocalModel, prompts: Sequence[PromptRow], counts: AnswerCounts, *, reasoning: str
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield rows, batch by batch, and update the counts.
 
@@ -457,27 +457,15 @@ def answer(
     out; a batch is counted when it is yielded.
 
     Args:
-        config: Length and temperature of answers.
-        args: Batch size, seed, device and precision.
-        teacher: On the device, with its stop tokens.
-        tokenizer: Of the teacher.
+        model: The teacher.
         prompts: All of them.
         counts: Of what is done.
         reasoning: ``keep`` or ``drop``.
     """
     from recipes_lib.data.sources.messages import is_answer
-    from recipes_lib.evaluation.answering import LocalModel
-    from recipes_lib.models.generation import GenerateBackend, Sampling, read_stop_ids
-    from recipes_lib.training.trainers.arguments import build_autocast
 
-    size = args.per_device_eval_batch_size
-    sampling = Sampling(
-        read_stop_ids(teacher), 0, config.rewards.response_length, config.distillation.sampling_temperature
-    )
-    backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
-    model = LocalModel(backend, teacher, tokenizer, sampling, size, args.seed, math.inf, {})
-    for start in range(counts.num_prompts, len(prompts), size):
-        batch = prompts[start : start + size]
+    for start in range(counts.num_prompts, len(prompts), model.batch_size):
+        batch = prompts[start : start + model.batch_size]
         written = model.write([prompt.input_ids for prompt in batch], range(start, start + len(batch)))
         rows = []
         for prompt, answer in zip(batch, written, strict=True):

@@ -65,11 +65,8 @@ def test_each_candidate_is_kept_or_counted_once(tmp_path: Path) -> None:
         ["unfinished", "empty", "refused by the engine", "refusal", "no instruction in the reply", "near duplicate"]
     )
     assert samples["unfinished"][0]["answers"] == ["cut"]
-
-
-def test_of_an_earlier_and_longer_launch_only_the_first_count(tmp_path: Path) -> None:
-    found, _, _ = run(tmp_path, reply(0, "4"), reply(1, "6"), reply(2, "7"), num_candidates=1)
-    assert [one.answers[0].text for one in found] == ["4"]
+    found, _, _ = run(tmp_path, reply(0, "4"), reply(1, "6"), num_candidates=1)
+    assert [one.answers[0].text for one in found] == ["4"], "of an earlier and longer launch only the first count"
 
 
 def test_an_instruction_that_repeats_a_seed_or_an_earlier_one_is_removed(tmp_path: Path) -> None:
@@ -121,8 +118,9 @@ def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path)
     for answer, grade in zip([*candidates[0].answers, *candidates[1].answers], (5.0, 9.0, 1.0, 1.0), strict=True):
         answer.grade = grade
     removed: Counter[str] = Counter()
-    kept = [one for one in candidates if keep_graded(config, one, removed)]
-    assert removed == {"low grade": 1}
+    ungraded = Candidate({}, [Answer("x", 0)])
+    kept = [one for one in (*candidates, ungraded) if keep_graded(config, one, removed)]
+    assert removed == {"low grade": 1, "no grade": 1}
     assert write_rows(load_method(config), kept, tmp_path, samples) == (1, 1)
     (row,), (pair,) = (list(read_row_file(tmp_path / name)) for name in ("rows.jsonl", "pairs.jsonl"))
     assert row["messages"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
@@ -145,19 +143,12 @@ def test_reasoning_is_kept_or_dropped_and_never_filtered_by(tmp_path: Path, reas
     assert row["messages"][-1]["content"] == content
 
 
-def test_answers_without_a_grade_are_no_rows() -> None:
-    removed: Counter[str] = Counter()
-    assert not keep_graded(SynthesisConfig(judge="j"), Candidate({}, [Answer("x", 0)]), removed)
-    assert removed == {"no grade": 1}
-
-
 def test_failures_have_one_reason_each() -> None:
     step = {"name": "answer", "prompt": "p", "pattern": "<a>(.*)</a>"}
     given = {"error": None, "is_finished": True}
-    assert find_failure(step, "<a>x</a>", **given) is None
-    assert find_failure(step, "x", **given) == "no answer in the reply"
-    assert find_failure(step, " ", **given) == "empty"
-    assert find_failure(step, "<a>x\0</a>", **given) == "a NUL or half a surrogate pair"
+    reasons = {"<a>x</a>": None, "x": "no answer in the reply", " ": "empty"}
+    reasons["<a>x\0</a>"] = "a NUL or half a surrogate pair"
+    assert {text: find_failure(step, text, **given) for text in reasons} == reasons
     assert find_failure(step, "<a>x</a>", error=None, is_finished=False) == "unfinished"
     assert find_failure(step, "", error="400", is_finished=False) == "refused by the engine"
 
