@@ -116,13 +116,12 @@ def test_a_package_that_does_not_load_is_broken(
     assert finding.detail.startswith(detail)
 
 
-def test_a_package_that_loads_is_ok_at_its_version() -> None:
+def test_a_package_that_loads_is_ok_at_its_version_and_one_that_hangs_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trial = doctor._Trial(name="packaging", module="packaging", remedy="")
     finding = trial.finish(trial.start())
     assert (finding.verdict, finding.detail) == ("ok", importlib.metadata.version("packaging"))
-
-
-def test_a_package_that_hangs_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     monkeypatch.setattr(doctor, "TRIAL_SECONDS", 0)

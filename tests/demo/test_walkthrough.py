@@ -221,24 +221,14 @@ def test_the_special_tokens_come_first_and_the_chat_template_ends_turns_with_one
     assert TOKENIZER.apply_chat_template(chat, tokenize=False) == prompt + "Ho<|im_end|>\n"
 
 
-def test_the_tokenizer_is_the_same_every_time_and_any_recipe_can_load_it(tmp_path):
-    sizes = [save_tokenizer(tmp_path / name, TEXTS) for name in ("one", "two")]
-    assert (tmp_path / "one" / "tokenizer.json").read_bytes() == (tmp_path / "two" / "tokenizer.json").read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
-    assert sizes == [len(tokenizer)] * 2
-    assert len(tokenizer) <= VOCAB_SIZE
-
-
-def test_the_student_is_the_same_every_time_and_a_quarter_of_its_teacher(tmp_path):
-    save_tokenizer(tmp_path / "tokenizer", TEXTS)
-    sizes = [
-        save_student(tmp_path / name, tmp_path / "tokenizer", seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    ]
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
-    assert files[0] == files[1] != files[2]
-    student = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    assert sizes == [student.num_parameters()] * 3
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "a")) == student.config.vocab_size
+def test_any_recipe_can_load_the_tokenizer_and_the_student_that_its_seed_decides(tmp_path):
+    num_tokens = save_tokenizer(tmp_path / "tokenizer", TEXTS)
+    sizes = [save_student(tmp_path / str(seed), tmp_path / "tokenizer", seed) for seed in (0, 1)]
+    first, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "01")
+    assert first != other
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+    assert sizes == [student.num_parameters()] * 2
+    assert num_tokens == len(AutoTokenizer.from_pretrained(tmp_path / "0")) == student.config.vocab_size <= VOCAB_SIZE
 
 
 def asked(*answers, question=QUESTIONS[0]):

@@ -267,9 +267,9 @@ def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     job = vars(options) | {"name": name, "command": command, "output_dir": None}
     script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
     script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
-    secrets = (
-        [word for name in options.secrets for word in ("--secret", name)] if options.executor == "skypilot" else []
-    )
+    # The other cluster reads them where it stores them.
+    of_flags = options.secrets if options.executor == "skypilot" else []
+    secrets = [word for name in of_flags for word in ("--secret", name)]
     told = _ask([*CLUSTERS[options.executor].submit, *secrets, str(script)])
     sys.stdout.write(f"{told.rstrip()}\n{len(chosen)} stages submitted as one job: {script}\n")
 
@@ -297,8 +297,7 @@ def _submit(options: argparse.Namespace, pipeline: Pipeline, stage: Stage, neede
 
 def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
     """Return the variables of the batch script of a stage: as ``describe_job``, of ``recipes run --only``."""
-    is_launched = bool(stage.launch)
-    num_nodes, gpus_per_node = (options.num_nodes, options.gpus_per_node) if is_launched else (1, 1)
+    num_nodes, gpus_per_node = (options.num_nodes, options.gpus_per_node) if stage.launch else (1, 1)
     command = [sys.executable, "-m", "recipes_lib.cli", "run", str(options.pipeline), "--only", stage.name]
     command += ["--output_dir", str(pipeline.output_dir)]
     command += ["--launcher", shlex.join(SRUN)] if num_nodes > 1 else []

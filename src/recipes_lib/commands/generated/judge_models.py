@@ -146,14 +146,9 @@ def _find_answers(
     engine = load_answerer(options, split_place(name), named)
     facts = {"model": engine.describe()}
     path = options.output_dir / f"answers-{at}.jsonl"
-    asked = [question._asdict() for question in questions]
-    file = RowFile(
-        path,
-        compute_key({**facts, "questions": asked}),
-        AnsweredCounts(),
-        what="answers of another model, to other questions, or otherwise sampled",
-        facts=facts,
-    )
+    key = compute_key({**facts, "questions": [question._asdict() for question in questions]})
+    what = "answers of another model, to other questions, or otherwise sampled"
+    file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
 
     def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         answers = ask_questions(engine, part, range(start, start + len(part)))
