@@ -146,9 +146,16 @@ def write_status(run: Path, status: str) -> None:
     (run / "run.json").write_text(json.dumps({"stage": "sft", "status": status, "config": {}}))
 
 
+def run_here(words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
+    """Stands in for a process of the command line."""
+    assert words[:3] == [sys.executable, "-m", "recipes_lib.cli"]
+    return subprocess.CompletedProcess(words, run_recipes([str(word) for word in words[3:]]))
+
+
 def test_the_checkpoints_of_a_run_are_evaluated_beside_it_once(
-    evaluated: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    evaluated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("subprocess.run", run_here)
     run = tmp_path / "a run"
     write_status(run, "done")
     first, _ = write_checkpoint(run, 2), write_checkpoint(run, 4, is_complete=False)
@@ -174,11 +181,10 @@ class Elsewhere:
         self.code = code
 
     def __call__(self, words: Sequence[Any], **_: Any) -> subprocess.CompletedProcess[str]:
-        words = [str(word) for word in words[3:]]
-        self.commands.append(words[:1])
-        if words[0] == "export":
-            return subprocess.CompletedProcess(words, run_recipes(words))
-        assert (Path(words[1]) / "model.safetensors").exists()
+        self.commands.append([words[3]])
+        if words[3] == "export":
+            return run_here(words)
+        assert (Path(words[4]) / "model.safetensors").exists()
         if not self.code:
             (Path(words[words.index("--output_dir") + 1]) / "eval.json").write_text("{}")
         return subprocess.CompletedProcess(words, self.code)

@@ -178,7 +178,14 @@ def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, told: s
 
 @pytest.mark.parametrize(
     ("wanted", "value", "is_met"),
-    [("> 0.65", 0.7, True), (">0.65", 0.65, False), ("<= 1e-3", 1e-3, True), ("< -2", -3, True), ("== 1", 1, True)],
+    [
+        ("> 0.65", 0.7, True),
+        (">0.65", 0.65, False),
+        ("<= 1e-3", 1e-3, True),
+        ("< -2", -3, True),
+        ("== 1", 1, True),
+        ("< 2", 2, False),
+    ],
 )
 def test_a_requirement_is_a_comparison(wanted: str, value: float, is_met: bool) -> None:
     assert holds(wanted, value) is is_met

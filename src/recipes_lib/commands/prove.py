@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     from recipes_lib.proving.checks import list_checks
     from recipes_lib.proving.results import FAILED, PASSED, add_row, format_row, read_rows, run_check, write_page
 
-    listed = list_checks()
+    listed = list(list_checks())
     # Every name begins with nothing.
     checks = [check for check in listed if check.name.startswith(tuple(options.only or [""]))]
     if not checks:
