@@ -16,7 +16,7 @@ from recipes_lib.config.paths import expand_home, names_path
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
 from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.broken_rows import BrokenRows
-from recipes_lib.data.sources.canonical import load_source, read_entries
+from recipes_lib.data.sources.canonical import load_source, open_entry, read_entries
 from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
 
@@ -321,9 +321,8 @@ def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixtu
 
 
 def _load_part(part: Mapping[str, Any]) -> Part:
-    where = {key: part[key] for key in ("config", "revision", "split", "columns") if key in part}
     return Part(
-        source=load_source(part["name"], **where),
+        source=open_entry(part),
         weight=part.get("weight"),
         repeat=part.get("repeat", 1.0),
         format=part.get("format", "auto"),
