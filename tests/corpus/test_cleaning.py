@@ -25,6 +25,7 @@ from recipes_lib.corpus import cleaning
 from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.files import try_lock
 
 QUESTION = " ".join(f"item{at}" for at in range(20))
 
@@ -461,8 +462,10 @@ def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
 
 def test_two_processes_do_not_make_one_corpus(planted):
     folder, _, _ = planted
-    with cleaning._lock(folder / "out" / ".work"), pytest.raises(ConfigError, match="another process"):
-        make_corpus(build_config(folder))
+    with (folder / "out" / ".work" / "lock").open("w") as file:
+        assert try_lock(file)
+        with pytest.raises(ConfigError, match="another process"):
+            make_corpus(build_config(folder))
 
 
 def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):

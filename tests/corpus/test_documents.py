@@ -1,7 +1,6 @@
 """Counting, sampling and shards."""
 
 import random
-from collections import Counter
 
 import pytest
 from datatrove.data import Document
@@ -84,9 +83,9 @@ def test_shards_hold_what_was_written(tmp_path):
         for at in range(1200)
     ]
     path = tmp_path / "a.parquet"
-    assert write_shard(path, iter(documents)) == 1200
+    write_shard(path, iter(documents))
     assert [(d.text, d.id, d.metadata) for d in read_shard(path)] == [(d.text, d.id, d.metadata) for d in documents]
-    assert write_shard(path, iter([])) == 0
+    write_shard(path, iter([]))
     assert list(read_shard(path)) == []
     path.write_bytes(b"PAR1 broken")
     with pytest.raises(DataError, match=r"\.work"):
@@ -95,4 +94,3 @@ def test_shards_hold_what_was_written(tmp_path):
 
 def test_bytes_are_those_of_utf8():
     assert [count_bytes(text) for text in ("", "abc", "é", "日本")] == [0, 3, 2, 6]
-    assert Counter(a=1) + Counter(a=2) == Counter(a=3)

@@ -258,8 +258,8 @@ def count_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def write_shard(path: Path, documents: Iterator[Document]) -> int:
-    """Atomically write documents as a Parquet file, metadata as JSON; return their number.
+def write_shard(path: Path, documents: Iterator[Document]) -> None:
+    """Atomically write documents as a Parquet file, metadata as JSON.
 
     Raises:
         OSError: The file cannot be written.
@@ -268,12 +268,10 @@ def write_shard(path: Path, documents: Iterator[Document]) -> int:
     import pyarrow.parquet as pq
 
     # Large strings: those of a batch together can pass the 2 GiB to which the offsets of others are limited.
-    schema, count = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS]), 0
+    schema = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS])
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
-            count += len(rows)
-    return count
 
 
 def read_shard(path: Path) -> Iterator[Document]:

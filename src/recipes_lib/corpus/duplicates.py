@@ -72,16 +72,10 @@ class Hashes:
             shingles = hash_shingles(text, self.config.near_duplicates_ngram)
             keys = self._minhash.compute_keys(shingles)
         lines = hash_lines(text, self.config.repeated_lines_unit) if self.has_lines else np.zeros(0, np.uint64)
-        sizes = (np.array([len(array)], np.int64) for array in (shingles, lines))
-        arrays: tuple[npt.NDArray[Any], ...] = (
-            np.frombuffer(digest, np.uint64)[None],
-            keys[None],
-            next(sizes),
-            shingles,
-            next(sizes),
-            lines,
-        )
-        for name, array in zip(_ARRAYS, arrays, strict=True):
+        self._found["exact"].append(np.frombuffer(digest, np.uint64)[None])
+        self._found["bands"].append(keys[None])
+        for name, array in (("shingles", shingles), ("lines", lines)):
+            self._found[f"num_{name}"].append(np.array([len(array)], np.int64))
             self._found[name].append(array)
 
     def write(self, folder: Path, rank: int) -> None:
