@@ -236,7 +236,8 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
 
 def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, list[Path]]:
     """Group by the first rule that any file matches: Hub shards, folders named after splits, files named so."""
-    for rule in (_split_of_shard, _split_of_folder, _split_of_name):
+    rules = _split_of_shard, lambda file: _splits_in(file.parent.as_posix()), lambda file: _splits_in(file.name)
+    for rule in rules:
         found = {file: rule(file.relative_to(folder)) for file in files}
         if not any(found.values()):
             continue
@@ -263,16 +264,8 @@ def _split_of_shard(file: Path) -> set[str]:
     return {match["split"]} if match else set()
 
 
-def _split_of_folder(file: Path) -> set[str]:
-    return {split for part in file.parts[:-1] for split in _splits_in(part)}
-
-
-def _split_of_name(file: Path) -> set[str]:
-    return _splits_in(file.name)
-
-
 def _splits_in(text: str) -> set[str]:
-    words = set(re.split(r"[-._ 0-9]", text))
+    words = set(re.split(r"[-._ 0-9/]", text))
     return {split for split, names in SPLIT_WORDS.items() if words & set(names)}
 
 
