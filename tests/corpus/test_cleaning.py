@@ -21,7 +21,7 @@ from tests.forked import ROOT
 from recipes_lib.commands.clean import describe
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.corpus import cleaning
+from recipes_lib.corpus import cleaning, inputs
 from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.errors import ConfigError, DataError
@@ -56,6 +56,12 @@ def build_config(folder, **keys):
         benchmarks=[{"name": str(folder / "bench.jsonl"), "label": "bench"}],
         **keys,
     )
+
+
+def clean(folder, *sources, **keys):
+    """A corpus of some sources: its manifest and documents."""
+    manifest = make_corpus(CorpusConfig(sources=list(sources), output_dir=str(folder), workers=1, **keys))
+    return manifest, read_corpus(folder)
 
 
 @pytest.fixture(scope="module")
@@ -118,22 +124,7 @@ def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
 def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch):
     folder, _, manifest = planted
     config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=2)
-    original = cleaning.open_inputs
-
-    def open_in_small_tasks(config):
-        from recipes_lib.corpus import inputs
-
-        return [
-            replace(
-                source,
-                tasks=tuple(
-                    inputs._group(inputs.split_source(load_source(config.sources[0]["name"]), "web", 9000), 9000)
-                ),
-            )
-            for source in original(config)
-        ]
-
-    monkeypatch.setattr(cleaning, "open_inputs", open_in_small_tasks)
+    monkeypatch.setattr(cleaning, "open_inputs", lambda config: [inputs._open(entry, 9000) for entry in config.sources])
     cut = make_corpus(config)
     assert len(cut["shards"]) > 3
     texts = [[document["text"] for document in read_corpus(path)] for path in (folder / "out", tmp_path / "out")]
@@ -174,7 +165,8 @@ def write_config(folder):
     )
 
 
-def check_killed(folder, reference, num_kills, seed):
+def check_killed(planted, num_kills, seed):
+    folder, _, reference = planted
     write_config(folder)
     shutil.rmtree(folder / "killed", ignore_errors=True)
     random_ = random.Random(seed)
@@ -185,24 +177,18 @@ def check_killed(folder, reference, num_kills, seed):
         assert kill_after(folder, random_.randrange(1, num_events)).returncode in (-signal.SIGKILL, 0)
     assert kill_after(folder, 10**9).returncode == 0
     found = json.loads((folder / "killed" / "corpus.json").read_text())
-    assert [shard["sha256"] for shard in found["shards"]] == [shard["sha256"] for shard in reference["shards"]]
-    for shard in found["shards"]:
-        ours, theirs = (folder / name / shard["path"] for name in ("killed", "out"))
-        assert ours.read_bytes() == theirs.read_bytes()
-    assert found["steps"] == reference["steps"]
+    check_equal(folder / "out", reference, folder / "killed", found)
     assert (folder / "killed" / "report.html").is_file()
 
 
 def test_killed_and_run_again_it_is_the_same_to_the_byte(planted):
-    folder, _, manifest = planted
-    check_killed(folder, manifest, num_kills=2, seed=0)
+    check_killed(planted, num_kills=2, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_killed_again_and_again(planted, seed):
-    folder, _, manifest = planted
-    check_killed(folder, manifest, num_kills=8, seed=seed + 1)
+    check_killed(planted, num_kills=8, seed=seed + 1)
 
 
 def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
@@ -295,7 +281,7 @@ def test_a_corpus_of_chats_and_texts_is_read_by_its_mixture(tmp_path):
         {"name": str(tmp_path / "chat.jsonl"), "kind": "chat"},
     ]
     out = str(tmp_path / "out")
-    manifest = make_corpus(CorpusConfig(sources=sources, output_dir=out, workers=1))
+    manifest, _ = clean(tmp_path / "out", *sources)
     names = [f"{out}/data/text", f"{out}/data/chat"]
     assert describe(manifest, out)[-1].partition("; ")[0].endswith(f"each a dataset_name: {', '.join(names)}")
     assert [len(list(read_rows(load_source(name)))) for name in names] == [1, 1]
@@ -343,9 +329,7 @@ def test_the_html_of_a_column_becomes_text_or_is_told(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"page": page, "url": "u"}) + "\n")
     source = {"name": str(tmp_path / "a.jsonl"), "columns": {"text": "page"}, "html": True}
     for mode, expected in (("apply", ENGLISH), ("annotate", page), ("off", page)):
-        out = tmp_path / mode
-        manifest = make_corpus(CorpusConfig(sources=[source], output_dir=str(out), extract=mode, workers=1))
-        (document,) = read_corpus(out)
+        manifest, (document,) = clean(tmp_path / mode, source, extract=mode)
         assert document["text"] == expected
         flags = ["extract: changed"] if mode == "annotate" else []
         assert json.loads(document["metadata"]) == {"url": "u"} | ({"flags": flags} if flags else {})
@@ -361,18 +345,8 @@ def test_pages_languages_and_repeated_lines(tmp_path):
         body = "".join(f"<p>{' '.join(random_.sample(sentences, 4))} Number {at} of them all.</p>" for _ in range(3))
         (pages / f"{at}.html").write_text(f"<html><body><p>We use biscuits on this site.</p>{body}</body></html>")
     (pages / "de.html").write_text(f"<html><body><p>{GERMAN}</p></body></html>")
-    config = CorpusConfig(
-        sources=[{"name": str(pages)}],
-        output_dir=str(tmp_path / "out"),
-        language="apply",
-        languages=["en"],
-        near_duplicates="off",
-        repeated_lines="apply",
-        output_format="jsonl",
-        workers=1,
-    )
-    manifest = make_corpus(config)
-    documents = read_corpus(tmp_path / "out")
+    keys = {"language": "apply", "languages": ["en"], "near_duplicates": "off", "repeated_lines": "apply"}
+    manifest, documents = clean(tmp_path / "out", {"name": str(pages)}, output_format="jsonl", **keys)
     assert manifest["steps"]["language"]["removed"] == {"other: de": 1}
     assert len(documents) == 12
     assert not any("biscuits" in document["text"] or "<" in document["text"] for document in documents)
@@ -383,34 +357,23 @@ def test_pages_languages_and_repeated_lines(tmp_path):
 @pytest.mark.parametrize("mode", ["apply", "annotate"])
 def test_lines_that_many_share_go_or_stay_in_the_first_document(tmp_path, keeps_first, mode):
     texts = [f"{make_text(random.Random(at), 30)}\nshared line" for at in range(12)]
-    write_rows(tmp_path / "a.jsonl", texts)
-    config = CorpusConfig(
-        sources=[{"name": str(tmp_path / "a.jsonl")}],
-        output_dir=str(tmp_path / "out"),
-        repeated_lines=mode,
-        repeated_lines_keep_first=keeps_first,
-        workers=1,
-    )
-    manifest = make_corpus(config)
-    have = ["shared line" in document["text"] for document in read_corpus(tmp_path / "out")]
+    source = {"name": str(write_rows(tmp_path / "a.jsonl", texts))}
+    keys = {"repeated_lines": mode, "repeated_lines_keep_first": keeps_first}
+    manifest, documents = clean(tmp_path / "out", source, **keys)
+    have = ["shared line" in document["text"] for document in documents]
     assert have == ([True] * 12 if mode == "annotate" else [keeps_first] + [False] * 11)
     assert manifest["steps"]["repeated_lines"]["found"] == {"lines": 12 - keeps_first}
 
 
 def test_chats_are_cleaned_message_by_message(tmp_path):
-    chats = [
-        [{"role": "user", "content": "Write to ada@example.org please"}, {"role": "assistant", "content": "Done."}],
-        [{"role": "user", "content": make_text(random.Random(0), 50)}, {"role": "assistant", "content": "Yes."}],
-        [{"role": "user", "content": make_text(random.Random(0), 50)}, {"role": "assistant", "content": "Yes."}],
-        [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "No."}],
-    ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    asked = ["Write to ada@example.org please", *[make_text(random.Random(0), 50)] * 2, QUESTION]
+    answer = {"role": "assistant", "content": "Yes."}
+    chats = [{"messages": [{"role": "user", "content": question}, answer]} for question in asked]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
-    config = replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}])
-    make_corpus(config)
+    make_corpus(replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}]))
     found = [row["messages"] for row in read_corpus(tmp_path / "out")]
-    masked = [{"role": "user", "content": "Write to <EMAIL> please"}, chats[0][1]]
-    assert found == [masked, chats[1]]
+    assert found == [[{"role": "user", "content": "Write to <EMAIL> please"}, answer], chats[1]["messages"]]
     assert len(list(read_rows(load_source(str(tmp_path / "out"))))) == 2
 
 

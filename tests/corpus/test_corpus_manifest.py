@@ -78,25 +78,19 @@ def test_unimax_is_that_of_the_paper():
         assert compute_mixture(config, sizes) == pytest.approx(unimax(sizes, budget, cap))
 
 
-def test_weights_are_kept_while_no_source_is_read_too_often():
-    config = replace(CONFIG, mixture="weights", mixture_tokens=1000)
-    assert compute_mixture(config, [1000, 1000, 1000]) == pytest.approx([0.6, 0.3, 0.1])
-
-
-def test_what_a_capped_source_may_not_have_goes_to_the_others_by_their_weights():
-    config = replace(CONFIG, mixture="weights", mixture_tokens=1000, max_epochs=2)
-    assert compute_mixture(config, [100, 1000, 1000]) == pytest.approx([0.2, 0.6, 0.2])
-
-
-def test_when_all_are_capped_shares_are_those_of_the_caps():
-    config = replace(CONFIG, mixture="weights", mixture_tokens=10**9)
-    assert compute_mixture(config, [100, 200, 100]) == pytest.approx([0.25, 0.5, 0.25])
-
-
-def test_temperature_flattens():
-    config = replace(CONFIG, mixture="temperature", mixture_temperature=2.0, mixture_tokens=1)
-    assert compute_mixture(config, [900, 100, 0]) == pytest.approx([0.75, 0.25, 0])
-    assert compute_mixture(replace(config, mixture="proportional"), [900, 100, 0]) == pytest.approx([0.9, 0.1, 0])
+@pytest.mark.parametrize(
+    ("mixture", "keys", "sizes", "shares"),
+    [
+        ("weights", {"mixture_tokens": 1000}, [1000, 1000, 1000], [0.6, 0.3, 0.1]),
+        # What a capped source may not have goes to the others by their weights; if all are capped, to none.
+        ("weights", {"mixture_tokens": 1000, "max_epochs": 2}, [100, 1000, 1000], [0.2, 0.6, 0.2]),
+        ("weights", {"mixture_tokens": 10**9}, [100, 200, 100], [0.25, 0.5, 0.25]),
+        ("temperature", {"mixture_tokens": 1, "mixture_temperature": 2.0}, [900, 100, 0], [0.75, 0.25, 0]),
+        ("proportional", {"mixture_tokens": 1}, [900, 100, 0], [0.9, 0.1, 0]),
+    ],
+)
+def test_shares_follow_weights_caps_and_temperature(mixture, keys, sizes, shares):
+    assert compute_mixture(replace(CONFIG, mixture=mixture, **keys), sizes) == pytest.approx(shares)
 
 
 def test_no_source_is_read_more_often_than_the_cap():

@@ -74,8 +74,7 @@ def test_with_one_hash_a_band_it_is_brute_force(tmp_path, planted):
     assert np.flatnonzero(found.status == KEPT).tolist() == keep_first(planted, 0.8)
 
 
-@pytest.mark.parametrize("across", ["corpus", "source"])
-@pytest.mark.parametrize("num_slices", [1, 16])
+@pytest.mark.parametrize(("num_slices", "across"), [(1, "source"), (16, "corpus")])
 def test_comparing_holds_the_bytes_that_are_stated(tmp_path, monkeypatch, num_slices, across):
     random_, num, num_tasks = np.random.default_rng(0), 200_000, 40
     bands = random_.integers(0, 1 << 63, (num, CONFIG.near_duplicates_bands), np.uint64)
