@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes_lib.data.sources import readers as source_json
-from recipes_lib.data.sources.readers import BrokenFileError, read_json
+from recipes_lib.data.sources.readers import read_json
 from recipes_lib.data.sources.rows import Entry, RawRow
+from recipes_lib.errors import DataError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -73,10 +74,10 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
         json.loads(text)
     entries = read_json(io.BufferedReader(io.BytesIO(text.encode())), "d.json", may_be_document=True)  # type: ignore[arg-type]
     assert columns([next(entries) for _ in range(num_rows)]) == [{"text": "é"}] * num_rows
-    with pytest.raises(BrokenFileError) as caught:
+    with pytest.raises(DataError) as caught:
         list(entries)
-    assert caught.value.problem.where == f"d.json:{expected.value.lineno}"
-    assert f"(column {expected.value.colno})" in caught.value.problem.found
+    assert caught.value.problems[0].where == f"d.json:{expected.value.lineno}"
+    assert f"(column {expected.value.colno})" in caught.value.problems[0].found
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,9 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
     ],
 )
 def test_what_only_the_reader_refuses_is_named_by_the_line_of_its_row(row: str, found: str) -> None:
-    with pytest.raises(BrokenFileError) as caught:
+    with pytest.raises(DataError) as caught:
         read(f'[{{"text": "a"}},\n\n {row}]'.encode())
-    assert (caught.value.problem.where, found in caught.value.problem.found) == ("d.json:3", True)
+    assert (caught.value.problems[0].where, found in caught.value.problems[0].found) == ("d.json:3", True)
 
 
 @pytest.mark.parametrize("is_array", [True, False])
