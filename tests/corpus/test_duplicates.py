@@ -25,13 +25,13 @@ from recipes_lib.corpus.duplicates import (
     split_lines,
 )
 
-CONFIG = CorpusConfig(sources=[], output_dir="")
+CONFIG = CorpusConfig(repeated_lines="apply")
 
 
-def build_table(folder, texts, config=CONFIG, num_tasks=1, label="a", has_lines=False):
+def build_table(folder, texts, config=CONFIG, num_tasks=1, label="a"):
     folder.mkdir(exist_ok=True)
     for rank, chunk in enumerate(np.array_split(np.arange(len(texts)), num_tasks)):
-        hashes = Hashes(config, has_lines=has_lines)
+        hashes = Hashes(config)
         for at in chunk:
             hashes.add(texts[at])
         hashes.write(folder, rank)
@@ -55,11 +55,11 @@ def planted():
 
 
 def test_the_number_of_tasks_is_not_limited_by_that_of_open_files(tmp_path, planted):
-    expected = find_duplicates(build_table(tmp_path / "one", planted, has_lines=True), CONFIG)
+    expected = find_duplicates(build_table(tmp_path / "one", planted), CONFIG)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
     try:
-        table = build_table(tmp_path / "many", planted, num_tasks=200, has_lines=True)
+        table = build_table(tmp_path / "many", planted, num_tasks=200)
         found = find_duplicates(table, CONFIG)
         find_repeated_lines(table, found.status, 2)
     finally:
@@ -173,7 +173,7 @@ def test_sources_may_be_compared_alone(tmp_path):
 
 def test_slices_of_the_hashes_change_nothing(tmp_path, planted, monkeypatch):
     lines = ["\n".join([text[:50], "all rights reserved"]) for text in planted]
-    table = build_table(tmp_path / "h", lines, num_tasks=3, has_lines=True)
+    table = build_table(tmp_path / "h", lines, num_tasks=3)
     whole = find_duplicates(table, CONFIG)
     repeated = find_repeated_lines(table, whole.status, 10)
     monkeypatch.setattr(duplicates, "_SLICE_ROWS", 50)
@@ -187,7 +187,7 @@ def test_lines_count_once_for_each_kept_document(tmp_path, unit):
     between = "\n" if unit == "line" else "\n\n"
     texts = [between.join(["menu", f"text {at}", "menu", ""]) for at in range(5)] + [between.join(["foot", "foot"])]
     config = replace(CONFIG, repeated_lines_unit=unit)
-    table = build_table(tmp_path / "h", [*texts, texts[0]], config, has_lines=True)
+    table = build_table(tmp_path / "h", [*texts, texts[0]], config)
     status = find_duplicates(table, config).status
     for least, expected in ((5, ["menu"]), (6, [])):
         hashes, firsts = find_repeated_lines(table, status, least)

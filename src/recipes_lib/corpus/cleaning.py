@@ -216,14 +216,14 @@ def build_jobs(
 
 def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_scorer: LoadScorer | None) -> Job:
     """Return the cleaning job of a source, in a folder named after everything that determines its output."""
-    steps, has_lines = build_steps(config, source.kind, load_scorer), config.repeated_lines != "off"
+    steps = build_steps(config, source.kind, load_scorer)
     content = {
         "version": __version__,
         "source": [source.label, source.kind, source.fingerprint, source.entry.get("html"), config.broken_rows],
         "tasks": [[part.label for part in task] for task in source.tasks],
         "steps": [_describe_step(step, config, source.kind) for step in steps],
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
-        "lines": config.repeated_lines_unit if has_lines else None,
+        "lines": config.repeated_lines_unit if config.repeated_lines != "off" else None,
         "quoted": [config.pii != "off", config.pii_kinds],
         "code": _hash_code(
             *(Read, read_warc, enumerate_lines, canonicalize, clean_messages),
@@ -235,7 +235,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
     pipeline = [
         Read(source, ledger, raises=config.broken_rows == "error"),
         *(Apply(step, getattr(config, step.name), ledger) for step in steps),
-        WriteClean(folder, config, ledger, has_lines=has_lines),
+        WriteClean(folder, config, ledger),
     ]
     return Job(f"cleaning {source.label}", folder, pipeline, len(source.tasks))
 

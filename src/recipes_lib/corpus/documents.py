@@ -124,11 +124,8 @@ Hide = Callable[[str], str]
 def quote(text: str, hide: Hide | None) -> str:
     """Return the beginning of a text for a report, with masked personal data."""
     # Twice as much is masked, so that nothing at the end is cut into what is no longer found.
-    return (
-        text[:MAX_SAMPLE_CHARACTERS]
-        if hide is None
-        else hide(text[: 2 * MAX_SAMPLE_CHARACTERS])[:MAX_SAMPLE_CHARACTERS]
-    )
+    beginning = text[: 2 * MAX_SAMPLE_CHARACTERS]
+    return (beginning if hide is None else hide(beginning))[:MAX_SAMPLE_CHARACTERS]
 
 
 class Samples:

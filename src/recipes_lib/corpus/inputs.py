@@ -6,6 +6,7 @@ import hashlib
 import io
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from recipes_lib.data.sources.local_files import (
     find_suffix,
 )
 from recipes_lib.data.sources.messages import TRAIN
-from recipes_lib.data.sources.readers import BrokenFileError, read_parquet
+from recipes_lib.data.sources.readers import read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem
 
@@ -224,7 +225,7 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
 
             num_groups = pq.read_metadata(path).num_row_groups
             return sorted({num_groups * at // num for at in range(num + 1)})
-    except (OSError, ValueError, BrokenFileError):  # The reader reports the error.
+    except (OSError, ValueError, DataError):  # The reader reports the error.
         pass
     return []
 
@@ -329,8 +330,6 @@ class Read(PipelineStep):  # type: ignore[misc]
                 yield read_page(part.page, part.label)
         except DataError as error:
             yield from error.problems
-        except BrokenFileError as error:
-            yield error.problem
         except OSError as error:
             yield Problem(part.label, f"cannot be read: {error.strerror or error}")
 
@@ -417,15 +416,10 @@ class SpreadSource:
 
     def rows(self) -> Iterator[Entry]:
         """Yield rows and problems from each place in turn; an exhausted place is replaced by another."""
-        inner = self.source.source if isinstance(self.source, RenamedSource) else self.source
         # Each place of a stream is a file on the network.
         places = 4 if self.streaming else _PLACES
-        size = None
-        if isinstance(inner, FileSource):
-            size = sum(path.stat().st_size for path in inner.files.values())
-        elif isinstance(inner, HubSource):
-            size = inner.num_bytes
-        parts = [part.source or inner for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
+        size = sum(part.num_bytes or 0 for part in split_source(self.source, self.name, sys.maxsize))
+        parts = [part.source or self.source for part in split_source(self.source, self.name, -(-size // places) or 1)]
         # Every stride-th part first: the first rows then come from all over the source.
         stride = -(-len(parts) // places)
         waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
@@ -438,8 +432,6 @@ class SpreadSource:
                         continue
                     except StopIteration:
                         pass
-                    except BrokenFileError as error:
-                        yield error.problem
                     except DataError as error:
                         yield from error.problems
                     active.remove(rows)
