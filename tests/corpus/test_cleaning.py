@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
@@ -200,6 +200,8 @@ def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
     write_rows(tmp_path / "books.jsonl", [rows[0][0], ENGLISH])
     more = replace(config, sources=[*config.sources, {"name": str(tmp_path / "books.jsonl")}])
     manifest = make_corpus(more)
+    folders = [path.name.partition("-")[0] for path in clean.parent.iterdir() if path.is_dir()]
+    assert sorted(folders) == ["clean", "clean", "compare", "finish", "shards"]
     assert {path.name: path.stat().st_mtime_ns for path in clean.glob("*.parquet")} == before
     assert [source["documents"] for source in manifest["sources"]] == [len(read_corpus(folder / "out")), 1]
     assert [shard["path"] for shard in manifest["shards"]][-1] == "data/books/train-00000-of-00001.parquet"
@@ -550,3 +552,30 @@ def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
     config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
     assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 115, "cpus_per_task": 2}
     assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}
+
+
+def test_workers_are_the_cores_of_this_process_where_the_system_tells_them(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    assert cleaning.count_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cleaning.count_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])
+def test_an_error_of_a_task_waits_for_no_task_that_has_not_begun(error):
+    class Pool:
+        """Runs nothing; the first task has failed."""
+
+        def submit(self, function, *arguments):
+            future = Future()
+            if arguments[1] == 0:
+                future.set_exception(error)
+            return future
+
+        def shutdown(self, *, cancel_futures):
+            self.is_cancelled = cancel_futures
+
+    pool = Pool()
+    with pytest.raises(type(error)):
+        list(cleaning._run_tasks([(None, rank) for rank in range(3)], pool, "cleaning"))
+    assert pool.is_cancelled

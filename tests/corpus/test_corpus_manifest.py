@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.corpus_manifest import compute_mixture, link_or_copy, name_folders, remove_old_work, sum_counts
+from recipes_lib.corpus.corpus_manifest import compute_mixture, link_or_copy, name_folders, sum_counts
 from recipes_lib.data.sources.local_files import load_files
 
 
@@ -37,16 +37,6 @@ def test_a_file_system_without_links_gets_copies(tmp_path, monkeypatch):
     link_or_copy(tmp_path / "a", tmp_path / "c")
     assert (tmp_path / "c").read_text() == "x"
     assert not (tmp_path / "a").samefile(tmp_path / "c")
-
-
-def test_only_the_stages_of_this_corpus_are_kept(tmp_path):
-    for name in ("clean-1", "clean-2", "compare-1", "shards-0", "finish-1"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "lock").write_text("")
-    remove_old_work(
-        tmp_path, {"clean": ["clean-2"], "compare": "compare-1", "shards": "shards-1", "finish": "finish-1"}
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["clean-2", "compare-1", "finish-1", "lock"]
 
 
 def test_tokens_that_were_not_counted_have_no_sum():

@@ -5,7 +5,7 @@ import random
 import pytest
 from datatrove.data import Document
 
-from recipes_lib.corpus.documents import Apply, Ledger, Samples, count_bytes, read_shard, write_shard
+from recipes_lib.corpus.documents import Apply, Ledger, Samples, read_shard, write_shard
 from recipes_lib.errors import DataError
 
 
@@ -50,13 +50,6 @@ def test_annotation_changes_no_text_and_removes_nothing():
     assert ledger.tallies["shorten"].found == {"seen": 5, "is bad": 1, "nothing left": 1}
 
 
-def test_tallies_of_tasks_add_up():
-    merged, parts = Ledger([], 2), [run(TEXTS[:2])[1], run(TEXTS[2:])[1]]
-    for part in parts:
-        merged.add(part.to_record())
-    assert merged.to_record()["tallies"] == run(TEXTS)[1].to_record()["tallies"]
-
-
 def test_samples_do_not_depend_on_the_order_or_the_tasks():
     documents = [Document(text=f"text {at}", id=f"d{at}") for at in range(100)]
     shuffled = random.Random(0).sample(documents, 100)
@@ -90,7 +83,3 @@ def test_shards_hold_what_was_written(tmp_path):
     path.write_bytes(b"PAR1 broken")
     with pytest.raises(DataError, match=r"\.work"):
         list(read_shard(path))
-
-
-def test_bytes_are_those_of_utf8():
-    assert [count_bytes(text) for text in ("", "abc", "é", "日本")] == [0, 3, 2, 6]

@@ -119,13 +119,6 @@ def test_every_removed_document_repeats_a_kept_one(tmp_path, planted):
     assert len(expected - set(removed.tolist())) <= 0.06 * len(expected)
 
 
-def test_what_is_found_depends_on_the_order_alone(tmp_path, planted):
-    whole = find_duplicates(build_table(tmp_path / "one", planted), CONFIG)
-    cut = find_duplicates(build_table(tmp_path / "five", planted, num_tasks=5), CONFIG)
-    assert whole.status.tolist() == cut.status.tolist()
-    assert whole.kept_as.tolist() == cut.kept_as.tolist()
-
-
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order_keeps_the_same_texts_where_similarity_is_transitive(tmp_path, seed):
     random_ = random.Random(seed)

@@ -102,9 +102,7 @@ def test_small_files_share_a_task_in_their_order(tmp_path):
     assert len(source.tasks) == 1
 
 
-def test_parquet_text_and_paragraphs(tmp_path):
-    pq.write_table(pa.table({"text": ["one", "two"], "score": [1, 2]}), tmp_path / "p.parquet")
-    assert [d.metadata["score"] for d in read({"name": str(tmp_path / "p.parquet")})[0]] == [1, 2]
+def test_text_is_a_document_a_file_or_paragraph(tmp_path):
     (tmp_path / "t.txt").write_text("a\nb\n\nc\n")
     whole = read({"name": str(tmp_path / "t.txt")})[0]
     assert [d.text for d in whole] == ["a\nb\n\nc\n"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datatrove.data import Document
-from tests.corpus.texts import ENGLISH, GERMAN, make_text
+from tests.corpus.texts import ENGLISH, GERMAN, apply, make_text
 
 from recipes_lib.corpus import text_classifier
 from recipes_lib.corpus.text_classifier import (
@@ -61,12 +61,6 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("a classifier")
     train_classifier(plant_all(["good", "bad"])).save(folder, {"accuracy": 1.0})
     return folder
-
-
-def apply(step, text):
-    document = Document(text=text, id="1")
-    reason = step.apply(document, found := Counter())
-    return reason, document, found
 
 
 @pytest.mark.parametrize("labels", [["good", "bad"], ["good", "bad", "code"]], ids=len)

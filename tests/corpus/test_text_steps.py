@@ -2,12 +2,10 @@
 
 import importlib.util
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from datatrove.data import Document
-from tests.corpus.texts import ENGLISH, GERMAN
+from tests.corpus.texts import ENGLISH, GERMAN, apply
 
 from recipes_lib.corpus.documents import HTML
 from recipes_lib.corpus.text_steps import Extract, FixText, Language, _load_language_model
@@ -19,12 +17,6 @@ PAGE = (
 )
 FRENCH = "La bibliothèque ouvre à neuf heures du matin et ferme tard le soir, mais les enfants sont toujours contents."
 SPANISH = "La biblioteca abre a las nueve de la mañana y cierra tarde por la noche, pero los niños están contentos."
-
-
-def apply(step, text, **metadata):
-    document = Document(text=text, id="1", metadata=metadata)
-    reason = step.apply(document, found := Counter())
-    return reason, document, found
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
         {"prompt": "a", "response": "b", "label": True},
         "the boolean `label` says which answers are good",
     ),
+    "prompt without an answer": ({"prompt": "a", "n": 1}, "match no layout"),
     "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
     "two answers": ({"problem": "a", "solution": "b", "response": "c"}, "match no layout"),
     "messages of a tree": ({"message_id": "1", "role": "prompter", "text": "a"}, "one message of a conversation"),

@@ -223,6 +223,7 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         },
         {"messages": [USER, CALLED, {**RESULT, "name": "add"}, ANSWER]},
     ),
+    "chat beside a null column": ("messages", {**CHAT, "text": None}, CHAT),
     "LMSYS": ("sharegpt", {"conversation": [USER, ANSWER], "model": "vicuna"}, CHAT),
     "ShareGPT with a system prompt": (
         "sharegpt",
@@ -365,20 +366,6 @@ def test_detection_names_the_columns_it_reads_and_ignores() -> None:
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
     told = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
     assert str(detect_format(raw, where="here")) == told
-
-
-@pytest.mark.parametrize("raw", [{"query": "a", "problem": "b", "answer": "c"}, {"prompt": "a", "n": 1}])
-def test_a_column_that_may_mean_two_things_is_not_guessed(raw: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="match no layout"):
-        detect_format(raw, where="here")
-
-
-def test_the_key_may_name_the_layout_of_columns_by_other_names() -> None:
-    assert convert({"query": "What is 2 + 2?", "response": "4"}, "question_answer").messages == [USER, ANSWER]
-
-
-def test_null_columns_do_not_count_in_detection() -> None:
-    assert detect_format({"text": None, "messages": [USER, ANSWER]}, where="here").name == "messages"
 
 
 def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides() -> None:

@@ -308,7 +308,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
         OSError: The file cannot be read.
         ConfigError: It is large, and this user has no home folder.
 
-    Source: ``hashlib.file_digest``; ``tests/data/sources/test_file_digests.py``.
+    Source: ``hashlib.file_digest``; ``tests/data/sources/test_local_files.py``.
     """
     with path.open("rb") as file:
         before = _describe(file.fileno())
