@@ -223,6 +223,7 @@ def list_folders(config, folder):
         ({"near_duplicates_threshold": 0.9}, "compare shards finish"),
         ({"pii_action": "drop"}, "clean compare shards finish"),
         ({"decontamination_ngram": 9}, "clean compare shards finish"),
+        ({"toxicity_keep_fraction": 0.5}, "clean compare shards finish"),
         ({"near_duplicates_seed": 2}, "clean compare shards finish"),
         ("tokenizer", "shards finish"),
         ("item of a benchmark", "clean compare shards finish"),
