@@ -254,9 +254,9 @@ def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
         ConfigError: As ``build_mixture``.
         DataError: A source cannot be opened.
     """
-    defaults = {"format": data.dataset_format, "columns": data.dataset_columns}
     # The sources of a mixture are streamed for pretraining only, which opens them itself.
-    defaults["streaming"] = data.dataset_streaming and data.dataset_mixture is None
+    streaming = data.dataset_streaming and data.dataset_mixture is None
+    defaults = {"format": data.dataset_format, "columns": data.dataset_columns, "streaming": streaming}
     return build_mixture([{**defaults, **part} for part in list_entries(data)], seed=seed)
 
 
