@@ -82,6 +82,10 @@ def test_each_planted_text_meets_its_step(planted):
         assert sum(manifest["steps"][step]["removed"].values()) == sum(own == step for _, own in rows)
     assert manifest["steps"]["pii"]["found"] == {"email": 8}
     assert manifest["decontamination"] == {"bench": 5}
+    samples = json.loads((folder / "out" / ".work" / "samples.json").read_text())
+    near = samples["near_duplicates: repeats an earlier document"]
+    assert len(near) == 3
+    assert all(jaccard(sample["text"], sample["original"]) > 0.7 for sample in near)
 
 
 def test_the_manifest_adds_up(planted):

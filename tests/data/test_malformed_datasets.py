@@ -175,6 +175,7 @@ ROWS: dict[str, tuple[dict[str, object], str]] = {
     "tools not JSON": (chat(user(), assistant(), tools="[{"), "`tools` is not valid JSON"),
     "tools an object": (chat(user(), assistant(), tools={"a": 1}), "`tools` is an object"),
     "template variables a list": (chat(user(), assistant(), chat_template_kwargs=[1]), "not an object"),
+    "text is a boolean": ({"text": True}, "`text` is a boolean, not a string"),
     "empty completion": ({"prompt": "a", "completion": ""}, "`completion` is empty"),
     "prompt is a number": ({"prompt": 1, "completion": "a"}, "`prompt` is a number"),
     "prompt text, completion chat": ({"prompt": "a", "completion": [assistant()]}, "both"),
