@@ -36,7 +36,6 @@ from recipes_lib.training.checkpoints.sharded import (
     compare_own_shards,
     copy_model_shards,
     copy_optimizer_shards,
-    gather_parts,
     gather_trained_state,
     load_model_shards,
     load_optimizer_shards,
@@ -258,7 +257,7 @@ class ShardedLayout(ModelLayout):
         return True
 
     def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Gather tensor by tensor."""
+        """Gather tensor by tensor, from all stages."""
         return gather_trained_state(model)
 
     def build_verification(self, model: Any) -> Callable[[Path], None]:
@@ -308,10 +307,6 @@ class PipelineLayout(ShardedLayout):
         groups = [[parameters.get(name) for name in group] for group in numbered]
         load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
         return True
-
-    def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Gather the parts of all stages."""
-        return gather_parts(model)
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         shapes: Mapping[str, torch.Size] = model.whole_shapes
