@@ -18,9 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.training.layouts.fsdp import (
     compute_total_norm,
-    gathered,
     prepare_frozen,
-    reshard,
     settle_precision,
     shard,
     shard_chunk,
@@ -146,18 +144,6 @@ def test_a_frozen_model_is_not_kept_for_checkpoints():
     model = nn.Linear(2, 2)
     assert prepare_frozen(accelerator, model) is model
     assert not models
-
-
-def test_what_is_not_sharded_stays_whole():
-    model = nn.Linear(2, 2)
-    reshard(model)
-    assert model.weight.shape == (2, 2)
-
-
-def test_what_is_not_sharded_is_there_already():
-    model = nn.Linear(2, 2)
-    with gathered(model):
-        assert model.weight.shape == (2, 2)
 
 
 def test_the_norm_is_that_of_all_tensors_together():
