@@ -117,7 +117,7 @@ def test_the_divergence_is_torchs_and_not_symmetric():
         expected = torch.nn.functional.kl_div(second, first, reduction="batchmean", log_target=True)
         agreement = compare(a, b)
         assert agreement.mean_kl == pytest.approx(expected.item(), rel=1e-5)
-        assert agreement.same_choice == (p.argmax(-1) == q.argmax(-1)).float().mean().item()
+        assert agreement.same_choice == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     assert compare(one, other).mean_kl != pytest.approx(compare(other, one).mean_kl, rel=1e-3)
 
 

@@ -149,12 +149,6 @@ def test_optimizer_states_only_where_the_whole_checkpoint_was_asked_for(run):
     assert contents.find_hash("last-checkpoint/README.md") == seal
 
 
-def test_of_a_finished_run_neither_samples_nor_checkpoints_are(run):
-    save_checkpoint(run, 10)
-    (run / "step-7-rows.jsonl").write_text("rows of a step that a guard has stopped")
-    assert set(collect_files(Contents(name=MODEL, source=finish(run)), run)) == LOADED | TOLD | {"metrics.jsonl"}
-
-
 def test_nothing_tells_about_the_machine_and_the_run_keeps_its_own_record(run):
     before = (run / "run.json").read_text()
     files = collect_files(Contents(name=MODEL, source=finish(run)), run)

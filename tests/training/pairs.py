@@ -15,7 +15,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tests.training.configurations import build_recipe
-from tests.training.trajectories import Recorder
+from tests.training.trajectories import Narrator, Recorder
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -32,7 +32,6 @@ from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
 from recipes_lib.training.trainers.pair_batches import PairAttention, build_pair_collator
@@ -82,16 +81,6 @@ def perturb_model(model_dir: Path, folder: Path, *, std: float = 0.01) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(folder)
     return folder
-
-
-class Narrator(TrainingProgress):
-    """Puts down what is told."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self._lines = lines
-
-    def say(self, line: str) -> None:
-        self._lines.append(line)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from tests.training.configurations import build_recipe
-from tests.training.trajectories import Recorder, make_packs
+from tests.training.trajectories import Narrator, Recorder, make_packs
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -37,7 +37,6 @@ from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 
 KEYS: dict[str, Any] = {
@@ -115,8 +114,6 @@ def make_distiller(
     config = build_config(student_dir, teacher_dir, output_dir, **keys)
     tokenizer = AutoTokenizer.from_pretrained(student_dir)
     args = build_training_arguments(config, read_launch(), has_eval=False)
-    progress, lines = build_progress(is_main=False), list[str]()
-    progress.say = lines.append  # type: ignore[method-assign]
     recorder = Recorder()
     implementation = str(config.model.attn_implementation)
     vocabulary, attention = map_teacher_vocabulary(config, tokenizer), AttentionChoice(implementation, "rows")
@@ -130,9 +127,9 @@ def make_distiller(
         is_own_teacher=is_own_teacher(config),
         args=args,
         processing_class=tokenizer,
-        observer=Observer(StepCounter(), [], [recorder], progress),
+        observer=Observer(StepCounter(), [], [recorder], Narrator(recorder.lines)),
     )
-    return trainer, recorder, lines
+    return trainer, recorder, recorder.lines
 
 
 def main() -> None:

@@ -21,10 +21,21 @@ from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import EvaluationHook, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import build_progress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
+KEYS: dict[str, Any] = {
+    "bf16": False,
+    "use_cpu": True,
+    "activation_checkpointing": False,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "max_steps": 4,
+    "lr_scheduler_type": "linear",
+}
 FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
@@ -63,6 +74,16 @@ class Recorder(TrainerCallback):
         return [{name: float(logs[name]) for name in FIGURES} for logs in self.train_logs]
 
 
+class Narrator(TrainingProgress):
+    """Puts down what is told."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+
+
 def make_trainer(
     model_dir: Path,
     output_dir: Path,
@@ -75,20 +96,8 @@ def make_trainer(
     **training: Any,
 ) -> tuple[SFTTrainer, Recorder]:
     """Our trainer, in full precision, logging every step."""
-    defaults = {
-        "output_dir": str(output_dir),
-        "bf16": False,
-        "use_cpu": True,
-        "activation_checkpointing": False,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "max_steps": 4,
-        "lr_scheduler_type": "linear",
-    }
     config = build_recipe(
-        defaults | training,
+        {**KEYS, "output_dir": str(output_dir), **training},
         model=ModelConfig(model_name_or_path=str(model_dir)),
         checkpoints=checkpoints or CheckpointConfig(),
     )
@@ -103,7 +112,7 @@ def make_trainer(
         processing_class=tokenizer,
         penalty=penalty,
         base=base,
-        observer=Observer(StepCounter(), list(hooks), [recorder], build_progress(is_main=False)),
+        observer=Observer(StepCounter(), list(hooks), [recorder], Narrator(recorder.lines)),
     )
     return trainer, recorder
 

@@ -38,12 +38,10 @@ class Telling(TrainerCallback):
 def train(model_dir, output_dir, *, resume_from=None, callback=None, **training):
     """Train on ragged rows and return the trainer, its trajectory and what was told."""
     trainer, recorder = make_trainer(model_dir, output_dir, make_packs(), **SAVES | {"max_steps": 4} | training)
-    lines = []
-    trainer.observer.progress.say = lines.append
     if callback is not None:
         trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=resume_from)
-    return trainer, recorder.steps, lines
+    return trainer, recorder.steps, recorder.lines
 
 
 def read_files(checkpoint):
@@ -252,17 +250,22 @@ def test_the_record_says_what_made_it(tiny_model_dir, tmp_path):
     }
 
 
-def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
-    losses = iter([5.0, 1.0, 4.0, 3.0, 3.0, 3.0])
-    keys = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-    trainer, _ = make_trainer(
-        tiny_model_dir,
-        tmp_path,
+def make_judged(model_dir, output_dir, losses, **keys):
+    """A trainer that ends with the best of its evaluations, which give these losses."""
+    found = iter(losses)
+    defaults = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    return make_trainer(
+        model_dir,
+        output_dir,
         make_packs(),
-        hooks=[lambda model, step: {"loss": next(losses)}],
-        checkpoints=CheckpointConfig(save_keep_steps=4),
-        **SAVES | keys | {"save_steps": 1, "save_total_limit": 1, "max_steps": 6, "metric_for_best_model": "loss"},
+        hooks=[lambda model, step: {"loss": next(found)}],
+        **SAVES | defaults | {"metric_for_best_model": "loss", "max_steps": len(losses)} | keys,
     )
+
+
+def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
+    keys = {"save_steps": 1, "save_total_limit": 1, "checkpoints": CheckpointConfig(save_keep_steps=4)}
+    trainer, _ = make_judged(tiny_model_dir, tmp_path, [5.0, 1.0, 4.0, 3.0, 3.0, 3.0], **keys)
     best = {}
     trainer.add_callback(Telling(2, lambda: best.update(weights_of(trainer))))
     trainer.train()
@@ -284,15 +287,7 @@ def test_the_newest_the_best_and_every_nth_stay(tiny_model_dir, tmp_path):
 )
 def test_the_best_is_that_of_the_steps_that_are_saved(tiny_model_dir, tmp_path, losses, best):
     """Evaluations between saves, one of them the best: its weights are nowhere, and no other step passes for it."""
-    given = iter(losses)
-    keys = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 3, "max_steps": 6, "save_total_limit": 1}
-    trainer, _ = make_trainer(
-        tiny_model_dir,
-        tmp_path,
-        make_packs(),
-        hooks=[lambda model, step: {"loss": next(given)}],
-        **SAVES | keys | {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False},
-    )
+    trainer, _ = make_judged(tiny_model_dir, tmp_path, losses, save_steps=3, save_total_limit=1)
     weights = {}
     for step in (3, 6):
         trainer.add_callback(Telling(step, lambda step=step: weights.update({step: weights_of(trainer)})))
@@ -317,36 +312,20 @@ def test_who_may_read_the_folder_may_read_the_weights(tiny_model_dir, tmp_path, 
 
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_the_last_weights_never_pass_for_the_best_ones(tiny_model_dir, tmp_path, what):
-    losses, last = iter([1.0, 5.0]), {}
-    keys = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    trainer, _ = make_trainer(
-        tiny_model_dir,
-        tmp_path,
-        make_packs(),
-        hooks=[lambda model, step: {"loss": next(losses)}],
-        **SAVES | keys | {"max_steps": 4},
-    )
-    lines, best = [], tmp_path / "checkpoint-2"
-    trainer.observer.progress.say = lines.append
+    trainer, recorder = make_judged(tiny_model_dir, tmp_path, [1.0, 5.0], eval_steps=2, max_steps=4)
+    last, best = {}, tmp_path / "checkpoint-2"
     remove = {"folder": lambda: shutil.rmtree(best), "file": (best / "model.safetensors").unlink}[what]
     trainer.add_callback(Telling(4, lambda: (remove(), last.update(weights_of(trainer)))))
     trainer.train()
     assert_equal_weights(weights_of(trainer), last)
     assert trainer.state.best_model_checkpoint is None
-    assert any(line.startswith("the best weights, checkpoint-2, cannot be loaded: ") for line in lines)
+    assert any(line.startswith("the best weights, checkpoint-2, cannot be loaded: ") for line in recorder.lines)
 
 
 def test_shares_of_a_run_save_evaluated_steps(tiny_model_dir, tmp_path):
     # Of ten steps a quarter is 3 and a half 5, which is no evaluated step.
-    losses = iter([5.0, 1.0, 4.0, 4.0])
-    keys = {"eval_strategy": "steps", "eval_steps": 0.25, "save_steps": 0.5, "max_steps": 10, "save_total_limit": 1}
-    trainer, _ = make_trainer(
-        tiny_model_dir,
-        tmp_path,
-        make_packs(),
-        hooks=[lambda model, step: {"loss": next(losses)}],
-        **SAVES | keys | {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": False},
-    )
+    keys = {"eval_steps": 0.25, "save_steps": 0.5, "max_steps": 10, "save_total_limit": 1}
+    trainer, _ = make_judged(tiny_model_dir, tmp_path, [5.0, 1.0, 4.0, 4.0], **keys)
     trainer.train()
     assert (trainer.state.eval_steps, trainer.state.save_steps) == (3, 6)
     assert (trainer.state.best_global_step, trainer.state.best_metric) == (6, 1.0)

@@ -200,23 +200,6 @@ def test_a_tensor_that_all_states_share_is_counted_once():
     assert measure_state_bytes(optimizer) == (3 * 10 + 4 * 15) / 30
 
 
-def test_a_shard_is_counted_by_what_is_here():
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group(backend="fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(4, 8), mesh, [Shard(0)]))
-        assert parameter.numel() == 64
-        optimizer = torch.optim.AdamW([parameter], foreach=False)
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        assert measure_state_bytes(optimizer) == pytest.approx(8, abs=4 / 32)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # What an optimizer needs.
 
 PACKAGE_OF_HANDLER = {
