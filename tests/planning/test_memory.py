@@ -100,6 +100,9 @@ def test_an_adapter_leaves_its_trunk_frozen(count, num_parameters) -> None:
     features = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     assert terms["model, weights"] == 4 * features
     assert terms["model, optimizer states"] == 8 * features
+    # A reward model has a score for each feature, and no output projection over 512 tokens.
+    scored = count("reward", lora_r=4, dtype="bfloat16", use_peft=True)["frozen base, weights"]
+    assert scored == terms["frozen base, weights"] - 2 * 64 * (512 - 1)
 
 
 def test_a_trunk_in_few_bits_takes_as_many(count, tiny_model_dir) -> None:
@@ -178,8 +181,8 @@ def test_what_a_long_model_keeps_follows_from_two_short_ones(write, tiny_model_d
         config = load_config(recipe, ["--config", str(write(recipe, activation_checkpointing=checkpointed))])
         model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
         layout = Layout("single_gpu")
-        whole = count_kept(config, model_config, layout, is_half=True, num_built=5)
-        assert count_kept(config, model_config, layout, is_half=True) == whole
+        whole = count_kept(config, model_config, layout, num_built=5)
+        assert count_kept(config, model_config, layout) == whole
 
 
 def test_a_pair_is_two_rows(count) -> None:
@@ -327,11 +330,11 @@ DISTILLED = {"teacher_model_name_or_path": "owner/teacher"}
 def test_a_loss_holds_so_many_bytes_of_each_logit(
     write, recipe: str, keys: dict[str, Any], is_half: bool, softcap: float | None
 ) -> None:
-    config = load_config(recipe.split()[0], ["--config", str(write(recipe.split()[0], **keys))])
+    config = load_config(recipe.split()[0], ["--config", str(write(recipe.split()[0], bf16=is_half, **keys))])
     loss = Loss(torch.bfloat16 if is_half else torch.float32)
     options = {} if softcap is None else {"softcap": softcap}
     with torch.autocast("cpu", torch.bfloat16, enabled=is_half), LiveTensors() as live:
         loss.compute(recipe, **options).backward()
     counted = live.peak / loss.num_tokens / loss.vocabulary
     shape = LlamaConfig(final_logit_softcapping=softcap)
-    assert counted == pytest.approx(count_logit_bytes(config, shape, is_half=is_half), rel=0.05)
+    assert counted == pytest.approx(count_logit_bytes(config, shape), rel=0.05)

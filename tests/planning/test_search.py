@@ -67,7 +67,7 @@ def test_where_nothing_fits_the_nearest_comes_first(find) -> None:
 @pytest.mark.parametrize(
     ("shape", "recipe", "keys"),
     [
-        (LlamaConfig, "sft", {}),
+        (LlamaConfig, "sft", {"bf16": False, "fp16": True}),
         (LlamaConfig, "dpo", {"use_liger_kernel": True}),
         (Gemma3TextConfig, "lora", {}),
         # Of one row alone, eager attention makes fewer copies.
@@ -88,7 +88,7 @@ def test_activations_of_many_rows_follow_from_those_of_few(tiny_model_dir: Path,
     counter = _Counter(config, model)
     for layout, number in itertools.product((WHOLE, SHARED), (1, 7)):
         sized = config.with_training({"per_device_train_batch_size": number})
-        assert counter.count(layout, number) == count_kept(sized, model, layout, is_half=True)
+        assert counter.count(layout, number) == count_kept(sized, model, layout)
 
 
 def test_traffic_is_that_of_rings(tiny_model_dir: Path) -> None:

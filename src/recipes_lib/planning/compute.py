@@ -158,11 +158,18 @@ def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:
     return parameter.numel() * share
 
 
+def count_features(model_config: PretrainedConfig) -> tuple[int, int]:
+    """Return the features of the queries, and of the keys, of a token in a layer."""
+    text: Any = model_config.get_text_config()
+    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return text.num_attention_heads * head_dim, key_heads * head_dim
+
+
 def _count_attention(config: Any, sequence_length: int) -> float:
     """Return the forward FLOPs per token of attention scores and weighted sums, over all layers."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    score_dim = getattr(config, "qk_head_dim", None) or head_dim
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    head_dim = count_features(config)[0] // config.num_attention_heads
+    score_dim, value_dim = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
     # A window without a list of layers applies to all of them, as in Mistral.
     kind = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.activations import MODES, Activations, list_keys
-from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
+from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
@@ -127,7 +127,6 @@ class _Counter:
 
     def __init__(self, config: RecipeConfig, model_config: PreTrainedConfig) -> None:
         self._config, self.model_config = config, model_config
-        self.is_half = config.training.get("bf16") is not False
         self._counted: dict[tuple[object, ...], Activations] = {}
 
     def count(self, layout: Layout, number: int) -> Activations:
@@ -141,7 +140,7 @@ class _Counter:
         if key not in self._counted:
             sized = self._config.with_training({"per_device_train_batch_size": number})
             narrowed = layout.narrow(self.model_config)
-            self._counted[key] = count_kept(sized, narrowed, layout, is_half=self.is_half)
+            self._counted[key] = count_kept(sized, narrowed, layout)
         return self._counted[key]
 
 
@@ -152,7 +151,7 @@ def _list_modes(
     layout, kept = memory.layout, counter.count(memory.layout, number)
     kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
     narrowed = layout.narrow(counter.model_config)
-    choices = count_choices(config, narrowed, layout, kept, kinds, is_half=counter.is_half)
+    choices = count_choices(config, narrowed, layout, kept, kinds)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
         components = {**memory.components, **sizes}
@@ -287,10 +286,7 @@ def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, l
     every = read_checkpointing(config).every
     passes = 2 + (1 / every if every else 0)
     num_layers, hidden = text.num_hidden_layers / layout.pipeline_stages, 2 * num_tokens * text.hidden_size
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    queries, keys = (2 * num_tokens * head_dim * number for number in (heads, key_heads))
+    queries, keys = (2 * num_tokens * number for number in count_features(model_config))
     sent = 2 * _others(layout.tensor) * hidden * (2 * num_layers + 1)
     if layout.gathers_keys:
         sent += (layout.context - 1) * 2 * keys * num_layers

@@ -37,7 +37,7 @@ from recipes_lib.planning.compute import (
 )
 from recipes_lib.planning.devices import choose_device, find_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
-from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
+from recipes_lib.planning.memory import list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule, compute_steps
@@ -53,6 +53,8 @@ _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
+_USUAL_GB: Final = (24, 48, 80, 141, 192)
+"""Sizes of GPUs, where none is named."""
 
 
 def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -139,16 +141,16 @@ def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_g
     Raises:
         ConfigError: The GPU is not known, or holds it in none of the layouts: the exit code tells a pipeline.
     """
-    devices = list_devices(options.gpu)
+    devices = {f"{size} GB": size * 1e9 for size in _USUAL_GB}
+    if options.gpu:
+        devices = {options.gpu: choose_device(options.gpu).memory}
     lines = [line for plan in plans for line in plan.describe(devices, explains=options.explain)]
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
-    if options.gpu is None:
-        return
-    device = choose_device(options.gpu)
-    least = min(plan.place(device.memory).peak for plan in plans)
-    if least > device.memory:
-        found = f"the run does not fit {device.name}: {least / 1e9:.1f} GB at least, of {device.memory / 1e9:g} GB"
-        remedy = f"`recipes plan --gpus {num_gpus}x{device.name}` searches for what does"
+    memory = max(devices.values())
+    least = min(plan.place(memory).peak for plan in plans)
+    if options.gpu and least > memory:
+        found = f"the run does not fit {options.gpu}: {least / 1e9:.1f} GB at least, of {memory / 1e9:g} GB"
+        remedy = f"`recipes plan --gpus {num_gpus}x{options.gpu}` searches for what does"
         raise ConfigError(Problem("--gpu", found, remedy))
 
 
