@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 from tests.forked import ROOT
+from tests.planning.runs import build_config
 from transformers import AutoConfig, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.planning.compute import (
     compute_flops_per_token,
     compute_hours,
@@ -45,8 +45,7 @@ def compute_days(num_parameters: float, num_tokens: float, num_gpus: int, flops:
 
 
 def list_answers(model_dir: Path) -> Iterator[Answer]:
-    keys = {"model_name_or_path": model_dir, "dataset_name": "a/b", "output_dir": "out", "max_length": 64}
-    config = load_config("pretrain", [f"--{key}={value}" for key, value in {**keys, "max_steps": 4}.items()])
+    config = build_config("pretrain", model_name_or_path=model_dir, max_length=64, max_steps=4)
     shape, kinds = AutoConfig.from_pretrained(model_dir), ("weights", "gradients", "optimizer states")
 
     def count_gigabytes(num_parameters: float, num_processes: int, *shards: int, is_deepspeed: bool) -> float:
@@ -224,10 +223,9 @@ MEASURED = {
 
 def plan_adapter(name: str, method: str, length: int) -> MemoryPlan:
     """Plan such a run: rank 64, one row at a time, every layer computed twice."""
-    keys = {"model_name_or_path": "a/b", "dataset_name": "a/b", "output_dir": "out", "lora_r": 64, "dtype": "bfloat16"}
-    keys |= {"per_device_train_batch_size": 1, "activation_checkpointing": True, "load_in_4bit": method == "QLoRA"}
-    arguments = [f"--{key}={value}" for key, value in {**keys, "max_length": length}.items()]
-    return plan_memory(load_config("lora", arguments), SHAPES[name], Layout("single_gpu", 1))
+    keys = {"lora_r": 64, "dtype": "bfloat16", "load_in_4bit": method == "QLoRA", "max_length": length}
+    config = build_config("lora", per_device_train_batch_size=1, activation_checkpointing=True, **keys)
+    return plan_memory(config, SHAPES[name], Layout("single_gpu"))
 
 
 def count_gb(plan: MemoryPlan) -> float:

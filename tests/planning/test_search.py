@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.planning.runs import build_config
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory import count_kept
@@ -22,8 +22,7 @@ WHOLE, SHARED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
 
 def build(model_dir: Path, recipe: str = "sft", **keys: object):
-    flags = {"model_name_or_path": model_dir, "dataset_name": "a/b", "output_dir": "out", "max_length": 256, **keys}
-    return load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
+    return build_config(recipe, **{"model_name_or_path": model_dir, "max_length": 256, **keys})
 
 
 @pytest.fixture(scope="module")
