@@ -373,7 +373,8 @@ def _count_rollouts(
     config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, built: _Built, kept: Activations
 ) -> dict[str, int]:
     """Count what sampling and reading of answers hold, on one device by ``generate`` or an engine."""
-    text, micro, policy, temporary = model_config.get_text_config(), Batch.of(config, layout), built.trained, {}
+    text, micro, policy = model_config.get_text_config(), Batch.of(config, layout), built.trained
+    temporary = dict[str, int]()
     batch = config.read("per_device_eval_batch_size")
     width, (layers, ends) = _count_width(config, model_config), _count_parts(unwrap_adapter(policy))
     copied = width * (sum(layers) + ends)

@@ -158,15 +158,9 @@ def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    model: Any = (
-        AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=attention
-        )
-        .to(bench.device)
-        .train()
-    )
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]
     add_loss_head(model)
-    return model
+    return model.to(bench.device).train()
 
 
 def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
@@ -340,11 +334,8 @@ def list_checks() -> Iterable[Check]:
     yield Check("environment", "versions, device, matrix products, copies", look_at_environment)
     for recipe in OF_RECIPE:
         yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))
-    for kernel, package in {
-        "varlen": "",
-        "flash_attention_2": "flash_attn",
-        "flash_attention_3": "flash_attn_3",
-    }.items():
+    kernels = {"varlen": "", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+    for kernel, package in kernels.items():
         compare = partial(compare_attention, kernel)
         yield Check(f"attention-{kernel}", f"{kernel} = sdpa on packed rows", compare, package)
     yield Check("loss-head", "chunked loss = dense loss; time of both", compare_loss_head)
@@ -361,12 +352,8 @@ def list_checks() -> Iterable[Check]:
         needs = "bitsandbytes" if method == "qlora" else ""
         finetune = partial(measure_finetuning, method)
         yield Check(f"finetune-8B-{method}", f"{method} fine-tuning of 8B: tokens a second", finetune, needs)
-    batching = {"use_transformers_continuous_batching": "true"}
-    for engine, keys, needs in (
-        ("generate", {}, ""),
-        ("batching", batching, ""),
-        ("vllm", {"use_vllm": "true"}, "vllm"),
-    ):
+    batching, vllm = {"use_transformers_continuous_batching": "true"}, {"use_vllm": "true"}
+    for engine, keys, needs in (("generate", {}, ""), ("batching", batching, ""), ("vllm", vllm, "vllm")):
         yield Check(f"engine-{engine}", f"GRPO by {engine}: tokens a second", partial(measure_engine, keys), needs)
     yield Check("checkpoint", "pause of an asynchronous checkpoint", measure_checkpoint_pause)
     for launch_file in ("ddp", "fsdp2", "fsdp2_cp"):

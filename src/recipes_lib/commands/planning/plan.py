@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
 from recipes_lib.commands.planning.plan_search import search_plan
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, format_rows, read_proof
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
@@ -43,10 +43,7 @@ from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule, compute_steps
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import (
-    name_pipeline,
-    plan_launch,
-)
+from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -81,7 +78,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
     if options.gpus and recipe not in RL_RECIPES:
         assert hardware is not None
-        _print_rows(search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus))
+        print_rows(search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus))
         return
     launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
@@ -97,13 +94,9 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
         if hardware and options.mfu is None:
             hardware = hardware.suit(config)
     rows = [*_describe(config, model_config, options, num_processes, layout, hardware), *launch]
-    _print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
+    print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
     if plans:
         _tell_memory(plans, options, num_gpus)
-
-
-def _print_rows(rows: Sequence[Row]) -> None:
-    sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
 
 
 def _describe(
