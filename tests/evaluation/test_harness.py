@@ -123,10 +123,11 @@ def test_tables_score_what_they_must(model: Path, tasks: Path, monkeypatch: pyte
 def test_answers_are_empty_before_a_filter_names_them(
     model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = '[{name: strict, filter: [{function: regex, regex_pattern: "([0-9]+)"}, {function: take_first}]}]'
-    text = (tasks / "written.yaml").read_text().replace("local_written", "filtered")
+    chosen = [{"function": "regex", "regex_pattern": "([0-9]+)"}, {"function": "take_first"}]
+    task = json.loads((tasks / "written.yaml").read_text())
+    task |= {"task": "filtered", "filter_list": [{"name": "strict", "filter": chosen}]}
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "filtered.yaml").write_text(f"{text}filter_list: {chosen}\n")
+    (tmp_path / "own" / "filtered.yaml").write_text(json.dumps(task))
     for said, number in (("", 9), ("no number", 0)):
         table = Table(None, lambda _, said=said: said)
         found = answer(table, build(model, tmp_path / "own", "filtered"), monkeypatch)["filtered"]

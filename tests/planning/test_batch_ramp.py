@@ -63,14 +63,8 @@ def test_millions_of_steps_and_a_ramp_longer_than_the_run_are_counted_at_once():
 
 def test_the_ramp_of_gpt_3():
     """Batches of 32 thousand tokens at first, of 3.2 million after 12 billion of the 300 billion tokens."""
-    starts = compute_row_starts(
-        max_length=2048,
-        rows_per_micro_step=16,
-        accumulation=100,
-        num_tokens=300 * 10**9,
-        ramp_tokens=12 * 10**9,
-        ramp_start=0.01,
-    )
+    run = {"max_length": 2048, "rows_per_micro_step": 16, "accumulation": 100, "num_tokens": 300 * 10**9}
+    starts = compute_row_starts(**run, ramp_tokens=12 * 10**9, ramp_start=0.01)
     tokens, batches = starts * 2048, np.diff(starts) * 2048
     assert batches[0] == 32_768
     assert batches[-1] == 3_276_800

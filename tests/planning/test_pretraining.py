@@ -27,12 +27,8 @@ def test_the_length_of_a_run_is_the_same_in_every_unit(world_size) -> None:
         assert (plan.row_starts == by_steps.row_starts).all()
     for length in ({"max_steps": 10}, {"max_tokens": 10 * batch}):
         assert count_run_tokens(build(**length), world_size) == 10 * batch
+    assert plan_pretraining(build(max_tokens=10 * batch + 1), world_size).num_steps == 11
     assert count_run_tokens(build(num_train_epochs=3), world_size) is None
-
-
-def test_the_last_step_is_the_first_to_reach_the_tokens() -> None:
-    assert plan_pretraining(build(max_tokens=1024), 1).num_steps == 1
-    assert plan_pretraining(build(max_tokens=1025), 1).num_steps == 2
 
 
 def test_phases_begin_with_whole_rows() -> None:

@@ -55,12 +55,10 @@ def test_the_first_is_the_fastest_that_fits(find) -> None:
     assert small[0].seconds >= large[0].seconds
     fits = [one.fits for one in small]
     assert fits == sorted(fits, reverse=True)
-
-
-def test_where_nothing_fits_the_nearest_comes_first(find) -> None:
-    found = find(1e9)
-    assert not any(one.fits for one in found)
-    assert found[0].memory.peak == min(one.memory.peak for one in found)
+    # Where nothing fits, the nearest comes first.
+    none = find(1e9)
+    assert not any(one.fits for one in none)
+    assert none[0].memory.peak == min(one.memory.peak for one in none)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +72,8 @@ def test_where_nothing_fits_the_nearest_comes_first(find) -> None:
     ],
 )
 def test_activations_of_many_rows_follow_from_those_of_few(tiny_model_dir: Path, shape, recipe, keys) -> None:
-    model = shape(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
+    model = shape(vocab_size=300, **sizes, num_attention_heads=4, num_key_value_heads=2)
     config = build(tiny_model_dir, recipe, **keys)
     counter = _Counter(config, model)
     for layout, number in itertools.product((WHOLE, SHARED), (1, 7)):

@@ -26,6 +26,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes
+from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
     AUTO,
     CAUSAL,
@@ -51,34 +52,7 @@ from recipes_lib.planning.compute import (
     reads_teacher,
 )
 from recipes_lib.planning.disk import count_state_bytes
-from recipes_lib.planning.memory_plan import (
-    ACTIVATIONS,
-    BUCKETS,
-    CACHE,
-    COMMUNICATION,
-    COMMUNICATION_BYTES,
-    CONTEXT,
-    CONTEXT_BYTES,
-    COPIES,
-    ENGINE,
-    ENGINE_CACHE,
-    ENGINE_COPY,
-    GATHERED,
-    GATHERED_LAYERS,
-    HEAD_GRADIENT,
-    KINDS,
-    LAYER,
-    OTHER_KEYS,
-    PHASES,
-    SAMPLED,
-    SAMPLING_BYTES,
-    UNREDUCED,
-    ZERO_BUCKET,
-    Held,
-    Layout,
-    MemoryPlan,
-    shorten,
-)
+from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
 
 _BUCKET_SIZE: Final = 500_000_000
 """Numbers of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
@@ -128,20 +102,23 @@ def plan_memory(
         # micro-batch.
         several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
         numbers = max(several(layers) + ends for layers, ends in parts)
-        temporary[GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
+        temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
     is_auto = config.read("activation_checkpointing") == AUTO
     kinds = {name: kind for name, (kind, _) in MODES.items()} if is_auto else {"": read_checkpointing(config)}
     choices = count_choices(config, narrowed, layout, kept, kinds)
     # Without a choice, the last kind is described.
     temporary |= next(reversed(choices.values()))
-    temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if layout.num_gpus > 1 else 0}
+    temporary |= {
+        memory_plan.CONTEXT: memory_plan.CONTEXT_BYTES,
+        memory_plan.COMMUNICATION: memory_plan.COMMUNICATION_BYTES if layout.num_gpus > 1 else 0,
+    }
     held = {
         f"{name}, {kind}": size // shards if shards else 0
         for name, model in built.models.items()
         for kind, size, shards in zip(KINDS, model, layout.shards, strict=True)
     }
     components = {name: size for name, size in (held | temporary).items() if size}
-    is_colocated = ENGINE in components
+    is_colocated = memory_plan.ENGINE in components
     return MemoryPlan(
         layout,
         built.about,
@@ -152,7 +129,7 @@ def plan_memory(
         logit_bytes=count_logit_bytes(config, text),
         chunk_part=TEACHER_PART if reads_teacher(config) else 1,
         engine_share=config.engine.vllm_gpu_memory_utilization if is_colocated else 0,
-        engine_row=components[ENGINE_CACHE] if is_colocated else 0,
+        engine_row=components[memory_plan.ENGINE_CACHE] if is_colocated else 0,
         choices=choices if is_auto else {},
     ).place(device_bytes)
 
@@ -283,7 +260,7 @@ def count_choices(
     """
     return {
         name: {
-            ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
+            memory_plan.ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
             **_count_other_keys(config, model_config, layout, checkpointing),
         }
         for name, checkpointing in kinds.items()
@@ -301,7 +278,7 @@ def _count_other_keys(
         num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
     batch = Batch.of(config, layout)
     others = batch.num_rows * batch.length * (layout.context - 1)
-    return {OTHER_KEYS: 2 * _count_width(config, model_config) * others * num_features * num_layers}
+    return {memory_plan.OTHER_KEYS: 2 * _count_width(config, model_config) * others * num_features * num_layers}
 
 
 def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict[str, int]:
@@ -310,18 +287,18 @@ def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict
     is_half, temporary = has_half_products(config), {}
     if layout.is_deepspeed:
         width = 2 if is_half else next(model.parameters()).element_size()
-        temporary[ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
+        temporary[memory_plan.ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
     elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in RL_RECIPES:
-        temporary[BUCKETS] = gradients
+        temporary[memory_plan.BUCKETS] = gradients
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
-        temporary[UNREDUCED] = 4 * max(sum(layers) if layout.pipeline_stages > 1 else max(layers), ends)
+        temporary[memory_plan.UNREDUCED] = 4 * max(sum(layers) if layout.pipeline_stages > 1 else max(layers), ends)
     elif is_half and not layout.is_deepspeed:
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
-        temporary[COPIES] = 2 * copied
+        temporary[memory_plan.COPIES] = 2 * copied
     head = model.get_output_embeddings()
     if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
-        temporary[HEAD_GRADIENT] = 4 * head.weight.numel()
+        temporary[memory_plan.HEAD_GRADIENT] = 4 * head.weight.numel()
     return temporary
 
 
@@ -363,9 +340,9 @@ def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
     if config.recipe != "ppo":
         del phases["critic's update"]
     if engine.use_vllm:
-        asleep = (ENGINE, ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
+        asleep = (memory_plan.ENGINE, memory_plan.ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
         # The policy is sent one layer at a time.
-        phases["sampling"] = (GATHERED.format("a layer"), *asleep)
+        phases["sampling"] = (memory_plan.GATHERED.format("a layer"), *asleep)
     return phases
 
 
@@ -385,17 +362,20 @@ def _count_rollouts(
             # This layer, the prefetched next one, and the output projection.
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
-        temporary |= {GATHERED.format(name): size for name, size in gathered.items()}
+        temporary |= {memory_plan.GATHERED.format(name): size for name, size in gathered.items()}
     with on_fakes(policy, is_half=has_half_products(config)):
         row = count_cache(policy, micro.length)
     if not config.engine.use_vllm:
-        temporary |= {CACHE: batch * row, SAMPLED: batch * text.vocab_size * SAMPLING_BYTES}
+        temporary |= {
+            memory_plan.CACHE: batch * row,
+            memory_plan.SAMPLED: batch * text.vocab_size * memory_plan.SAMPLING_BYTES,
+        }
     elif config.engine.vllm_mode == "colocate":
-        temporary |= {ENGINE: copied, ENGINE_CACHE: row}
+        temporary |= {memory_plan.ENGINE: copied, memory_plan.ENGINE_CACHE: row}
     is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
     if config.engine.use_transformers_continuous_batching and is_narrow:
-        temporary[ENGINE_COPY] = copied
-    return temporary | {LAYER: round(kept.largest_layer * batch / micro.num_rows)}
+        temporary[memory_plan.ENGINE_COPY] = copied
+    return temporary | {memory_plan.LAYER: round(kept.largest_layer * batch / micro.num_rows)}
 
 
 def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:
