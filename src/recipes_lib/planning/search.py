@@ -100,14 +100,16 @@ def search(
                 plain = sized.with_training(list_keys("none"))
                 memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
             options = list(_list_modes(sized, counter, number, memory, device))
-            for keys, mode, placed in options:
+            for mode, placed in options:
                 for choice in compiled:
-                    changed = config.with_training(all_keys := {**batch, **keys, "torch_compile": choice})
+                    keys = {**batch, **list_keys(mode), "torch_compile": choice}
+                    changed = config.with_training(keys)
                     share, _ = find_efficiency(changed, measured)
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, peak, share)
-                    costs = _list_costs(seconds, changed, model_config, size, layout, device)
-                    found.append(Candidate(layout, all_keys, mode, placed, placed.peak <= device.memory, costs))
-            if all(placed.peak > device.memory for _, _, placed in options):
+                    sent = time_traffic(count_traffic(changed, model_config, size, layout), layout, device)
+                    costs = _list_costs(seconds, sent, rows // number, layout)
+                    found.append(Candidate(layout, keys, mode, placed, placed.peak <= device.memory, costs))
+            if all(placed.peak > device.memory for _, placed in options):
                 break  # Larger micro-batches need more memory.
     found.sort(key=_rank)
     return found
@@ -146,8 +148,8 @@ class _Counter:
 
 def _list_modes(
     config: RecipeConfig, counter: _Counter, number: int, memory: MemoryPlan, device: Device
-) -> Iterator[tuple[dict[str, Any], str, MemoryPlan]]:
-    """Yield the keys of each kind of checkpointing, its name, and the memory of a process."""
+) -> Iterator[tuple[str, MemoryPlan]]:
+    """Yield each kind of checkpointing, and the memory of a process with it."""
     layout, kept = memory.layout, counter.count(memory.layout, number)
     kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
     narrowed = layout.narrow(counter.model_config)
@@ -156,23 +158,15 @@ def _list_modes(
     for mode, sizes in choices.items():
         components = {**memory.components, **sizes}
         placed = dataclasses.replace(memory, components=components, num_predicted=num_predicted).place(device.memory)
-        yield list_keys(mode), mode, placed
+        yield mode, placed
 
 
-def _list_costs(
-    seconds: float,
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    num_parameters: float,
-    layout: Layout,
-    device: Device,
-) -> dict[str, float]:
-    """Return the seconds of an optimizer step by what takes them, from those of its matrix products.
+def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout) -> dict[str, float]:
+    """Return the seconds of an optimizer step by what takes them, from those of its matrix products and traffic.
 
     Weights and gradients travel while others are computed; what a layer waits for does not.
     """
-    sent = time_traffic(count_traffic(config, model_config, num_parameters, layout), layout, device)
-    bubble = seconds * (layout.pipeline_stages - 1) / config.read("gradient_accumulation_steps")
+    bubble = seconds * (layout.pipeline_stages - 1) / num_batches
     return {
         "compute": seconds,
         "bubble": bubble,

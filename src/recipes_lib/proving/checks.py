@@ -96,15 +96,10 @@ def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
     figure, more = ("grad_norm", {"max_steps": 8}) if is_rl else ("loss", {})
     # Updates by Adam amplify the rounding of small gradients.
     allowed = {"fp32": 1e-2} if is_rl else {"fp32": 1e-4, "bf16": 5e-2}
-    runs = {
-        name: bench.train(
-            recipe,
-            f"{recipe}-{name}",
-            on_device=name != "cpu",
-            **bench.set_up(recipe, bf16=str(name == "bf16").lower(), **more),
-        )
-        for name in ("cpu", *allowed)
-    }
+    runs = {}
+    for name in ("cpu", *allowed):
+        keys = bench.set_up(recipe, bf16=str(name == "bf16").lower(), **more)
+        runs[name] = bench.train(recipe, f"{recipe}-{name}", on_device=name != "cpu", **keys)
     gaps = {name: measure_gap(runs["cpu"], runs[name], figure) for name in allowed}
     for name, gap in gaps.items():
         if not gap <= allowed[name]:
@@ -306,10 +301,8 @@ def count_synchronisations(recipe: str, bench: Bench) -> Figures:
     """Count host synchronisations per step, by the warnings of torch's synchronisation debugger."""
     few, many = (_count_in_a_step(bench, recipe, count) for count in (1, 3))
     if many > few or many > _ALLOWED:
-        found = (
-            f"a step of 1 micro-batch has {few:g} host synchronisations, one of 3 has {many:g}; {_ALLOWED} are allowed"
-        )
-        raise WrongResultError(found)
+        told = f"a step of 1 micro-batch has {few:g} host synchronisations, one of 3 has {many:g}"
+        raise WrongResultError(f"{told}; {_ALLOWED} are allowed")
     return {"synchronisations_a_step": many}
 
 

@@ -232,9 +232,8 @@ def describe_pretraining(
         yield "time", "name a GPU: --gpu H100 --num_processes 8"
     else:
         hours, gpus = hardware.compute_hours(counted), f"{hardware.num_gpus:,} {hardware.device.name}"
-        formula = (
-            f"{counted:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU x 3600 s)"
-        )
+        rate = f"{hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU"
+        formula = f"{counted:.3g} / ({rate} x 3600 s)"
         yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
         if hardware.failures:
             hours, told = _add_failures(hours, hardware.failures, plan)
@@ -245,25 +244,21 @@ def describe_pretraining(
 
 
 def describe_step(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    num_processes: int,
-    hardware: Hardware | None,
-    num_rows: int | None,
+    config: RecipeConfig, model_config: PreTrainedConfig, size: int, hardware: Hardware | None, num_rows: int | None
 ) -> Iterator[Row]:
     """Yield size and time of an optimizer step of fine-tuning, and of the run, row by row.
 
     Args:
         config: The run.
         model_config: Of the model that is trained.
-        num_processes: Its data-parallel processes.
+        size: Its data-parallel processes.
         hardware: What to tell the time on; ``None`` to tell none.
         num_rows: Packed rows of its training set; ``None`` where they are not known.
 
     Raises:
         ConfigError: The teacher's configuration cannot be had.
     """
-    step = count_step(config, model_config, num_processes)
+    step = count_step(config, model_config, size)
     yield "step", f"{step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
     yield "operations", f"{step.num_flops:.3g} a step"
     if hardware is None:
@@ -273,7 +268,7 @@ def describe_step(
     told = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
     yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
-    if num_steps := compute_steps(num_rows, config.training, num_processes).num_steps:
+    if num_steps := compute_steps(num_rows, config.training, size).num_steps:
         yield "", f"{hours * num_steps:.1f} hours for {num_steps:,} steps"
         yield from hardware.describe_bill(hours * num_steps)
     else:
@@ -313,7 +308,9 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
     if recipe in RL_RECIPES and options.gpus and batch_processes:
         found = f"a batch of {recipe} is that of its processes, one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
-    yield from _find_search_problems(options)
+    for flag in ("budget", "deadline", "write"):
+        if getattr(options, flag) is not None and options.gpus is None:
+            yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
@@ -331,12 +328,6 @@ def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--mfu", "the search compares classes of runs, each with its own", "write --proof or --calibrate")
     if options.calibrate and options.gpu is None:
         yield Problem("--calibrate", "no GPU is planned for", "name that of the runs: --gpu H100")
-
-
-def _find_search_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    for flag in ("budget", "deadline", "write"):
-        if getattr(options, flag) is not None and options.gpus is None:
-            yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
 
 
 def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:
