@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -60,12 +58,6 @@ def test_every_window_of_a_source_comes_once_a_pass(sources):
     windows = [window_of(dataset[index])[1] for index in range(100)]
     assert [sorted(windows[start : start + 25]) for start in (0, 25, 50, 75)] == [list(range(25))] * 4
     assert windows[:25] != windows[25:50]
-
-
-def test_sources_come_by_their_weights(sources):
-    dataset = build(sources, [0, 40])
-    counts = Counter(window_of(dataset[index])[0] for index in range(40))
-    assert counts == {0: 20, 1: 8, 2: 12}
 
 
 def test_items_are_the_same_one_by_one_and_together(sources):

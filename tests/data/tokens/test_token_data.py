@@ -20,18 +20,6 @@ from recipes_lib.errors import DataError
 
 
 @pytest.fixture
-def load_tokenizer(tiny_tokenizer):
-    """Hands out the tiny tokenizer and counts how often."""
-
-    def load(config):
-        load.calls += 1
-        return tiny_tokenizer
-
-    load.calls = 0
-    return load
-
-
-@pytest.fixture
 def build(build_config, write_rows, make_chats, tmp_path):
     """Builds a run over 40 texts and 30 chats, rows of 16 tokens, with these weights."""
     write_rows("texts.jsonl", [{"text": f"Text {number} of the baker"} for number in range(40)])
@@ -223,13 +211,6 @@ def test_other_ranks_wait_for_every_source_and_load_nothing(build, load_tokenize
     (result,) = results
     assert (result.train, result.eval, result.weights) == (first.train, first.eval, first.weights)
     assert (first.is_new, result.is_new) == (True, False)
-
-
-def test_other_ranks_give_up_when_the_first_one_did(build, monkeypatch):
-    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
-    with pytest.raises(DataError, match="first process of this node"):
-        prepare_tokens(build(), None, local_rank=1)
 
 
 def test_the_record_is_json_and_says_where_the_tokens_came_from(build, load_tokenizer):
