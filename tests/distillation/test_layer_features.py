@@ -10,7 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
-from tests.training.students import make_distiller, save_student
+from tests.training.students import make_distiller
 from tests.training.trajectories import assert_equal_weights, make_packs, weights_of
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
@@ -25,12 +25,6 @@ ATTENTION: dict[str, Any] = {"attention_weight": 3.0, "attn_implementation": "ea
 ALL: dict[str, Any] = FEATURES | RELATIONS | ATTENTION
 WEIGHTS = {name.removesuffix("_weight"): weight for name, weight in ALL.items() if name.endswith("_weight")}
 Run = tuple[Any, Any, list[str]]
-
-
-@pytest.fixture(scope="module")
-def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A student of half the width and depth of the tiny model."""
-    return save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
 
 
 @pytest.fixture
@@ -201,10 +195,11 @@ def test_a_resumed_run_ends_with_the_very_weights_and_projections(tiny_model_dir
     keys = ALL | {"save_strategy": "steps", "save_steps": 2}
     straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     straight.train()
-    resumed, second, _ = make_distiller(
+    resumed, second, lines = make_distiller(
         student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
     )
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert not any(line.startswith("step 0") for line in lines)
     assert second.steps == recorder.steps[2:]
     assert_equal_weights(weights_of(resumed), weights_of(straight))
     assert_equal_weights(resumed.layers._projections.state_dict(), straight.layers._projections.state_dict())
