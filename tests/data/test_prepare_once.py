@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.rows import read_files
 
+from recipes_lib.commands.prepare import prepare as command
 from recipes_lib.data import store
 from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
@@ -50,6 +51,28 @@ def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build, load_toke
     assert (load_tokenizer.calls, sum(tokenized)) == (1, before)
     assert (first.is_new, second.is_new) == (True, False)
     assert dataclasses.replace(second, is_new=True) == first
+
+
+def test_the_command_says_what_it_made_and_that_a_second_time_nothing_is_to_do(build, load_tokenizer, tmp_path, capsys):
+    config = build()
+    keys = {
+        "recipe": config.recipe,
+        "tokenizer_name_or_path": config.model.model_name_or_path,
+        "dataset_name": config.data.dataset_name,
+        "test_split_size": 0.2,
+        "max_length": 64,
+        "output_dir": tmp_path / "out",
+        "prepared_dir": tmp_path / "prepared",
+    }
+    start = {"model_config": "{model_type: llama}"} if config.recipe == "pretrain" else {"model_name_or_path": "none"}
+    argv = [f"--{name}={value}" for name, value in (keys | start).items()]
+    told = []
+    for _ in range(2):
+        command(argv, load_tokenizer)
+        told.append(capsys.readouterr().out)
+    assert {"sft": "packs", "dpo": "prompts", "pretrain": "held out of"}[config.recipe] in told[0]
+    assert told[0].split("prepared in")[0] == told[1].split("nothing to do: already prepared")[0] != told[0]
+    assert load_tokenizer.calls == 1
 
 
 def test_a_second_process_imports_nothing_heavy(build, load_tokenizer):

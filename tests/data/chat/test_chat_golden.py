@@ -126,13 +126,6 @@ def encode(name: str, shape: str) -> tuple[PreTrainedTokenizerFast, EncodedRow]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_single_answer_is_trained_with_its_opening_and_its_terminator_and_nothing_else(name: str) -> None:
-    tokenizer, encoded = encode(name, "one turn")
-    expected = lookup(OPENING, name) + "hello there" + lookup(END, name)
-    assert spans(tokenizer, encoded) == [expected]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_answer_of_a_chat_is_trained_and_no_question_is(name: str) -> None:
     tokenizer, encoded = encode(name, "two turns")
     first, last = spans(tokenizer, encoded)

@@ -122,17 +122,6 @@ def test_each_step_trains_on_the_same_rows_with_any_number_of_processes(sources)
     assert list(map(len, seen[1, 1])) == [4, 4, 8, 8, 8]
 
 
-def test_going_on_at_a_step_needs_nothing_but_its_number(sources):
-    whole = build(sources, [0, 4, 8, 12, 16, 20])
-    resumed = build(sources, [0, 4, 8, 12, 16, 20])
-    resumed[19]
-    assert [window_of(resumed[index]) for index in range(12, 20)] == [
-        window_of(whole[index]) for index in range(20) if index >= 12
-    ]
-    longer = build(sources, [0, 4, 8, 12, 16, 20, 24, 28])
-    assert [window_of(longer[index]) for index in range(20)] == [window_of(whole[index]) for index in range(20)]
-
-
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_deliver_the_same_batches(sources, context):
