@@ -1,4 +1,4 @@
-"""Files of a JSON object a line: datasets of tests, and what runs leave."""
+"""Files of a JSON object a line, datasets of tests and what runs leave; and the content of folders."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def write_rows(path: Path, rows: Iterable[Any], *, ensure_ascii: bool = False) -
 def read_rows(path: Path) -> list[Any]:
     """Return the rows of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the content of each file below a folder, by its path in there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def read_events(output_dir: Path, kind: str = "train") -> list[dict[str, Any]]:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.data.templates.tokenizers import build_byte_level
 from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import LossOn
 from recipes_lib.data.chat.encoder import RowEncoder
+from recipes_lib.data.chat.templates import TEMPLATE_DATE
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.errors import DataError
 
 FOLDER = Path(__file__).parent / "templates"
 CHATML_ENDS = ("<|im_start|>", "<|im_end|>")
 MARKED = ["chatml", "index_loop", "macros", "marked", "no_prompt", "thinking"]
+
+
+class FixedClock(datetime.datetime):
+    """The day that training writes, for transformers."""
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> FixedClock:
+        return cls(TEMPLATE_DATE.year, TEMPLATE_DATE.month, TEMPLATE_DATE.day, tzinfo=tz)
 
 
 def source(name: str) -> str:
@@ -44,10 +55,15 @@ def text_row(text: str) -> Row:
     return Row(source="train.jsonl", index=17, index_name="line", text=text)
 
 
+def runs(mask: npt.ArrayLike) -> list[tuple[int, int]]:
+    """Where the runs of trained tokens begin and end."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, dtype=int), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
 def spans(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[str]:
     """Decoded runs of trained tokens."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], row.loss_mask.astype(int), [0]])))
-    return [tokenizer.decode(row.input_ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return [tokenizer.decode(row.input_ids[start:end]) for start, end in runs(row.loss_mask)]
 
 
 def trained(name: str, *messages: dict[str, Any], loss_on: LossOn | None = None, **options: Any) -> list[str]:

@@ -38,6 +38,18 @@ def make_chats() -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.fixture
+def load_tokenizer(tiny_tokenizer: Any) -> Any:
+    """Hands out the tiny tokenizer and counts how often."""
+
+    def load(config: RecipeConfig) -> Any:
+        load.calls += 1  # type: ignore[attr-defined]
+        return tiny_tokenizer
+
+    load.calls = 0  # type: ignore[attr-defined]
+    return load
+
+
+@pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each call of an encoder has tokenised, in this process."""
     counts: list[int] = []

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.training.students import KEYS, make_distiller, save_student
+from tests.training.students import KEYS, make_distiller
 from tests.training.trajectories import Recorder, assert_equal_weights, make_packs, weights_of
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -18,12 +17,6 @@ from recipes_lib.errors import DivergedError
 from recipes_lib.losses.distillation import DistillationSums
 
 OBJECTIVE: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_temperature": 2.0}
-
-
-@pytest.fixture(scope="module")
-def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A student of half the width and depth of the tiny model."""
-    return save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
 
 
 class DenseTrainer(Trainer):
@@ -132,23 +125,3 @@ def test_a_teacher_that_knows_less_is_told() -> None:
 
     assert tell(3.0, 2.0) == "step 0: labels cost the student 3.000 nats and the teacher 2.000, 0.5 apart"
     assert "check that it is the right one" in tell(2.0, 3.0)
-
-
-def test_a_resumed_run_ends_with_the_very_weights(tiny_model_dir, student_dir, tmp_path) -> None:
-    keys = {"save_strategy": "steps", "save_steps": 2, **OBJECTIVE}
-    straight, recorder, _ = make_distiller(student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys)
-    straight.train()
-    resumed, second, lines = make_distiller(
-        student_dir, tiny_model_dir, tmp_path / "run", make_packs(), **keys | {"save_strategy": "no"}
-    )
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert second.steps == recorder.steps[2:]
-    assert_equal_weights(weights_of(resumed), weights_of(straight))
-    assert not any(line.startswith("step 0") for line in lines)
-
-
-def test_a_step_without_a_target_stops_before_the_update(tiny_model_dir, student_dir, tmp_path) -> None:
-    packs = make_packs(8).map(lambda row: {"loss_mask": [False] * len(row["input_ids"])})
-    trainer, _, _ = make_distiller(student_dir, tiny_model_dir, tmp_path, packs)
-    with pytest.raises(DivergedError, match="holds no token to train on"):
-        trainer.train()

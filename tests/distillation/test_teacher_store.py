@@ -39,12 +39,6 @@ ROWS = {"key": "packs", "max_length": 64}
 OBJECTIVE: dict[str, Any] = {"distillation_alpha": 0.3, "distillation_temperature": 2.0}
 
 
-@pytest.fixture(scope="module")
-def student_dir(tiny_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A student of half the width and depth of the tiny model."""
-    return save_student(tmp_path_factory.mktemp("student"), tiny_tokenizer_dir)
-
-
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_store, "SHARD_TOKENS", 5 * 64)

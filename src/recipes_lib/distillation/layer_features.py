@@ -283,5 +283,4 @@ def _build_projection(width: int, aim: int, generator: torch.Generator) -> nn.Li
 
 
 def _add(parts: dict[str, Tensor], name: str, part: Tensor, num_layers: int) -> None:
-    share = part / num_layers
-    parts[name] = parts[name] + share if name in parts else share
+    parts[name] = parts.get(name, 0) + part / num_layers

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import trl
+from tests.data.chat_cases import FixedClock, answer, runs, spans, user
 from tests.data.templates.tokenizers import build_byte_level
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
@@ -42,14 +39,6 @@ TOOLS = [
     }
 ]
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def answer(text: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": text, **more}
 
 
 CHATS: dict[str, list[dict[str, Any]]] = {
@@ -125,21 +114,6 @@ def row(name: str, shape: str) -> Row:
     return Row(source="chats", index=0, messages=messages, tools=TOOLS if shape == "tools" else None)
 
 
-def trained_texts(tokenizer: PreTrainedTokenizerFast, ids: npt.ArrayLike, mask: npt.ArrayLike) -> list[str]:
-    return [tokenizer.decode(np.asarray(ids)[start:end]) for start, end in runs(mask)]
-
-
-def runs(mask: npt.ArrayLike) -> Iterator[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, dtype=int), [0]])))
-    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
-
-
-class FixedClock(datetime.datetime):
-    @classmethod
-    def now(cls, tz: datetime.tzinfo | None = None) -> FixedClock:
-        return cls(2025, 1, 1, tzinfo=tz)
-
-
 @pytest.fixture(autouse=True)
 def the_day_that_training_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", FixedClock)
@@ -152,16 +126,9 @@ def encode(name: str, shape: str) -> tuple[PreTrainedTokenizerFast, EncodedRow]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_single_answer_is_trained_with_its_opening_and_its_terminator_and_nothing_else(name: str) -> None:
-    tokenizer, encoded = encode(name, "one turn")
-    expected = lookup(OPENING, name) + "hello there" + lookup(END, name)
-    assert trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask) == [expected]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
 def test_every_answer_of_a_chat_is_trained_and_no_question_is(name: str) -> None:
     tokenizer, encoded = encode(name, "two turns")
-    first, last = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    first, last = spans(tokenizer, encoded)
     assert last == lookup(OPENING, name) + "bye" + lookup(END, name)
     end = {"gptoss": "<|end|>", "phi3": "<|end|>", "phi3_5": "<|end|>"}.get(name, lookup(END, name))
     dropped = name in {"qwen3", "qwen3_5_think", "qwen3_6"}  # They take the empty reasoning out of earlier turns.
@@ -171,7 +138,7 @@ def test_every_answer_of_a_chat_is_trained_and_no_question_is(name: str) -> None
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
 def test_a_system_message_is_not_trained(name: str) -> None:
     tokenizer, encoded = encode(name, "system")
-    (only,) = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    (only,) = spans(tokenizer, encoded)
     assert only == lookup(OPENING, name) + "hello there" + lookup(END, name)
 
 
@@ -204,7 +171,7 @@ REASONING = {
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_reasoning_is_trained_where_the_template_writes_it(name: str) -> None:
     tokenizer, encoded = encode(name, "thinking")
-    *_, last = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    *_, last = spans(tokenizer, encoded)
     assert last == REASONING.get(name, lookup(OPENING, name) + "bye" + lookup(END, name))
 
 
@@ -255,7 +222,7 @@ def test_tool_calls_are_trained_and_tool_output_is_not_or_the_row_is_an_error(na
             encode(name, "tools")
         return
     tokenizer, encoded = encode(name, "tools")
-    call, last = trained_texts(tokenizer, encoded.input_ids, encoded.loss_mask)
+    call, last = spans(tokenizer, encoded)
     assert call == CALLS[name]
     # After tool output this template prompts for nothing, so the model must open its turn itself.
     opening = "<|turn>model\n" if name == "diffusion_gemma" else lookup(OPENING, name)
@@ -282,7 +249,7 @@ def test_the_derived_spans_are_those_of_trl_s_edited_twin(name: str, shape: str)
         assert name.startswith("qwen3")
         assert shape in ("two turns", "thinking", "tools")
         return
-    ours, theirs = list(runs(encoded.loss_mask)), list(runs(reference["assistant_masks"]))
+    ours, theirs = runs(encoded.loss_mask), runs(reference["assistant_masks"])
     assert len(ours) == len(theirs)
     for (start, end), (other_start, other_end) in zip(ours, theirs, strict=True):
         assert tokenizer.decode(encoded.input_ids[end:other_end]) in ("", "\n")

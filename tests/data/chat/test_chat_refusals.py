@@ -32,10 +32,45 @@ def test_a_token_across_prompt_and_completion_is_an_error_that_shows_it() -> Non
     assert "move the white space at the end of the prompt to the start of the completion" in message
 
 
-def test_a_token_across_generation_prompt_and_answer_is_an_error_that_shows_it() -> None:
-    message = refusal(RowEncoder(build_byte_level(source("spaced_prompt"))), chat(user("hi"), answer("Paris")))
-    assert "one token holds ' '" in message
-    assert "the generation prompt" in message
+CHATML = source("chatml")
+HI = chat(user("hi"), answer("Paris"))
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "found"),
+    [
+        (source("spaced_prompt"), HI, ["one token holds ' '", "the generation prompt"]),
+        (
+            source("leaking"),
+            chat(user("why"), answer("so")),
+            ["writes message 0 into the text of an assistant turn"],
+        ),
+        (
+            CHATML.replace("message['content']", "(message['content'] if message.role == 'user' else '')"),
+            HI,
+            ["the answer of message 1 ('Paris') is not in the text that would be trained on"],
+        ),
+        (
+            CHATML,
+            chat(user("hi"), answer("", tool_calls=[{"function": {"name": "im", "arguments": {}}}])),
+            ["message 1 calls 'im', but the chat template does not write that"],
+        ),
+        (
+            "{% set all %}" + CHATML + "{% endset %}{{ all }}",
+            HI,
+            ["does not loop over the messages", "{% generation %}"],
+        ),
+        (
+            source("marked").replace("{{ message.content + '<|im_end|>' }}", "{{ message.content }}"),
+            HI,
+            ["does not end in a special token"],
+        ),
+    ],
+    ids=["shared token", "leaking", "no answer", "no call", "no authors", "no end"],
+)
+def test_a_template_that_cannot_be_masked_is_an_error(template: str, row: Row, found: list[str]) -> None:
+    message = refusal(RowEncoder(build_byte_level(template, extra=CHATML_ENDS)), row)
+    assert all(words in message for words in found)
 
 
 def test_a_turn_without_terminator_is_an_error_and_eos_token_is_the_fix() -> None:
@@ -46,36 +81,6 @@ def test_a_turn_without_terminator_is_an_error_and_eos_token_is_the_fix() -> Non
     )
     (encoded,) = RowEncoder(tokenizer, eos_token="<|user|>").encode([row])
     assert spans(tokenizer, encoded) == ["b\n<|user|>", "d\n<|user|>"]
-
-
-def test_a_template_that_puts_the_question_into_the_answer_is_an_error() -> None:
-    encoder = RowEncoder(build_byte_level(source("leaking"), extra=CHATML_ENDS))
-    assert "writes message 0 into the text of an assistant turn" in refusal(encoder, chat(user("why"), answer("so")))
-
-
-def test_a_template_that_drops_the_answer_is_an_error() -> None:
-    template = source("chatml").replace("message['content']", "(message['content'] if message.role == 'user' else '')")
-    message = refusal(RowEncoder(build_byte_level(template)), chat(user("hi"), answer("Paris")))
-    assert "the answer of message 1 ('Paris') is not in the text that would be trained on" in message
-
-
-def test_a_template_that_drops_tool_calls_is_an_error() -> None:
-    call = {"function": {"name": "im", "arguments": {}}}
-    message = refusal(RowEncoder(build_byte_level(source("chatml"))), chat(user("hi"), answer("", tool_calls=[call])))
-    assert "message 1 calls 'im', but the chat template does not write that" in message
-
-
-def test_a_template_whose_authors_cannot_be_told_is_an_error() -> None:
-    template = "{% set all %}" + source("chatml") + "{% endset %}{{ all }}"
-    message = refusal(RowEncoder(build_byte_level(template)), chat(user("hi"), answer("Paris")))
-    assert "does not loop over the messages" in message
-    assert "{% generation %}" in message
-
-
-def test_a_generation_block_that_leaves_the_terminator_out_is_an_error() -> None:
-    template = source("marked").replace("{{ message.content + '<|im_end|>' }}", "{{ message.content }}")
-    encoder = RowEncoder(build_byte_level(template, extra=CHATML_ENDS))
-    assert "does not end in a special token" in refusal(encoder, chat(user("hi"), answer("Paris")))
 
 
 def test_half_a_surrogate_pair_is_an_error_and_not_a_crash() -> None:

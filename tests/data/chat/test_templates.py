@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import trl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.data.chat_cases import FixedClock, answer, user
 from transformers.utils import chat_template_utils
 
 from recipes_lib.data.chat.templates import NOBODY, TEMPLATE_DATE, ChatTemplate, Rendered, TemplateError
@@ -18,14 +18,6 @@ TEMPLATES = {path.stem: path.read_text() for path in (Path(trl.__file__).parent 
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object"}}}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def answer(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
 
 
 CHATS = [
@@ -40,12 +32,6 @@ CHATS = [
     [user("w?"), answer(None, tool_calls=[CALL]), {"role": "tool", "content": "sunny", "name": None}, answer("ok")],
     [user([{"type": "text", "text": "hi"}]), answer([{"type": "text", "text": "hello"}])],
 ]
-
-
-class FixedClock(datetime.datetime):
-    @classmethod
-    def now(cls, tz: datetime.tzinfo | None = None) -> FixedClock:
-        return cls(TEMPLATE_DATE.year, TEMPLATE_DATE.month, TEMPLATE_DATE.day, tzinfo=tz)
 
 
 def pieces(rendered: Rendered) -> list[tuple[int, str]]:

@@ -166,18 +166,9 @@ def test_a_full_disk_is_one_clear_error_while_tokens_are_kept(tmp_path):
 def test_a_row_takes_at_most_64_bytes_of_memory_however_long_it_is(build_config, encode, tiny_tokenizer, write_rows):
     rows = [{"text": f"{number} " + "the baker opens " * 50} for number in range(40)]
     encoded, _, _ = encode(build_config(dataset_name=str(write_rows(rows=rows))), tiny_tokenizer)
-    examples = encoded.examples
-    held = [
-        encoded.digests,
-        examples.starts,
-        examples.lengths,
-        examples.row_ids,
-        examples.num_targets,
-        examples.remarks,
-    ]
-    assert isinstance(examples.tokens, TokenFile)
-    assert sum(array.nbytes for array in held) <= 64 * len(rows)
-    assert examples.lengths.min() > 64
+    assert isinstance(encoded.examples.tokens, TokenFile)
+    assert sum(array.nbytes for array in (encoded.digests, *encoded.examples.columns)) <= 64 * len(rows)
+    assert encoded.examples.lengths.min() > 64
 
 
 def test_nothing_of_the_tokens_has_a_name(tmp_path):

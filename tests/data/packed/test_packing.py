@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 
 import datasets
 import numpy as np
@@ -14,6 +15,7 @@ from trl.data_utils import pack_dataset
 from recipes_lib.data.packed import packing
 from recipes_lib.data.packed.packing import (
     Examples,
+    LengthCounts,
     build_examples,
     choose_bins,
     concatenate_examples,
@@ -49,37 +51,21 @@ def examples_of(masks: list[list[bool]]) -> Examples:
 
 
 @given(lengths_and_capacity)
-def test_every_example_is_packed_once_and_no_bin_is_overfull(case):
+def test_loads_are_those_of_best_fit_decreasing_and_members_stand_in_the_order_of_the_input(case):
     lengths, capacity = np.array(case[0], np.int64), case[1]
     bins = pack_best_fit(lengths, capacity)
     assert sorted(bins.order) == list(range(len(lengths)))
-    members = [bins.order[start:stop] for start, stop in zip(bins.offsets, bins.offsets[1:], strict=False)]
-    assert all(0 < lengths[bin_].sum() <= capacity for bin_ in members)
-    assert bins.offsets[0] == 0
-    assert bins.offsets[-1] == len(lengths)
-
-
-@given(lengths_and_capacity)
-def test_loads_equal_one_at_a_time_best_fit_decreasing(case):
-    lengths, capacity = np.array(case[0], np.int64), case[1]
-    bins = pack_best_fit(lengths, capacity)
-    loads = [lengths[bins.order[a:b]].sum() for a, b in zip(bins.offsets, bins.offsets[1:], strict=False)]
-    assert sorted(loads) == reference_loads(case[0], capacity)
+    assert (bins.offsets[0], bins.offsets[-1]) == (0, len(lengths))
+    members = [bins.order[start:stop] for start, stop in itertools.pairwise(bins.offsets)]
+    assert sorted(lengths[bin_].sum() for bin_ in members) == reference_loads(case[0], capacity)
+    assert np.all(np.diff(bins.order[bins.offsets[:-1]]) > 0)
+    assert all(np.all(np.diff(bin_) > 0) for bin_ in members)
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.int32, np.int64])
 def test_the_integer_type_of_the_lengths_does_not_matter(dtype):
     lengths = np.array([5, 3, 8, 1, 7, 2], dtype)
     assert np.array_equal(pack_best_fit(lengths, 8).order, pack_best_fit(lengths.astype(np.int64), 8).order)
-
-
-@given(lengths_and_capacity)
-def test_bins_and_their_members_stand_in_the_order_of_the_input(case):
-    bins = pack_best_fit(np.array(case[0], np.int64), case[1])
-    firsts = bins.order[bins.offsets[:-1]]
-    assert np.all(np.diff(firsts) > 0)
-    for start, stop in zip(bins.offsets, bins.offsets[1:], strict=False):
-        assert np.all(np.diff(bins.order[start:stop]) > 0)
 
 
 @settings(max_examples=5)
@@ -91,11 +77,6 @@ def test_as_many_bins_as_trl_over_one_batch_and_no_more_than_trl_by_default(seed
     ours = len(pack_best_fit(lengths, 512))
     assert ours == len(pack_dataset(table, 512, "bfd", {"batch_size": len(table), "keep_in_memory": True}))
     assert ours <= len(pack_dataset(table, 512, "bfd", {"keep_in_memory": True}))
-
-
-def test_nothing_to_pack_gives_no_bins():
-    assert len(pack_best_fit(np.zeros(0, np.int64), 8)) == 0
-    assert len(choose_bins(np.zeros(0, np.int64), 8, packing=False)) == 0
 
 
 def test_without_packing_each_example_has_its_own_bin():
@@ -115,12 +96,6 @@ def test_the_first_token_is_never_a_target():
     assert examples.row_ids.tolist() == [10, 12]
     assert examples.num_targets.tolist() == [1, 0]
     assert rows[0].loss_mask.all(), "the caller's row was changed"
-
-
-def test_no_rows_give_no_examples():
-    examples = build_examples([], [])
-    assert len(examples) == 0
-    assert examples.num_targets.tolist() == []
 
 
 @given(rows_and_capacity)
@@ -144,65 +119,45 @@ def test_blocks_cover_the_examples_in_order_and_are_bounded(case, tokens_at_once
     assert all(examples.lengths[block].sum() < tokens_at_once + examples.lengths.max() for block in blocks)
 
 
-@given(rows_and_capacity)
-def test_truncation_keeps_the_start_of_rows_that_still_have_a_target(case):
-    masks, capacity = case
-    fitted, counts = fit_to_length(examples_of(masks), capacity, "truncate")
-    kept = [row for row, mask in enumerate(masks) if any(mask[1:capacity])]
-    assert fitted.row_ids.tolist() == kept
-    starts = np.cumsum([0, *map(len, masks)])
-    expected = [starts[row] + 1 + at for row in kept for at in range(min(capacity, len(masks[row])))]
-    assert fitted.input_ids.tolist() == expected
-    assert counts.num_overlong == sum(len(mask) > capacity for mask in masks)
-    assert counts.num_lost_rows == counts.num_without_target == len(masks) - len(kept)
-    assert counts.num_lost_tokens == sum(map(len, masks)) - len(expected)
-    assert counts.num_lost_targets == sum(sum(mask[capacity:]) for mask in masks)
-    assert counts.num_targets == sum(sum(mask[1:]) for mask in masks)
-
-
-@given(rows_and_capacity)
-def test_drop_leaves_out_exactly_the_long_rows_and_those_without_a_target(case):
-    masks, capacity = case
-    fitted, counts = fit_to_length(examples_of(masks), capacity, "drop")
-    short = [row for row, mask in enumerate(masks) if len(mask) <= capacity]
-    assert fitted.row_ids.tolist() == [row for row in short if any(masks[row][1:])]
-    assert counts.num_lost_targets == sum(sum(mask[1:]) for mask in masks if len(mask) > capacity)
-    assert counts.num_without_target == sum(not any(masks[row][1:]) for row in short)
-
-
-@given(rows_and_capacity)
-def test_split_cuts_at_the_capacity_and_loses_only_the_first_target_of_each_piece(case):
-    masks, capacity = case
-    fitted, counts = fit_to_length(examples_of(masks), capacity, "split")
-    ids = iter(range(1, 10_000))
-    pieces = [
-        (row, [next(ids) for _ in mask[at : at + capacity]], mask[at + 1 : at + capacity])
-        for row, mask in enumerate(masks)
-        for at in range(0, len(mask), capacity)
-    ]
-    kept = [piece for piece in pieces if any(piece[2])]
-    assert fitted.row_ids.tolist() == [row for row, _, _ in kept]
-    assert fitted.input_ids.tolist() == [token for _, tokens, _ in kept for token in tokens]
-    assert fitted.loss_mask.tolist() == [flag for _, _, targets in kept for flag in (False, *targets)]
-    assert counts.num_without_target == len(pieces) - len(kept)
-    assert counts.num_lost_rows == len(masks) - len({row for row, _, _ in kept})
+def cut(mask: list[bool], capacity: int, overlong: str) -> list[list[bool]]:
+    """Masks of the pieces that one row leaves; the first token of a piece is no target."""
+    if overlong == "split":
+        pieces = [mask[at : at + capacity] for at in range(0, len(mask), capacity)]
+    elif overlong == "drop":
+        pieces = [mask] * (len(mask) <= capacity)
+    else:
+        pieces = [mask[:capacity] if overlong == "truncate" else mask]
+    return [[False, *piece[1:]] for piece in pieces]
 
 
 @given(rows_and_capacity, st.sampled_from(["error", "truncate", "drop", "split"]))
-def test_fitting_never_changes_its_input(case, overlong):
-    examples, before = examples_of(case[0]), examples_of(case[0])
-    fit_to_length(examples, case[1], overlong)
-    for name in ("input_ids", "loss_mask", "lengths", "row_ids"):
-        assert np.array_equal(getattr(examples, name), getattr(before, name))
-
-
-@given(rows_and_capacity)
-def test_error_counts_the_long_rows_and_cuts_nothing(case):
+def test_what_is_left_and_what_is_lost_are_those_of_a_plain_count(case, overlong):
     masks, capacity = case
-    fitted, counts = fit_to_length(examples_of(masks), capacity, "error")
-    assert counts.num_overlong == sum(len(mask) > capacity for mask in masks)
-    assert counts.num_lost_targets == 0
-    assert fitted.lengths.tolist() == [len(mask) for mask in masks if any(mask[1:])]
+    examples = examples_of(masks)
+    fitted, counts = fit_to_length(examples, capacity, overlong)
+    pieces = [(row, piece) for row, mask in enumerate(masks) for piece in cut(mask, capacity, overlong)]
+    kept = [(row, piece) for row, piece in pieces if any(piece)]
+    assert fitted.row_ids.tolist() == [row for row, _ in kept]
+    assert fitted.lengths.tolist() == [len(piece) for _, piece in kept]
+    assert fitted.loss_mask.tolist() == [flag for _, piece in kept for flag in piece]
+    starts, firsts = np.cumsum([0, *map(len, masks)]), dict.fromkeys(range(len(masks)), 0)
+    ids = []
+    for row, piece in pieces:
+        at = int(starts[row]) + 1 + firsts[row]
+        ids += range(at, at + len(piece)) if any(piece) else ()
+        firsts[row] += len(piece)
+    assert fitted.input_ids.tolist() == ids
+    targets = sum(sum(mask[1:]) for mask in masks)
+    assert counts == LengthCounts(
+        num_overlong=sum(len(mask) > capacity for mask in masks),
+        num_without_target=len(pieces) - len(kept),
+        num_lost_rows=len(masks) - len({row for row, _ in kept}),
+        num_lost_tokens=sum(map(len, masks)) - len(ids),
+        num_lost_targets=targets - sum(sum(piece) for _, piece in kept),
+        num_targets=targets,
+    )
+    for name in ("input_ids", "loss_mask", "lengths", "row_ids"):
+        assert np.array_equal(getattr(examples, name), getattr(examples_of(masks), name)), "the input is changed"
 
 
 def test_the_lost_share_is_of_target_tokens():

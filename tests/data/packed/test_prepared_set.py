@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import io
-import json
-import multiprocessing
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -16,28 +11,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from recipes_lib.commands import prepare as commands
 from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import prepared_set as module
 from recipes_lib.data.packed.prepared_set import prepare, render_summary
 from recipes_lib.data.sources.mixtures import load_train_data
-from recipes_lib.data.store import find_root, find_set
+from recipes_lib.data.store import find_root
 from recipes_lib.errors import ConfigError, DataError
-
-THINGS_A_NO_OP_DOES_NOT_IMPORT = {"torch", "transformers", "datasets", "tokenizers", "pyarrow"}
-
-
-@pytest.fixture
-def load_tokenizer(tiny_tokenizer):
-    """Hands out the tiny tokenizer and counts how often."""
-
-    def load(config):
-        load.calls += 1
-        return tiny_tokenizer
-
-    load.calls = 0
-    return load
 
 
 def documents(dataset) -> dict[int, list[tuple[list[int], list[bool]]]]:
@@ -49,10 +29,6 @@ def documents(dataset) -> dict[int, list[tuple[list[int], list[bool]]]]:
         for row_id, tokens, mask in zip(pack["row_ids"], ids, masks, strict=True):
             found.setdefault(int(row_id), []).append((tokens.tolist(), mask.tolist()))
     return found
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -71,94 +47,6 @@ def test_the_set_holds_every_row_as_the_encoder_gives_it(
     capacity = prepared.manifest["max_length"]
     assert all(len(pack["input_ids"]) <= capacity for pack in prepared.train)
     assert len(prepared.train) < 40 if packing else len(prepared.train) == 40
-
-
-def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build_config, load_tokenizer, tokenized):
-    first = prepare(build_config(), load_tokenizer)
-    before = sum(tokenized)
-    second = prepare(build_config(), load_tokenizer)
-    assert load_tokenizer.calls == 1
-    assert sum(tokenized) == before
-    assert (first.is_new, second.is_new) == (True, False)
-    assert (second.path, second.key, second.manifest) == (first.path, first.key, first.manifest)
-
-
-def test_a_second_process_imports_nothing_heavy(build_config, load_tokenizer):
-    config = build_config(test_split_size=5)
-    prepare(config, load_tokenizer)
-    program = """
-import json, sys
-from recipes_lib.config.schema import SECTIONS, RecipeConfig
-from recipes_lib.data.packed.prepared_set import prepare, render_summary
-values = json.loads(sys.argv[1])
-sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
-prepared = prepare(RecipeConfig(recipe="sft", path=None, training=values["training"], **sections), None)
-assert not prepared.is_new
-render_summary(prepared)
-print(json.dumps(sorted(sys.modules)))
-"""
-    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(config))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert not THINGS_A_NO_OP_DOES_NOT_IMPORT & set(json.loads(done.stdout))
-
-
-def prepare_in(root: str, config, load) -> None:
-    prepare(dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, prepared_dir=root)), load)
-
-
-@pytest.mark.multiprocess
-def test_two_processes_give_the_same_key_and_the_same_bytes(build_config, load_tokenizer, tmp_path):
-    config = build_config(test_split_size=0.2, seed=3)
-    context = multiprocessing.get_context("fork")
-    roots = [str(tmp_path / name) for name in ("one", "two")]
-    processes = [context.Process(target=prepare_in, args=(root, config, load_tokenizer)) for root in roots]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
-    one, two = ([path for path in Path(root).iterdir() if path.is_dir()] for root in roots)
-    assert len(one) == len(two) == 1
-    assert one[0].name == two[0].name
-    assert contents(one[0]) == contents(two[0])
-
-
-def test_who_comes_second_waits_and_tokenises_nothing(build_config, load_tokenizer, tiny_tokenizer):
-    config, results = build_config(), []
-    entered, release = threading.Event(), threading.Event()
-
-    def load_slowly(config):
-        entered.set()
-        release.wait()
-        return tiny_tokenizer
-
-    first = threading.Thread(target=lambda: results.append(prepare(config, load_slowly)))
-    second = threading.Thread(target=lambda: results.append(prepare(config, load_tokenizer)))
-    first.start()
-    entered.wait()
-    second.start()
-    release.set()
-    first.join()
-    second.join()
-    assert sorted(result.is_new for result in results) == [False, True]
-    assert load_tokenizer.calls == 0
-
-
-def test_other_ranks_wait_for_the_first_and_load_nothing(build_config, load_tokenizer, monkeypatch):
-    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
-    config, results = build_config(), []
-    other = threading.Thread(target=lambda: results.append(prepare(config, None, local_rank=1)))
-    other.start()
-    first = prepare(config, load_tokenizer, local_rank=0)
-    other.join()
-    assert [(result.path, result.is_new) for result in results] == [(first.path, False)]
-
-
-def test_other_ranks_give_up_when_the_first_one_did(build_config, monkeypatch):
-    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
-    with pytest.raises(DataError, match="first process of this node"):
-        prepare(build_config(), None, local_rank=3)
 
 
 @pytest.fixture
@@ -183,40 +71,23 @@ def clock(monkeypatch):
     return store.time
 
 
-def test_without_locks_other_ranks_wait_for_as_long_as_the_first_one_is_at_work(
+def test_without_locks_other_ranks_wait_for_as_long_as_there_is_a_heartbeat(
     build_config, load_tokenizer, monkeypatch, clock
 ):
     """Twenty minutes of tokenising, in which nothing is written."""
-    config, (root, key, *_) = build_config(), module.identify_set(build_config())
-    begun, enough, made = threading.Event(), threading.Event(), threading.Event()
+    config, (root, key, *_), pause = build_config(), module.identify_set(build_config()), threading.Event()
 
     def sleep(seconds, pass_time=clock.sleep):
-        seen = store.read_beat(root, key)
-        while store.read_beat(root, key) == seen and not made.wait(0.001):
-            pass
         pass_time(seconds)
         if clock.seconds == 1200:
-            enough.set()
-            made.wait(60)
-
-    def tokenise_for_long(_):
-        begun.set()
-        enough.wait(60)
-        return load_tokenizer(config)
-
-    def prepare_first():
-        prepare(config, tokenise_for_long, local_rank=0)
-        made.set()
+            prepare(config, load_tokenizer)
+            return
+        with store.hold_lock(root, key):
+            begun = store.read_beat(root, key)
+            assert any(store.read_beat(root, key) != begun or pause.wait(0.001) for _ in range(10_000))
 
     monkeypatch.setattr(clock, "sleep", sleep)
-    thread = threading.Thread(target=prepare_first)
-    thread.start()
-    try:
-        begun.wait(60)
-        assert prepare(config, None, local_rank=1).key == key
-    finally:
-        enough.set()
-        thread.join()
+    assert prepare(config, None, local_rank=1).key == key
     assert clock.seconds == 1200
 
 
@@ -226,28 +97,6 @@ def test_without_locks_a_first_process_that_died_is_noticed_and_the_words_say_so
         pass
     with pytest.raises(DataError, match=r"first process .* nor shown for 120 s .*files cannot be locked there"):
         prepare(build_config(), None, local_rank=3)
-
-
-def test_a_damaged_set_is_made_again(build_config, load_tokenizer):
-    prepared = prepare(build_config(), load_tokenizer)
-    before = contents(prepared.path)
-    (prepared.path / "train/data.arrow").write_bytes(b"")
-    again = prepare(build_config(), load_tokenizer)
-    assert again.is_new
-    assert contents(again.path) == before
-
-
-def test_a_failed_preparation_leaves_no_set(build_config, load_tokenizer, monkeypatch):
-    def fail(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "write_splits", fail)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(build_config(), load_tokenizer)
-    prepared = prepare(build_config(), load_tokenizer)
-    assert prepared.is_new
-    assert find_set(prepared.path.parent, prepared.key, check_bytes=True)
 
 
 def test_max_length_is_derived_from_the_longest_row_of_either_side(
@@ -301,18 +150,6 @@ def test_a_cut_beyond_the_largest_share_is_refused_and_without_one_it_is_counted
     assert cut["num_targets"] - cut["num_lost_targets"] == kept == prepared.manifest["train"]["num_target_tokens"]
     assert cut["num_overlong"] > 0
     assert all(len(tokens) <= 45 for rows in documents(prepared.train).values() for tokens, _ in rows)
-
-
-@pytest.mark.parametrize("overlong", ["drop", "split"])
-def test_rows_are_dropped_or_split_as_asked(build_config, load_tokenizer, overlong):
-    config = build_config(max_length=45, overlong=overlong, max_truncated_fraction=1.0)
-    found = documents(prepare(config, load_tokenizer).train)
-    lengths = [len(row.input_ids) for row in RowEncoder(load_tokenizer(None)).encode(list(rows_of(config)))]
-    if overlong == "drop":
-        assert sorted(found) == [row_id for row_id, length in enumerate(lengths) if length <= 45]
-    else:
-        assert any(len(pieces) > 1 for pieces in found.values())
-        assert all(any(mask) for pieces in found.values() for _, mask in pieces)
 
 
 def test_held_out_rows_are_in_one_split_only_and_follow_the_seed(build_config, load_tokenizer):
@@ -385,23 +222,3 @@ def test_the_summary_names_the_figures_of_both_sides(build_config, load_tokenize
         for figure in (audit["num_rows"], audit["num_packed_tokens"], audit["num_packs"]):
             assert f"{figure:,}" in text
     assert "derived" in text
-
-
-def test_the_command_prepares_then_says_that_nothing_is_to_do(build_config, load_tokenizer, capsys, tmp_path):
-    options = build_config()
-    argv = [
-        *("--model_name_or_path", options.model.model_name_or_path),
-        *("--dataset_name", options.data.dataset_name),
-        *("--prepared_dir", str(tmp_path / "prepared")),
-        *("--output_dir", str(tmp_path / "out")),
-    ]
-    commands.prepare(argv, load_tokenizer)
-    first = capsys.readouterr().out
-    commands.prepare(argv, load_tokenizer)
-    second = capsys.readouterr().out
-    assert "prepared in" in first
-    assert "nothing to do" in second
-    assert load_tokenizer.calls == 1
-    (folder,) = (path for path in (tmp_path / "prepared").iterdir() if path.is_dir())
-    assert str(folder) in first
-    assert str(folder) in second

@@ -89,12 +89,6 @@ def test_parts_of_a_character_show_as_the_tokenizer_spells_them(tiny_tokenizer):
         assert piece.text == tiny_tokenizer.convert_ids_to_tokens(piece.token_id)
 
 
-def test_targets_are_those_of_the_mask_and_never_the_first_token(tiny_tokenizer):
-    example = example_of(tiny_tokenizer, TEXTS[0])
-    flags = [piece.is_target for piece in compute_pieces(tiny_tokenizer, example)]
-    assert flags == [False] + [True] * (len(flags) - 1)
-
-
 def test_special_tokens_are_marked(tiny_tokenizer):
     pieces = row_of(tiny_tokenizer, "<|im_start|>user").pieces
     assert pieces[0].is_special

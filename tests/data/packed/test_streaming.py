@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datasets
 import pytest
 import torch
 from accelerate import skip_first_batches
@@ -94,10 +93,6 @@ def test_skipping_batches_gives_the_rest_as_the_trainer_resumes(config, tiny_tok
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(rest, whole[2:], strict=True))
 
 
-def test_it_is_what_trl_takes(config, tiny_tokenizer):
-    assert isinstance(build_train_stream(config, tiny_tokenizer), datasets.IterableDataset)
-
-
 def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, write_rows, make_chats, tiny_tokenizer):
     def build(start: int, **options):
         path = write_rows(f"held_out_{start}.jsonl", make_chats(20, start=start))
@@ -110,10 +105,6 @@ def test_held_out_rows_come_in_order_and_are_refused_in_training(build_config, w
         list(build_train_stream(shared, tiny_tokenizer))
     allowed = build(30, allow_eval_overlap=True)
     assert len(row_ids(build_train_stream(allowed, tiny_tokenizer))) == 40
-
-
-def test_nothing_held_out_gives_no_stream(config, tiny_tokenizer):
-    assert read_eval_packs(config, tiny_tokenizer) is None
 
 
 def test_overlong_rows_are_named_or_cut_as_asked(build_config, tiny_tokenizer):

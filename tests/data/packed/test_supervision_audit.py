@@ -151,8 +151,8 @@ def test_a_packed_split_tells_the_remarks_of_its_rows():
 
 
 def test_the_worst_comes_first():
-    audit, counts = audit_of([NO_END, NO_END, NO_TARGET])
-    severities = [finding.severity for finding in judge("train", audit, counts, 0.01)]
+    packed = pack_split("eval", examples_of([NO_END, NO_END, NO_TARGET]), TokensConfig(), 12, [END], find_places)
+    severities = [finding.severity for finding in packed.findings]
     assert severities == sorted(severities, key=["error", "warning", "ok"].index)
 
 

@@ -5,31 +5,25 @@ from dataclasses import replace
 
 import datasets
 import pytest
-from tests.rows import write_rows
 from transformers import AutoTokenizer
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.training_data import load_training_data
 from recipes_lib.errors import DataError
 
 
 @pytest.fixture
-def config(tmp_path, tiny_model_dir):
-    for name, numbers in (("train", range(30)), ("eval", range(30, 36))):
-        rows = (
-            {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes."}]}
-            for n in numbers
+def config(build_config, write_rows):
+    paths = [
+        write_rows(
+            f"{name}.jsonl",
+            [
+                {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes."}]}
+                for n in numbers
+            ],
         )
-        write_rows(tmp_path / f"{name}.jsonl", rows)
-    return RecipeConfig(
-        recipe="sft",
-        path=None,
-        data=DataConfig(dataset_name=str(tmp_path / "train.jsonl"), dataset_test_split=str(tmp_path / "eval.jsonl")),
-        tokens=TokensConfig(max_length=64, prepared_dir=str(tmp_path / "prepared")),
-        model=ModelConfig(model_name_or_path=str(tiny_model_dir)),
-        evaluation=EvaluationConfig(),
-        training={"output_dir": str(tmp_path / "out"), "max_steps": 2},
-    )
+        for name, numbers in (("train", range(30)), ("eval", range(30, 36)))
+    ]
+    return build_config(dataset_name=str(paths[0]), dataset_test_split=str(paths[1]), max_length=64)
 
 
 def load(config):

@@ -135,13 +135,6 @@ def test_without_packing_each_document_has_its_row(layout):
     assert (batch["position_ids"][:, 0] == 0).all()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_pairs_are_the_same_batch(layout):
-    sizes = [(5, 2, 3), (3, 2, 2), (1, 1, 1), (4, 4, 4), (1, 2, 1)]
-    one, two = (collate(rows_of(sizes), layout) for _ in range(2))
-    assert {name: str(value) for name, value in one.items()} == {name: str(value) for name, value in two.items()}
-
-
 def test_figures_of_the_pairs_go_along_in_their_order():
     rows = rows_of([(5, 2, 3), (3, 2, 2), (9, 4, 4)])
     for number, row in enumerate(rows):
@@ -169,10 +162,3 @@ def test_plain_lists_will_do():
     assert batch["targets"].tolist() == [5, 6, 7]
     assert batch["sequence_ids"].tolist() == [0, 0, 1]
     assert batch["last_positions"].tolist() == [3, 4]
-
-
-@pytest.mark.parametrize(("prompt", "answer", "share"), [(512, 64, 5 / 9), (128, 128, 3 / 4)])
-def test_one_prompt_for_two_answers_leaves_fewer_tokens_to_compute(prompt, answer, share):
-    rows = rows_of([(prompt, answer, answer)] * 4)
-    shared, separate = (collate(rows, layout)["num_tokens"] for layout in ("shared", "separate"))
-    assert shared / separate == pytest.approx(share)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from recipes_lib.config.schema import EvaluationConfig
-from recipes_lib.data import store
-from recipes_lib.data.pairs.collator import PairCollator
 from recipes_lib.data.pairs.preference_sets import load_pair_data
-from recipes_lib.errors import DataError
 from recipes_lib.training.evaluation.samples import build_prompts
 
 
@@ -47,14 +42,6 @@ def test_pairs_and_their_figures_are_loaded(config, tiny_tokenizer):
     assert data.record["train"]["num_prompts"] == 10
 
 
-def test_the_pairs_go_straight_into_a_batch(config, tiny_tokenizer):
-    data = load_pair_data(config, tiny_tokenizer)
-    batch = PairCollator(pad_token_id=0)([data.train[at] for at in (3, 0, 7)])
-    spoken = batch["targets"][batch["sequence_ids"] == 2]
-    assert tiny_tokenizer.decode(spoken) == " yes 0<|endoftext|>"
-    assert torch.equal(batch["num_completion_tokens"], batch["sequence_ids"].bincount())
-
-
 def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, tiny_tokenizer):
     data = load_pair_data(config, tiny_tokenizer)
     examples = list(data.iterate_examples())
@@ -71,20 +58,3 @@ def test_each_held_out_prompt_is_an_example_once_with_its_chosen_answer(config, 
 def test_nothing_held_out_is_nothing_to_show(build_config, write_rows, tiny_tokenizer):
     data = load_pair_data(build_config(dataset_name=str(write_rows(rows=make_rows(4)))), tiny_tokenizer)
     assert (data.eval, data.held_out, list(data.iterate_examples())) == (None, {}, [])
-
-
-def test_other_ranks_wait_for_the_first_and_load_nothing(config, tiny_tokenizer, monkeypatch):
-    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
-    results = []
-    other = threading.Thread(target=lambda: results.append(load_pair_data(config, None, local_rank=1)))
-    other.start()
-    first = load_pair_data(config, tiny_tokenizer, local_rank=0)
-    other.join()
-    assert [result.record for result in results] == [first.record]
-
-
-def test_other_ranks_give_up_when_the_first_one_did(config, monkeypatch):
-    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
-    with pytest.raises(DataError, match="first process of this node"):
-        load_pair_data(config, None, local_rank=3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from recipes_lib.data.packed.encoding import EncodedMixture
 from recipes_lib.data.packed.packing import build_examples
+from recipes_lib.data.packed.supervision_audit import sort_findings
 from recipes_lib.data.pairs.preference_sets import (
     DropCounts,
     PairAudit,
@@ -105,7 +106,7 @@ def test_what_was_left_out_is_judged_worst_first(
 ) -> None:
     audit = compute_pair_audit(build_side([([1], [2], [3], None, 0)]))
     audit = dataclasses.replace(audit, num_duplicates=num_duplicates)
-    findings = judge_pairs("train", audit, dropped, 0.05)
+    findings = sort_findings(judge_pairs("train", audit, dropped, 0.05))
     assert [finding.severity for finding in findings] == severities
     if severities[0] == "error":
         assert "max_truncated_fraction is 0.05" in findings[0].remedy

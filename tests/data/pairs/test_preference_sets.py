@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
-from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.faults.moments import kill_at_call
 
-from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed import encoding, prepared_set
 from recipes_lib.data.packed.prepared_set import prepare
@@ -25,18 +18,6 @@ from recipes_lib.data.sources.mixtures import load_train_data
 from recipes_lib.errors import ConfigError, DataError
 
 COLUMNS = ["prompt_ids", "chosen_ids", "rejected_ids", "row_id"]
-
-
-@pytest.fixture
-def load_tokenizer(tiny_tokenizer):
-    """Hands out the tiny tokenizer and counts how often."""
-
-    def load(config):
-        load.calls += 1
-        return tiny_tokenizer
-
-    load.calls = 0
-    return load
 
 
 @pytest.fixture
@@ -65,10 +46,6 @@ def make_pairs(num_rows: int, start: int = 0, prompts: int = 1000, **more: Any) 
 
 def pairs_of(dataset) -> dict[int, list[list[int]]]:
     return {int(row["row_id"]): [row[name].tolist() for name in COLUMNS[:3]] for row in dataset}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_what_the_template_does_not_write_is_told_of_pairs_too(build_pairs, load_tokenizer):
@@ -114,38 +91,10 @@ def test_a_pair_takes_at_most_80_bytes_of_memory_however_long_it_is(build_pairs,
         row["rejected"][0]["content"] += " the baker opens" * 50
     prepare_pairs(build_pairs(rows), load_tokenizer)
     (side,) = seen
-    examples = side.examples
-    held = [side.digests, *side.columns.values(), examples.starts, examples.lengths, examples.row_ids]
-    held += [examples.num_targets, examples.remarks]
-    assert isinstance(examples.tokens, encoding.TokenFile)
+    held = [side.digests, *side.columns.values(), *side.examples.columns]
+    assert isinstance(side.examples.tokens, encoding.TokenFile)
     assert sum(array.nbytes for array in held) <= 80 * len(rows)
-    assert examples.lengths.min() > 80
-
-
-def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build_pairs, load_tokenizer, tokenized):
-    first = prepare_pairs(build_pairs(), load_tokenizer)
-    before = sum(tokenized)
-    second = prepare_pairs(build_pairs(), load_tokenizer)
-    assert (load_tokenizer.calls, sum(tokenized)) == (1, before)
-    assert (first.is_new, second.is_new) == (True, False)
-    assert (second.path, second.key, second.manifest) == (first.path, first.key, first.manifest)
-
-
-def test_a_second_process_imports_nothing_heavy(build_pairs, load_tokenizer):
-    config = build_pairs(test_split_size=5)
-    prepare_pairs(config, load_tokenizer)
-    program = """
-import json, sys
-from recipes_lib.config.schema import SECTIONS, RecipeConfig
-from recipes_lib.data.pairs.preference_sets import prepare_pairs
-values = json.loads(sys.argv[1])
-sections = {name: section(**values[name]) for name, section in SECTIONS.items()}
-assert not prepare_pairs(RecipeConfig(recipe="dpo", path=None, training=values["training"], **sections), None).is_new
-print(json.dumps(sorted(sys.modules)))
-"""
-    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(config))]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert not {"torch", "transformers", "datasets", "tokenizers", "pyarrow"} & set(json.loads(done.stdout))
+    assert side.examples.lengths.min() > 80
 
 
 def test_pairs_and_packs_of_the_same_rows_are_different_sets(build_pairs, load_tokenizer):
@@ -154,48 +103,6 @@ def test_pairs_and_packs_of_the_same_rows_are_different_sets(build_pairs, load_t
     assert pairs.path != packs.path
     assert "seq_lengths" in packs.train.column_names
     assert pairs.key == identify_pairs(build_pairs()).key, "what `auto` finds is what was named"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"max_length": 128},
-        {"test_split_size": 5},
-        {"seed": 1, "test_split_size": 5},
-        {"rows": make_pairs(39)},
-        {"overlong": "drop", "max_length": 128},
-    ],
-)
-def test_whatever_decides_the_content_decides_the_key(build_pairs, change):
-    keys = {identify_pairs(build_pairs(**options)).key for options in ({}, {"seed": 3}, change)}
-    assert len(keys) == 2
-
-
-def test_the_same_set_is_the_same_bytes(build_pairs, load_tokenizer, tmp_path):
-    config = build_pairs(test_split_size=0.2)
-    roots = [str(tmp_path / name) for name in ("one", "two")]
-    prepared = [
-        prepare_pairs(
-            dataclasses.replace(config, tokens=dataclasses.replace(config.tokens, prepared_dir=root)), load_tokenizer
-        )
-        for root in roots
-    ]
-    assert contents(prepared[0].path) == contents(prepared[1].path)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("function", "call"), [("fsync", 1), ("fsync", 2), ("fsync", 4), ("replace", 1)])
-def test_a_killed_preparation_leaves_no_set_and_the_next_one_makes_it(
-    build_pairs, load_tokenizer, tiny_tokenizer, function, call
-):
-    config = build_pairs(test_split_size=8)
-    identity = identify_pairs(config)
-    kill_at_call(lambda: prepare_pairs(config, lambda _: tiny_tokenizer), store.os, function, call)
-    assert store.find_set(identity.root, identity.key) is None
-    prepared = prepare_pairs(config, load_tokenizer)
-    assert prepared.is_new
-    assert store.find_set(identity.root, identity.key, check_bytes=True)
-    assert not list(identity.root.glob(".*.tmp"))
 
 
 def test_no_prompt_is_on_both_sides_of_a_split(build_pairs, load_tokenizer):
@@ -238,16 +145,6 @@ def test_pairs_and_prompts_that_are_held_out_too_are_refused_unless_allowed(buil
     assert "held_out.jsonl:5" in prompt
     prepared = prepare_pairs(build_pairs(dataset_test_split=str(path), allow_eval_overlap=True), load_tokenizer)
     assert len(prepared.eval) == 5
-
-
-def test_a_prompt_held_out_is_refused_by_itself(build_pairs, load_tokenizer, write_rows):
-    path = write_rows("held_out.jsonl", make_pairs(1, start=105, prompts=100))
-    with pytest.raises(DataError) as refused:
-        prepare_pairs(build_pairs(dataset_test_split=str(path)), load_tokenizer)
-    (problem,) = refused.value.problems
-    assert "1 training rows have the prompt of a held-out row" in problem.found
-    apart = write_rows("apart.jsonl", make_pairs(3, start=200))
-    assert len(prepare_pairs(build_pairs(dataset_test_split=str(apart)), load_tokenizer).eval) == 3
 
 
 def test_overlong_pairs_are_named_or_dropped_and_counted(build_pairs, load_tokenizer, tiny_tokenizer, monkeypatch):
@@ -310,35 +207,6 @@ def test_margins_travel_and_those_that_are_missing_are_zero(build_pairs, load_to
     split = prepare_pairs(build_pairs(rows, test_split_size=2), load_tokenizer)
     assert "margin" in split.train.column_names
     assert "margin" in split.eval.column_names
-
-
-def test_a_mixture_weighs_its_parts_and_follows_the_seed(build_config, write_rows, load_tokenizer):
-    parts = [
-        {"name": str(write_rows("a.jsonl", make_pairs(20))), "repeat": 0.5},
-        {"name": str(write_rows("b.jsonl", make_pairs(5, start=50))), "repeat": 2},
-    ]
-    drawn = []
-    for seed in (0, 0, 1):
-        prepared = prepare_pairs(build_config(dataset_mixture=parts, seed=seed), load_tokenizer)
-        rows = Counter(json.dumps(pair) for pair in pairs_of(prepared.train).values())
-        assert sorted(rows.values()) == [1] * 10 + [2] * 5
-        assert prepared.manifest["train"]["num_duplicates"] == 5
-        drawn.append(sorted(rows))
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_broken_rows_of_both_sides_are_told_at_once(build_pairs, load_tokenizer, write_rows):
-    train, held_out = make_pairs(5), make_pairs(5, start=50)
-    train[1]["chosen"], held_out[3]["margin"] = [], "much"
-    train[4]["chosen"] = [{"role": "assistant", "content": "half a \ud800 pair"}]
-    path = write_rows("held_out.jsonl", held_out)
-    with pytest.raises(DataError) as refused:
-        prepare_pairs(build_pairs(train, dataset_test_split=str(path)), load_tokenizer)
-    assert sorted(Path(problem.where).name for problem in refused.value.problems) == [
-        "held_out.jsonl:4",
-        "pairs.jsonl:2",
-        "pairs.jsonl:5",
-    ]
 
 
 def test_a_data_set_with_pairs_and_other_columns_is_read_as_pairs(build_pairs, load_tokenizer):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -60,12 +58,6 @@ def test_every_window_of_a_source_comes_once_a_pass(sources):
     windows = [window_of(dataset[index])[1] for index in range(100)]
     assert [sorted(windows[start : start + 25]) for start in (0, 25, 50, 75)] == [list(range(25))] * 4
     assert windows[:25] != windows[25:50]
-
-
-def test_sources_come_by_their_weights(sources):
-    dataset = build(sources, [0, 40])
-    counts = Counter(window_of(dataset[index])[0] for index in range(40))
-    assert counts == {0: 20, 1: 8, 2: 12}
 
 
 def test_items_are_the_same_one_by_one_and_together(sources):
@@ -128,17 +120,6 @@ def test_each_step_trains_on_the_same_rows_with_any_number_of_processes(sources)
     }
     assert all(steps == seen[1, 1] for steps in seen.values())
     assert list(map(len, seen[1, 1])) == [4, 4, 8, 8, 8]
-
-
-def test_going_on_at_a_step_needs_nothing_but_its_number(sources):
-    whole = build(sources, [0, 4, 8, 12, 16, 20])
-    resumed = build(sources, [0, 4, 8, 12, 16, 20])
-    resumed[19]
-    assert [window_of(resumed[index]) for index in range(12, 20)] == [
-        window_of(whole[index]) for index in range(20) if index >= 12
-    ]
-    longer = build(sources, [0, 4, 8, 12, 16, 20, 24, 28])
-    assert [window_of(longer[index]) for index in range(20)] == [window_of(whole[index]) for index in range(20)]
 
 
 @pytest.mark.multiprocess

@@ -121,16 +121,6 @@ def test_who_goes_on_from_a_flush_writes_what_was_never_interrupted(tmp_path_fac
     assert contents(folder / "whole") == contents(folder / "resumed")
 
 
-@pytest.mark.parametrize("lengths", [[16], [10, 22], [16, 16, 5]])
-def test_who_goes_on_at_the_end_adds_nothing(tmp_path, lengths):
-    source = write(tmp_path / "s", make_documents(lengths))
-    before = contents(tmp_path / "s")
-    at = {name: getattr(source, name) for name in ("dtype", "tokens_per_shard", "num_tokens", "num_documents")}
-    with TokenWriter(tmp_path / "s", num_ids=NUM_IDS, at=at) as writer:
-        assert writer.describe() == at
-    assert contents(tmp_path / "s") == before
-
-
 def test_what_is_flushed_is_whole_and_what_lacks_a_byte_is_not(tmp_path):
     write(tmp_path / "s", make_documents([20, 30, 1]))
     with TokenWriter(tmp_path / "s", num_ids=NUM_IDS) as writer:

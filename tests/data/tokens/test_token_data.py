@@ -6,29 +6,13 @@ import errno
 import functools
 import json
 import os
-import threading
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from recipes_lib.data import store
 from recipes_lib.data.tokens import token_data
-from recipes_lib.data.tokens.dataset import RowOrder, TokenDataset
 from recipes_lib.data.tokens.token_data import prepare_tokens
 from recipes_lib.errors import DataError
-
-
-@pytest.fixture
-def load_tokenizer(tiny_tokenizer):
-    """Hands out the tiny tokenizer and counts how often."""
-
-    def load(config):
-        load.calls += 1
-        return tiny_tokenizer
-
-    load.calls = 0
-    return load
 
 
 @pytest.fixture
@@ -65,25 +49,6 @@ def test_each_source_holds_its_documents_and_its_name(build, load_tokenizer, tin
     assert [source.dtype for source in data.train] == ["<u2", "<u2"]
     assert not data.eval
     assert load_tokenizer.calls == 1
-
-
-def test_a_run_trains_on_every_token_of_each_source_but_its_tail_once_a_pass(build, load_tokenizer):
-    data = prepare_tokens(build(test_split_size=0.1), load_tokenizer)
-    num_windows = [source.num_tokens // 16 for source in data.train]
-    order = RowOrder(num_windows, [(0, num_windows)], seed=0)
-    dataset = TokenDataset(
-        data.train,
-        order,
-        max_length=16,
-        row_starts=np.arange(sum(num_windows) + 1),
-        rows_per_step=1,
-        rows_per_micro_step=1,
-        isolated=True,
-    )
-    rows = [dataset[index] for index in range(len(dataset))]
-    for number, (source, size) in enumerate(zip(data.train, num_windows, strict=True)):
-        read = sorted(row["input_ids"].tolist() for row in rows if row["source"] == number)
-        assert read == sorted(source.read(0, 16 * size).reshape(-1, 16).tolist())
 
 
 def test_weights_are_those_asked_for_or_by_size(build, load_tokenizer):
@@ -124,11 +89,6 @@ def test_held_out_tokens_are_kept_by_source(build, load_tokenizer, tiny_tokenize
         ends = "<|endoftext|>" if "texts" in source.name else "<|im_start|>user"
         documents = [set(filter(None, decode(side, tiny_tokenizer).split(ends))) for side in (source, held_out)]
         assert not documents[0] & documents[1]
-
-
-def test_a_number_is_held_out_of_each_source(build, load_tokenizer):
-    data = prepare_tokens(build(test_split_size=4), load_tokenizer)
-    assert [source.num_documents for source in data.eval.values()] == [4, 4]
 
 
 def test_a_named_test_split_is_the_one_held_out_source(build, load_tokenizer, write_rows):
@@ -210,26 +170,6 @@ def test_a_stream_is_read_no_further_than_the_run(build, load_tokenizer, monkeyp
         assert source.read(0, source.num_tokens).tolist() == everything.read(0, source.num_tokens).tolist()
     assert not prepare_tokens(build(1.0, 3.0, dataset_streaming=True), load_tokenizer, num_tokens=160).is_new
     assert prepare_tokens(build(1.0, 3.0, dataset_streaming=True), load_tokenizer, num_tokens=320).is_new
-
-
-def test_other_ranks_wait_for_every_source_and_load_nothing(build, load_tokenizer, monkeypatch, write_rows):
-    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
-    path = write_rows("held_out.jsonl", [{"text": "nothing of the kind"}])
-    config, results = build(dataset_test_split=str(path)), []
-    other = threading.Thread(target=lambda: results.append(prepare_tokens(config, None, local_rank=1)))
-    other.start()
-    first = prepare_tokens(config, load_tokenizer)
-    other.join()
-    (result,) = results
-    assert (result.train, result.eval, result.weights) == (first.train, first.eval, first.weights)
-    assert (first.is_new, result.is_new) == (True, False)
-
-
-def test_other_ranks_give_up_when_the_first_one_did(build, monkeypatch):
-    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
-    with pytest.raises(DataError, match="first process of this node"):
-        prepare_tokens(build(), None, local_rank=1)
 
 
 def test_the_record_is_json_and_says_where_the_tokens_came_from(build, load_tokenizer):

@@ -29,31 +29,6 @@ def encode(rows, tokenizer, hold_out=None):
     return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken)), broken.judge("d.txt")
 
 
-@pytest.mark.parametrize(("rows_per_chunk", "characters_per_chunk"), [(1, 1000), (7, 1000), (500, 60), (500, 10**6)])
-def test_every_row_is_a_document_however_they_are_chunked(
-    tiny_tokenizer, monkeypatch, rows_per_chunk, characters_per_chunk
-):
-    monkeypatch.setattr(encoding, "ROWS_PER_CHUNK", rows_per_chunk)
-    monkeypatch.setattr(encoding, "CHARACTERS_PER_CHUNK", characters_per_chunk)
-    chunks, problems = encode(make_rows(), tiny_tokenizer)
-    expected = RowEncoder(tiny_tokenizer).encode(make_rows())
-    assert not problems
-    assert [token for chunk in chunks for token in chunk.input_ids.tolist()] == [
-        token for row in expected for token in row.input_ids.tolist()
-    ]
-    assert [length for chunk in chunks for length in chunk.lengths.tolist()] == [len(row.input_ids) for row in expected]
-    assert [digest for chunk in chunks for digest in chunk.digests.tolist()] == [
-        int.from_bytes(compute_row_digest(row)[:8], "little") for row in make_rows()
-    ]
-    assert not any(chunk.is_held_out.any() for chunk in chunks)
-
-
-def test_a_document_is_its_text_and_the_token_that_ends_it(tiny_tokenizer):
-    (chunk,), _ = encode(make_rows(), tiny_tokenizer)
-    said = tiny_tokenizer.decode(chunk.input_ids)
-    assert said == "".join(f"{text}<|endoftext|>" for text in TEXTS)
-
-
 def test_a_chunk_is_closed_by_characters_of_any_layout(tiny_tokenizer, monkeypatch):
     monkeypatch.setattr(encoding, "CHARACTERS_PER_CHUNK", 20)
     turns = [{"role": "user", "content": "Ten chars."}, {"role": "assistant", "content": "Ten more.."}]

@@ -6,11 +6,11 @@ import dataclasses
 import errno
 import os
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 from tests.faults.moments import kill_at_call
+from tests.rows import read_files
 
 from recipes_lib.data import store
 from recipes_lib.data.chat.encoder import RowEncoder
@@ -35,10 +35,9 @@ def small_shards(monkeypatch):
 
 @pytest.fixture
 def make(build_config, write_rows, tiny_tokenizer):
-    """Makes the set of 60 texts under a root, and counts how often an encoder was loaded."""
+    """Makes the set of 60 texts under a root, or of another corpus."""
 
     def load_encoder():
-        make.loads += 1
         return RowEncoder(tiny_tokenizer, loss_on="all"), 512
 
     texts = [{"text": f"Text {number}: " + "the baker opens " * (number % 7)} for number in range(NUM_ROWS)]
@@ -50,13 +49,8 @@ def make(build_config, write_rows, tiny_tokenizer):
         return make_token_set(root, KEY, {}, corpus, load_encoder, on_documents)
 
     make = run
-    make.loads = 0
     make.rows = lambda **options: list(load_corpora(build_config(**options))[0].rows())
     return make
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def read_documents(prepared, side) -> list[list[int]]:
@@ -80,15 +74,6 @@ def test_every_document_is_on_one_side_as_the_encoder_gives_it(make, tmp_path, t
     if size is None or size >= 1:
         assert len(held_out) == (size or 0)
     assert len(held_out) > 0 or size is None
-
-
-def test_a_second_call_tokenises_nothing_and_loads_no_encoder(make, tmp_path, tokenized):
-    first = make(tmp_path)
-    before = sum(tokenized)
-    second = make(tmp_path)
-    assert (first.is_new, second.is_new, make.loads) == (True, False, 1)
-    assert sum(tokenized) == before
-    assert second.manifest == first.manifest
 
 
 def test_nothing_but_the_set_stays_in_the_folder(make, tmp_path):
@@ -127,7 +112,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(make, tmp_path, module, 
     whole = make(tmp_path / "whole", **options)
     kill_at_call(lambda: make(root, **options), module, function, call)
     assert find_set(root, KEY) is None
-    assert contents(make(root, **options).path) == contents(whole.path)
+    assert read_files(make(root, **options).path) == read_files(whole.path)
     assert [path.name for path in root.iterdir() if not path.name.endswith(".lock")] == [KEY[:16]]
 
 
@@ -146,7 +131,7 @@ def test_rows_that_are_dropped_are_dropped_and_counted_alike_by_whoever_goes_on(
     path, root = write_rows("broken.jsonl", rows), tmp_path / "root"
     whole = make(tmp_path / "whole", path=path, **options)
     kill_at_call(lambda: make(root, path=path, **options), token_sets._Sides, "append", call)
-    assert contents(make(root, path=path, **options).path) == contents(whole.path)
+    assert read_files(make(root, path=path, **options).path) == read_files(whole.path)
     alone = make(tmp_path / "alone", path=sound, num_tokens=num_tokens)
     assert read_documents(whole, "train") == read_documents(alone, "train")
     if num_tokens is None:
@@ -203,7 +188,7 @@ def test_a_damaged_partial_set_is_begun_again(make, tmp_path, monkeypatch, damag
     whole = make(tmp_path / "whole", test_split_size=0.3)
     damage(interrupt(make, tmp_path / "root", monkeypatch))
     before = sum(tokenized)
-    assert contents(make(tmp_path / "root", test_split_size=0.3).path) == contents(whole.path)
+    assert read_files(make(tmp_path / "root", test_split_size=0.3).path) == read_files(whole.path)
     num_tokenized = sum(tokenized) - before
     assert num_tokenized == (NUM_ROWS if damage.__name__ != "<lambda>" else 0)
 
@@ -227,7 +212,7 @@ def test_a_full_disk_is_one_clear_error_and_the_next_call_goes_on(make, tmp_path
             make(tmp_path / "root")
     assert len(raised.value.problems) == 1
     assert find_set(tmp_path / "root", KEY) is None
-    assert contents(make(tmp_path / "root").path) == contents(whole.path)
+    assert read_files(make(tmp_path / "root").path) == read_files(whole.path)
 
 
 @pytest.mark.parametrize("size", [None, 0.3, 5])
@@ -267,7 +252,7 @@ def test_a_stream_that_breaks_off_costs_what_was_not_in_a_full_shard(tmp_path, t
     with pytest.raises(DataError, match="broke off"):
         broken()
     before = sum(tokenized)
-    assert contents(broken().path) == contents(whole.path)
+    assert read_files(broken().path) == read_files(whole.path)
     assert sum(tokenized) - before <= NUM_ROWS - 28
 
 
@@ -297,25 +282,6 @@ def test_a_stream_is_read_to_the_document_that_makes_it_enough(make, tmp_path, m
     assert total >= min(num_tokens, whole.manifest["train"]["num_tokens"])
     held_out = read_documents(prepared, "eval")
     assert held_out == read_documents(whole, "eval")[: len(held_out)]
-
-
-def test_who_comes_second_waits_and_tokenises_nothing(make, tmp_path):
-    results, entered, release = [], threading.Event(), threading.Event()
-
-    def pause(*_):
-        entered.set()
-        release.wait()
-
-    first = threading.Thread(target=lambda: results.append(make(tmp_path / "root", on_documents=pause)))
-    second = threading.Thread(target=lambda: results.append(make(tmp_path / "root")))
-    first.start()
-    entered.wait()
-    second.start()
-    release.set()
-    first.join()
-    second.join()
-    assert sorted(result.is_new for result in results) == [False, True]
-    assert make.loads == 1
 
 
 def test_without_file_locks_each_writes_a_folder_of_its_own(make, tmp_path, monkeypatch):

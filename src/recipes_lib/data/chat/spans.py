@@ -49,10 +49,9 @@ class WrittenCheck:
             DataError: It does.
         """
         written = _find_written(_list_messages(row), rendered, trained)
-        if len(written) < len(_list_messages(row)):
-            for number in range(len(_list_messages(row))):
-                if number not in written:
-                    self._check_message(row, rendered, number)
+        for number in range(len(_list_messages(row))):
+            if number not in written:
+                self._check_message(row, rendered, number)
 
     def list_remarks(self, row: Row, rendered: Rendered, trained: Collection[int]) -> list[Remark]:
         """Return the remarks on a row.
@@ -489,7 +488,7 @@ class SpanFinder:
             if [end for end in self._ends if end in turn[:-1]]:  # Not at the end itself of the span.
                 said = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
                 refuse_inner_ends(row.where, f"message {index}", said, turn, self._ends)
-            calls = [str((call.get("function") or call)["name"]) for call in message.get("tool_calls") or []]
+            calls = [_read_name(call) for call in message.get("tool_calls") or []]
             for name in calls:
                 if not self._says(turn, name):
                     found = f"message {index} calls {name!r}, but the chat template does not write that"

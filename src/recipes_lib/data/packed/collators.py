@@ -24,6 +24,13 @@ def find_targets(row: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
     return is_target
 
 
+def build_bounds(boundaries: npt.NDArray[np.int64]) -> dict[str, torch.Tensor | int]:
+    """Document boundaries of a row as kernels take them, from where each document begins, and the end of the last."""
+    # The kernels of flash-attention take int32.
+    bounds, longest = torch.from_numpy(boundaries.astype(np.int32)), int(np.diff(boundaries).max(initial=0))
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCollator:
     """Builds a batch in which documents are isolated by restarting positions.
@@ -70,18 +77,7 @@ class PackedCollator:
         batch = self._fill(rows, sizes.sum(keepdims=True))
         # Every document begins at position 0, padding too: with its boundary, no document sees padding.
         starts = np.flatnonzero(batch["position_ids"].numpy()[0] == 0)
-        # The kernels of flash-attention take int32.
-        boundaries = np.append(starts, batch["position_ids"].shape[1]).astype(np.int32)
-        cu_seq_lens = torch.from_numpy(boundaries)
-        longest = int(np.diff(boundaries).max(initial=0))
-        return {
-            **batch,
-            **numbers,
-            "cu_seq_lens_q": cu_seq_lens,
-            "cu_seq_lens_k": cu_seq_lens,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+        return {**batch, **numbers, **build_bounds(np.append(starts, batch["position_ids"].shape[1]))}
 
     def _fill(self, rows: Sequence[Mapping[str, Any]], sizes: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Lay out the tokens of all rows in lines of ``sizes`` tokens each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -87,8 +87,12 @@ class Examples:
 
     def take(self, indices: npt.NDArray[np.integer]) -> Examples:
         """The examples at ``indices``, ``(K,)``, in that order."""
-        columns = self.starts, self.lengths, self.row_ids, self.num_targets, self.remarks
-        return Examples(self.tokens, *(column[indices] for column in columns))
+        return Examples(self.tokens, *(column[indices] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """What there is to know of each example; all fields but ``tokens``."""
+        return self.starts, self.lengths, self.row_ids, self.num_targets, self.remarks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,14 +157,8 @@ def build_examples(rows: Sequence[EncodedRow], row_ids: npt.ArrayLike) -> Exampl
 def concatenate_examples(parts: Sequence[Examples]) -> Examples:
     """Combine several ``Examples`` with the same ``tokens``, in order; at least one."""
     assert all(part.tokens is parts[0].tokens for part in parts)
-    return Examples(
-        parts[0].tokens,
-        np.concatenate([part.starts for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-        np.concatenate([part.row_ids for part in parts]),
-        np.concatenate([part.num_targets for part in parts]),
-        np.concatenate([part.remarks for part in parts]),
-    )
+    columns = zip(*(part.columns for part in parts), strict=True)
+    return Examples(parts[0].tokens, *map(np.concatenate, columns))
 
 
 def count_targets(examples: Examples) -> IntArray:

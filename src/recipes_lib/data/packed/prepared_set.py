@@ -36,6 +36,7 @@ from recipes_lib.data.packed.supervision_audit import (
     SplitAudit,
     describe_overlong,
     pack_split,
+    read_audit,
     refuse_errors,
     sort_findings,
 )
@@ -384,9 +385,7 @@ def render_summary(prepared: PreparedSet) -> Table:
     table = Table(title=f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else ""))
     table.add_column()
     splits = [name for name in ("train", "eval") if name in manifest]
-    audits = [
-        SplitAudit(**{name: value for name, value in manifest[split].items() if name != "cut"}) for split in splits
-    ]
+    audits = [read_audit(manifest[split]) for split in splits]
     for split in splits:
         table.add_column(split, justify="right")
     figures: Sequence[tuple[str, Callable[[SplitAudit], str]]] = (

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from rich.text import Text
 
 from recipes_lib.config.schema import RecipeConfig
@@ -128,12 +129,8 @@ def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBa
     """Build the first prompts as the policy reads them; they have no targets."""
     from recipes_lib.data.prompts import load_prompt_data  # Imports transformers.
 
-    preview = []
-    for prompt in load_prompt_data(config, tokenizer).train[:num_rows]:
-        ids = np.array(prompt.input_ids, dtype=np.uint32)
-        example = build_examples([EncodedRow(ids, np.zeros(len(ids), dtype=np.bool_))], [0])
-        preview.append(PreviewRow(prompt.where, compute_pieces(tokenizer, example)))
-    return preview
+    prompts = load_prompt_data(config, tokenizer).train[:num_rows]
+    return [_preview_answer(tokenizer, prompt.where, prompt.input_ids, []) for prompt in prompts]
 
 
 def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
@@ -143,10 +140,17 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
     data = replace(config.data, dataset_format="preference")
     rows = list(islice(load_train_data(data, seed=read_seed(config)).rows(config.tokens), num_rows))
     pairs = PairEncoder(build_encoder(config, tokenizer), tokenizer).encode(rows)
-    preview = []
-    for row, pair in zip(rows, pairs, strict=True):
-        for name, answer in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids)):
-            ids = np.concatenate([pair.prompt_ids, answer])
-            example = build_examples([EncodedRow(ids, np.arange(len(ids)) >= len(pair.prompt_ids))], [0])
-            preview.append(PreviewRow(f"{row.where}, {name}", compute_pieces(tokenizer, example)))
-    return preview
+    return [
+        _preview_answer(tokenizer, f"{row.where}, {name}", pair.prompt_ids, answer)
+        for row, pair in zip(rows, pairs, strict=True)
+        for name, answer in (("chosen", pair.chosen_ids), ("rejected", pair.rejected_ids))
+    ]
+
+
+def _preview_answer(
+    tokenizer: PreTrainedTokenizerBase, where: str, prompt: npt.ArrayLike, answer: npt.ArrayLike
+) -> PreviewRow:
+    """Build a prompt with an answer, whose tokens are the targets; none for a prompt alone."""
+    ids = np.concatenate([np.asarray(part, np.uint32) for part in (prompt, answer)])
+    example = build_examples([EncodedRow(ids, np.arange(len(ids)) >= np.size(prompt))], [0])
+    return PreviewRow(where, compute_pieces(tokenizer, example))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,11 @@ class SplitAudit:
         return self.num_packed_tokens / max(1, self.num_packs * capacity)
 
 
+def read_audit(figures: Mapping[str, Any]) -> SplitAudit:
+    """Return the audit of a split in a manifest, which has ``cut`` beside it."""
+    return SplitAudit(**{name: value for name, value in figures.items() if name != "cut"})
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """Result of one check of the audit: severity, finding, and remedy (empty if it is fine)."""
@@ -116,13 +121,7 @@ def pack_split(
     """
     fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
     bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
-    audit = compute_split_audit(
-        examples,
-        fitted,
-        bins,
-        end_token_ids,
-        num_duplicates,
-    )
+    audit = compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates)
     findings = [
         *judge(split, audit, cut, tokens.max_truncated_fraction),
         *judge_remarks(split, examples.remarks, find_places),
@@ -137,11 +136,7 @@ def describe_overlong(where: str, length: int, capacity: int) -> Problem:
 
 
 def compute_split_audit(
-    examples: Examples,
-    fitted: Examples,
-    bins: Bins,
-    end_token_ids: Collection[int],
-    num_duplicates: int,
+    examples: Examples, fitted: Examples, bins: Bins, end_token_ids: Collection[int], num_duplicates: int
 ) -> SplitAudit:
     """Compute the audit of one split.
 
@@ -163,7 +158,6 @@ def compute_split_audit(
         ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][stops]
         num_with_target, num_stopped = num_with_target + len(stops), num_stopped + int(stops.sum())
         terminators.update(ends.tolist())
-    p5, p50, p95, longest = np.percentile(examples.lengths, [5, 50, 95, 100], method="nearest").tolist()
     return SplitAudit(
         num_rows=len(examples),
         num_rows_without_target=len(examples) - num_with_target,
@@ -171,18 +165,21 @@ def compute_split_audit(
         num_tokens=int(examples.lengths.sum()),
         stop_fraction=num_stopped / max(1, num_with_target),
         terminators=sorted(terminators),
-        length_p5=p5,
-        length_p50=p50,
-        length_p95=p95,
-        length_max=longest,
+        **summarize_lengths(examples.lengths),
         num_packs=len(bins),
         num_packed_tokens=int(fitted.lengths.sum()),
         num_target_tokens=int(fitted.num_targets.sum()),
     )
 
 
+def summarize_lengths(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
+    """Percentiles of lengths in tokens, by their names in an audit."""
+    names = ("length_p5", "length_p50", "length_p95", "length_max")
+    return dict(zip(names, np.percentile(lengths, [5, 50, 95, 100], method="nearest").tolist(), strict=True))
+
+
 def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float | None) -> list[Finding]:
-    """Return the findings on the figures of a split, worst first.
+    """Return the findings on the figures of a split.
 
     Args:
         split: ``train`` or ``eval``, as the messages name it.
@@ -190,14 +187,17 @@ def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fractio
         lengths: From ``fit_to_length``.
         max_lost_fraction: ``max_truncated_fraction``.
     """
-    return sort_findings(
-        [
-            _judge_targets(split, audit),
-            _judge_stops(split, audit),
-            _judge_lengths(split, lengths, max_lost_fraction),
-            _judge_duplicates(split, audit),
-        ]
+    overlong = (
+        f"{split}: rows longer than max_length: {lengths.num_overlong:,}; lost with them: "
+        f"{lengths.num_lost_targets:,} target tokens ({lengths.lost_fraction:.2%}), "
+        f"{lengths.num_lost_rows:,} of the rows entirely"
     )
+    return [
+        _judge_targets(split, audit),
+        _judge_stops(split, audit),
+        judge_lengths(split, overlong, lengths.num_overlong, lengths.lost_fraction, max_lost_fraction),
+        judge_duplicates(split, audit.num_duplicates),
+    ]
 
 
 def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> list[Finding]:
@@ -220,19 +220,30 @@ def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> l
     ]
 
 
-def judge_loss(found: str, lost_fraction: float, max_lost_fraction: float | None) -> Finding:
-    """Return the finding on targets lost by ``overlong``: a warning, or an error above the limit, if one is set.
+def judge_lengths(
+    split: str, overlong: str, num_overlong: int, lost_fraction: float, max_lost_fraction: float | None
+) -> Finding:
+    """Return the finding on targets lost to ``max_length``: a warning, or an error above the limit, if one is set.
 
     Args:
-        found: What is lost.
+        split: ``train`` or ``eval``, as the messages name it.
+        overlong: What was lost, in words.
+        num_overlong: Rows that are longer than ``max_length``.
         lost_fraction: Share of the target tokens that is lost.
         max_lost_fraction: ``max_truncated_fraction``.
     """
+    if not num_overlong:
+        return Finding("ok", f"{split}: no row is longer than max_length")
     if max_lost_fraction is None or lost_fraction <= max_lost_fraction:
-        return Finding("warning", found)
-    return Finding(
-        "error", found, f"raise max_length, or accept the loss: max_truncated_fraction is {max_lost_fraction:g}"
-    )
+        return Finding("warning", overlong)
+    remedy = f"raise max_length, or accept the loss: max_truncated_fraction is {max_lost_fraction:g}"
+    return Finding("error", overlong, remedy)
+
+
+def judge_duplicates(split: str, num_duplicates: int) -> Finding:
+    """Return the finding on rows that say what an earlier one says."""
+    found = f"{split}: exact duplicates of earlier rows: {num_duplicates:,}"
+    return Finding("warning" if num_duplicates else "ok", found)
 
 
 def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
@@ -269,22 +280,6 @@ def _judge_stops(split: str, audit: SplitAudit) -> Finding:
         return Finding("ok", found)
     severity: Severity = "error" if audit.stop_fraction == 0 else "warning"
     return Finding(severity, found, "the model would not learn to stop: check eos_token and the chat template")
-
-
-def _judge_lengths(split: str, lengths: LengthCounts, max_lost_fraction: float | None) -> Finding:
-    found = (
-        f"{split}: rows longer than max_length: {lengths.num_overlong:,}; lost with them: "
-        f"{lengths.num_lost_targets:,} target tokens ({lengths.lost_fraction:.2%}), "
-        f"{lengths.num_lost_rows:,} of the rows entirely"
-    )
-    if not lengths.num_overlong:
-        return Finding("ok", f"{split}: no row is longer than max_length")
-    return judge_loss(found, lengths.lost_fraction, max_lost_fraction)
-
-
-def _judge_duplicates(split: str, audit: SplitAudit) -> Finding:
-    found = f"{split}: exact duplicates of earlier rows: {audit.num_duplicates:,}"
-    return Finding("warning" if audit.num_duplicates else "ok", found)
 
 
 def _last_targets(

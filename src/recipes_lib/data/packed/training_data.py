@@ -32,6 +32,7 @@ from recipes_lib.data.packed.supervision_audit import (
     SplitAudit,
     describe_overlong,
     pack_split,
+    read_audit,
     refuse_errors,
     sort_findings,
 )
@@ -232,9 +233,8 @@ def load_training_data(
     if config.data.dataset_streaming:
         return add_eval_sets(config, _open_stream(config, tokenizer), prepare_run, [])
     fields, trained = open_set(config, prepare_run, count_trained_tokens)
-    figures = {name: value for name, value in fields["record"]["train"].items() if name != "cut"}
     num_packs = len(fields["train"]) if fields["order"] is None else fields["order"].rows_per_epoch
-    data = TrainingData(**fields, num_packs=num_packs, audit=SplitAudit(**figures))
+    data = TrainingData(**fields, num_packs=num_packs, audit=read_audit(fields["record"]["train"]))
     return add_eval_sets(config, data, prepare_run, trained if local_rank == 0 else [])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from recipes_lib.data.packed.collators import build_bounds
 from recipes_lib.data.packed.packing import IntArray, choose_bins
 
 PairLayout = Literal["shared", "shared_flat", "separate", "flat"]
@@ -95,7 +96,7 @@ class PairCollator:
         tensors: dict[str, Any] = {name: torch.from_numpy(values) for name, values in batch.items()}
         if "row_id" in rows[0]:
             tensors["row_ids"] = np.array([row["row_id"] for row in rows], np.int64)
-        return tensors | (_build_bounds(lengths) if self.layout == "flat" else {})
+        return tensors | (build_bounds(np.append(0, np.cumsum(lengths))) if self.layout == "flat" else {})
 
     def _place(self, lengths: IntArray) -> tuple[IntArray, tuple[int, int]]:
         """Start of each document in the flattened batch, and the number and length of rows."""
@@ -159,9 +160,3 @@ def _find_predictors(pairs: Sequence[_Parts], starts: IntArray, *, is_shared: bo
         "last_positions": firsts + lengths - 1,
         "num_completion_tokens": lengths,
     }
-
-
-def _build_bounds(lengths: IntArray) -> dict[str, torch.Tensor | int]:
-    bounds = torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))
-    longest = int(lengths.max())
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

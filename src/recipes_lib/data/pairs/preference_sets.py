@@ -30,7 +30,13 @@ from recipes_lib.data.packed.prepared_set import (
     read_batches,
     separate_sides,
 )
-from recipes_lib.data.packed.supervision_audit import Finding, judge_loss, judge_remarks, sort_findings
+from recipes_lib.data.packed.supervision_audit import (
+    Finding,
+    judge_duplicates,
+    judge_lengths,
+    judge_remarks,
+    summarize_lengths,
+)
 from recipes_lib.data.sources.rows import EncodedRow, Row
 from recipes_lib.data.sources.splits import compute_digests
 from recipes_lib.data.store import PreparedSet
@@ -424,7 +430,6 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
             ``margins``, ``float32``, NaN where there is none.
     """
     tokens = count_tokens(pairs)
-    p5, p50, p95, longest = np.percentile(tokens.lengths, [5, 50, 95, 100], method="nearest").tolist()
     terminators: set[int] = set()
     for block in pairs.examples.iterate_blocks():
         ends = np.cumsum(pairs.examples.lengths[block]) - 1
@@ -439,16 +444,13 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
         num_prompt_tokens=int(tokens.prompt.sum()),
         num_chosen_tokens=int(tokens.chosen.sum()),
         num_rejected_tokens=int(tokens.rejected.sum()),
-        length_p5=p5,
-        length_p50=p50,
-        length_p95=p95,
-        length_max=longest,
+        **summarize_lengths(tokens.lengths),
         terminators=sorted(terminators),
     )
 
 
 def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float | None) -> list[Finding]:
-    """Return the findings on the figures of a split, worst first.
+    """Return the findings on the figures of a split.
 
     Args:
         split: ``train`` or ``eval``, as the messages name it.
@@ -457,20 +459,12 @@ def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_frac
         max_lost_fraction: ``max_truncated_fraction``.
     """
     same = f"{split}: rows whose answers are the same tokens, left out: {dropped.num_identical:,}"
-    copies = f"{split}: exact duplicates of earlier rows: {audit.num_duplicates:,}"
-    findings = [
-        _judge_lengths(split, dropped, max_lost_fraction),
-        Finding("warning" if dropped.num_identical else "ok", same),
-        Finding("warning" if audit.num_duplicates else "ok", copies),
-    ]
-    return sort_findings(findings)
-
-
-def _judge_lengths(split: str, dropped: DropCounts, max_lost_fraction: float | None) -> Finding:
-    if not dropped.num_overlong:
-        return Finding("ok", f"{split}: no row is longer than max_length")
-    found = (
+    overlong = (
         f"{split}: rows longer than max_length, left out: {dropped.num_overlong:,}; lost with them: "
         f"{dropped.num_lost_tokens:,} tokens of answers ({dropped.lost_fraction:.2%})"
     )
-    return judge_loss(found, dropped.lost_fraction, max_lost_fraction)
+    return [
+        judge_lengths(split, overlong, dropped.num_overlong, dropped.lost_fraction, max_lost_fraction),
+        Finding("warning" if dropped.num_identical else "ok", same),
+        judge_duplicates(split, audit.num_duplicates),
+    ]

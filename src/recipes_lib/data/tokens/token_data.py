@@ -23,6 +23,7 @@ from recipes_lib.data.store import PreparedSet, compute_key, find_root, wait_for
 from recipes_lib.data.tokens.shards import TokenSource
 from recipes_lib.data.tokens.token_sets import (
     Corpus,
+    Side,
     halve_digests,
     load_corpora,
     load_eval_corpora,
@@ -99,6 +100,9 @@ class _Part(NamedTuple):
     corpus: Corpus
     prepared: PreparedSet
 
+    def open(self, side: Side = "train") -> TokenSource:
+        return open_side(self.prepared, side, self.corpus.name)
+
 
 def prepare_tokens(
     config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0, num_tokens: int | None = None
@@ -143,7 +147,7 @@ def prepare_tokens(
     return TokenData(
         train=train,
         eval=_open_eval(parts, held_out_part),
-        eval_sets={part.corpus.name: open_side(part.prepared, "train", part.corpus.name) for part in named_parts},
+        eval_sets={part.corpus.name: part.open() for part in named_parts},
         weights=weights,
         num_replayed=len(train) - num_own,
         record=_build_record(parts, held_out_part, named_parts, weights),
@@ -204,7 +208,7 @@ def _open_train(parts: Sequence[_Part], max_length: int) -> list[TokenSource]:
     Raises:
         DataError: A source has not enough of them for one row.
     """
-    sources = [open_side(part.prepared, "train", part.corpus.name) for part in parts]
+    sources = [part.open() for part in parts]
     problems = [
         Problem(
             source.name,
@@ -224,10 +228,7 @@ def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, Toke
     Raises:
         DataError: Documents were to be held out, and none of any source is.
     """
-    if held_out:
-        sources = [open_side(held_out.prepared, "train", held_out.corpus.name)]
-    else:
-        sources = [open_side(part.prepared, "eval", part.corpus.name) for part in parts]
+    sources = [held_out.open()] if held_out else [part.open("eval") for part in parts]
     found = {source.name: source for source in sources if source.num_documents}
     size = parts[0].corpus.test_size
     if size is not None and not found:
@@ -238,9 +239,8 @@ def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, Toke
 def _refuse_repeats(parts: Sequence[_Part], train: Sequence[TokenSource], held_out: _Part) -> None:
     problems: list[Problem] = []
     for part, source in zip(parts, train, strict=True):
-        held_out_source = open_side(held_out.prepared, "train", held_out.corpus.name)
         with collecting(problems):
-            refuse_repeats(part.corpus, source, held_out.corpus, held_out_source)
+            refuse_repeats(part.corpus, source, held_out.corpus, held_out.open())
     raise_problems(problems, "dataset_test_split")
 
 
@@ -264,10 +264,6 @@ def render_summary(tokens: TokenData) -> Table:
     for source, weight in zip(tokens.train, tokens.weights, strict=True):
         table.add_row(source.name, f"{weight:.1%}", f"{source.num_documents:,}", f"{source.num_tokens:,}")
     for name, source in (*tokens.eval.items(), *tokens.eval_sets.items()):
-        table.add_row(
-            f"held out of {name}" if name in tokens.eval else f"held out, {name}",
-            "",
-            f"{source.num_documents:,}",
-            f"{source.num_tokens:,}",
-        )
+        label = f"held out of {name}" if name in tokens.eval else f"held out, {name}"
+        table.add_row(label, "", f"{source.num_documents:,}", f"{source.num_tokens:,}")
     return table

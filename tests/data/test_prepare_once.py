@@ -1,0 +1,144 @@
+"""Packs, pairs and tokens are prepared once, by one process, to the same bytes; whoever comes later finds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.rows import read_files
+
+from recipes_lib.commands.prepare import prepare as command
+from recipes_lib.data import store
+from recipes_lib.data.packed.prepared_set import prepare
+from recipes_lib.data.pairs.preference_sets import prepare_pairs
+from recipes_lib.data.tokens.token_data import prepare_tokens
+from recipes_lib.errors import DataError
+
+PREPARES = {"sft": prepare, "dpo": prepare_pairs, "pretrain": prepare_tokens}
+
+
+@pytest.fixture(params=PREPARES)
+def build(request, build_config, write_rows, make_chats):
+    """Builds a run over rows of its kind, some of which are held out."""
+    rows = {
+        "sft": make_chats(40),
+        "dpo": [{"prompt": f"{n} =", "chosen": f" {n}", "rejected": f" {-n}"} for n in range(1, 41)],
+        "pretrain": [{"text": f"Text {number} of the baker"} for number in range(40)],
+    }
+    path = write_rows(rows=rows[request.param])
+
+    def run(**options):
+        return build_config(
+            recipe=request.param, dataset_name=str(path), test_split_size=0.2, max_length=64, seed=3, **options
+        )
+
+    return run
+
+
+def make(config, load, local_rank=0):
+    return PREPARES[config.recipe](config, load, local_rank=local_rank)
+
+
+def test_a_second_call_tokenises_nothing_and_loads_no_tokenizer(build, load_tokenizer, tokenized):
+    first = make(build(), load_tokenizer)
+    before = sum(tokenized)
+    second = make(build(), load_tokenizer)
+    assert (load_tokenizer.calls, sum(tokenized)) == (1, before)
+    assert (first.is_new, second.is_new) == (True, False)
+    assert dataclasses.replace(second, is_new=True) == first
+
+
+def test_the_command_says_what_it_made_and_that_a_second_time_nothing_is_to_do(build, load_tokenizer, tmp_path, capsys):
+    config = build()
+    keys = {
+        "recipe": config.recipe,
+        "tokenizer_name_or_path": config.model.model_name_or_path,
+        "dataset_name": config.data.dataset_name,
+        "test_split_size": 0.2,
+        "max_length": 64,
+        "output_dir": tmp_path / "out",
+        "prepared_dir": tmp_path / "prepared",
+    }
+    start = {"model_config": "{model_type: llama}"} if config.recipe == "pretrain" else {"model_name_or_path": "none"}
+    argv = [f"--{name}={value}" for name, value in (keys | start).items()]
+    told = []
+    for _ in range(2):
+        command(argv, load_tokenizer)
+        told.append(capsys.readouterr().out)
+    assert {"sft": "packs", "dpo": "prompts", "pretrain": "held out of"}[config.recipe] in told[0]
+    assert told[0].split("prepared in")[0] == told[1].split("nothing to do: already prepared")[0] != told[0]
+    assert load_tokenizer.calls == 1
+
+
+def test_a_second_process_imports_nothing_heavy(build, load_tokenizer):
+    config = build()
+    make(config, load_tokenizer)
+    function = PREPARES[config.recipe]
+    program = f"""
+import json, sys
+from recipes_lib.config.schema import SECTIONS, RecipeConfig
+from {function.__module__} import {function.__name__} as prepare, render_summary
+values = json.loads(sys.argv[1])
+sections = {{name: section(**values[name]) for name, section in SECTIONS.items()}}
+config = RecipeConfig(recipe=values["recipe"], path=None, training=values["training"], **sections)
+prepared = prepare(config, None)
+assert not prepared.is_new
+render_summary(prepared)
+print(json.dumps(sorted(sys.modules)))
+"""
+    command = [sys.executable, "-c", program, json.dumps(dataclasses.asdict(config))]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert not {"torch", "transformers", "datasets", "tokenizers", "pyarrow"} & set(json.loads(done.stdout))
+
+
+def test_the_same_set_is_the_same_bytes_wherever_it_lies(build, load_tokenizer, tmp_path):
+    roots = [tmp_path / name for name in ("one", "two")]
+    for root in roots:
+        make(build(prepared_dir=str(root)), load_tokenizer)
+    one, two = map(read_files, roots)
+    assert one == two
+    assert [Path(name).name for name in one].count("COMPLETE.json") == 1
+
+
+def test_who_comes_second_waits_and_tokenises_nothing(build, load_tokenizer, tiny_tokenizer):
+    config, results = build(), []
+    entered, release = threading.Event(), threading.Event()
+
+    def load_slowly(config):
+        entered.set()
+        release.wait()
+        return tiny_tokenizer
+
+    first = threading.Thread(target=lambda: results.append(make(config, load_slowly)))
+    second = threading.Thread(target=lambda: results.append(make(config, load_tokenizer)))
+    first.start()
+    entered.wait()
+    second.start()
+    release.set()
+    first.join()
+    second.join()
+    assert sorted(result.is_new for result in results) == [False, True]
+    assert load_tokenizer.calls == 0
+
+
+def test_other_ranks_wait_for_the_first_and_load_nothing(build, load_tokenizer, monkeypatch):
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
+    config, results = build(), []
+    other = threading.Thread(target=lambda: results.append(make(config, None, local_rank=1)))
+    other.start()
+    first = make(config, load_tokenizer)
+    other.join()
+    assert [dataclasses.replace(result, is_new=True) for result in results] == [first]
+    assert not results[0].is_new
+
+
+def test_other_ranks_give_up_when_the_first_one_did(build, monkeypatch):
+    monkeypatch.setattr(store, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(store, "_SECONDS_TO_START", 0.01)
+    with pytest.raises(DataError, match="first process of this node"):
+        make(build(), None, local_rank=3)
