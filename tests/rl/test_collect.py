@@ -52,11 +52,8 @@ def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
         generator=generator,
         rewards=Rewards({"score": score}, None, [1.0]),
         tokenizer=tokenizer,
-        response_length=8,
-        temperature=1.0,
-        batch_size=64,
-        seed=0,
-        device=torch.device("cpu"),
+        sampling=sampling,
+        args=args,
         precision=contextlib.nullcontext,
         progress=TrainingProgress(),
     )
@@ -66,9 +63,9 @@ def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
 def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_and_prompts):
     collector, prompts = collector_and_prompts
     whole, _ = collector.collect(prompts[:12], range(12))
-    generator = copy.copy(collector.generator)
-    generator.batch_size = 5
-    in_parts, _ = dataclasses.replace(collector, batch_size=5, generator=generator).collect(prompts[:12], range(12))
+    generator, args = copy.copy(collector.generator), copy.copy(collector.args)
+    generator.batch_size = args.per_device_eval_batch_size = 5
+    in_parts, _ = dataclasses.replace(collector, args=args, generator=generator).collect(prompts[:12], range(12))
     assert torch.equal(whole.response_ids, in_parts.response_ids)
     odd, _ = collector.collect(prompts[1:12:2], range(1, 12, 2))
     expected = whole.take(range(1, 12, 2))
@@ -164,7 +161,7 @@ class Engine:
 def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_prompts):
     collector, prompts = collector_and_prompts
     engine = Engine(collector.generator)
-    watched = dataclasses.replace(collector, batch_size=5, generator=engine)
+    watched = dataclasses.replace(collector, generator=engine)
     rollout, _ = watched.collect(prompts[:12], range(12))
     watched.answer(prompts[:3], range(3))
     assert engine.calls == ["load", 12, "load", 3]

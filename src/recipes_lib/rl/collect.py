@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.generation import Generated, Generator, mask_answers, read_continuation
+from recipes_lib.models.generation import Generated, Generator, Sampling, mask_answers, read_continuation
 from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import (
@@ -87,11 +87,9 @@ class Collector:
         generator: Samples the answers.
         rewards: Score them.
         tokenizer: Of the policy.
-        response_length: Longest answer.
-        temperature: Of sampling and of every log-probability.
-        batch_size: Rows that are read at once.
-        seed: With the number of an answer, decides which it is.
-        device: Of the models.
+        sampling: Longest answer, stop tokens, and the temperature, also of every log-probability.
+        args: Rows that are read at once, the device of the models, and the seed, which with the number of an answer
+            decides which it is.
         precision: Gives the context in which products are computed.
         progress: What the terminal shows.
         ahead: Samples the next answers while some are learnt from; ``None`` where weights and answers take turns.
@@ -101,11 +99,8 @@ class Collector:
     generator: Generator
     rewards: Rewards
     tokenizer: PreTrainedTokenizerBase
-    response_length: int
-    temperature: float
-    batch_size: int
-    seed: int
-    device: torch.device
+    sampling: Sampling
+    args: TrainingArguments
     precision: Callable[[], Any]
     progress: TrainingProgress
     ahead: AsyncSampler | None = None
@@ -200,8 +195,8 @@ class Collector:
             order.sort(key=lambda row: len(prompts[row].input_ids))
         size = self.generator.batch_size or len(order)
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
-        ids = torch.zeros(len(prompts), self.response_length, dtype=torch.int64)
-        logps = torch.zeros(len(prompts), self.response_length)
+        ids = torch.zeros(len(prompts), self.sampling.response_length, dtype=torch.int64)
+        logps = torch.zeros(ids.shape)
         with self.models.as_policy() as policy, held_whole(policy, is_needed=self.generator.uses_policy):
             for rows in self.progress.track(chunks, "sampling answers", len(chunks)):
                 asked, theirs = [prompts[row] for row in rows], [numbers[row] for row in rows]
@@ -209,7 +204,7 @@ class Collector:
                 width = answered.response_ids.shape[1]
                 # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
                 ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
-        mask, finished = mask_answers(ids, self.models.stop_ids)
+        mask, finished = mask_answers(ids, self.sampling.stop_ids)
         none = torch.zeros(len(prompts))
         unscored = torch.zeros(len(prompts), dtype=torch.bool)
         by_token = torch.zeros_like(logps)
@@ -231,13 +226,13 @@ class Collector:
 
     def _draw(self, number: int) -> Any:
         # A stream for each answer, whichever process samples it and whatever was drawn before.
-        return np.random.default_rng([self.seed, Stream.ANSWER, number]).random(self.response_length)
+        return np.random.default_rng([self.args.seed, Stream.ANSWER, number]).random(self.sampling.response_length)
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
         WATCHDOG.enter("scoring answers")
         # Rewards that use global random generators must give the same values as in a run without interruption. The seed
         # is set here, because a library may also draw numbers when it is loaded at its first use.
-        set_seed((self.seed + 7919 * number) % 2**32)
+        set_seed((self.args.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
         own = None if self.rewards.model is None else self.rewards.model.model
@@ -255,7 +250,7 @@ class Collector:
         WATCHDOG.enter("reading answers")
 
         def logps(model: Any, sequences: Sequences) -> Tensor:
-            return compute_response_logps(model, sequences, temperature=self.temperature)[0]
+            return compute_response_logps(model, sequences, temperature=self.sampling.temperature)[0]
 
         with self.models.as_policy() as policy:
             old = self._map(rollout, lambda sequences: logps(policy, sequences))
@@ -271,12 +266,11 @@ class Collector:
     def _map(self, rollout: Rollout, compute: Callable[[Sequences], Tensor]) -> Tensor:
         """Apply ``compute`` to all answers, ``float32 (B, T)``, without gradients."""
         result = torch.zeros(rollout.mask.shape)
-        parts: Iterable[list[int]] = rollout.cut(self.batch_size)
         with torch.no_grad(), self.precision():
-            for rows in parts:
+            for rows in rollout.cut(self.args.per_device_eval_batch_size):
                 beat_between(self.models.policy)
                 # (rows, T of the longest of them); what is behind it stays 0.
-                part = compute(lay_out(rollout.take(rows), self.device))
+                part = compute(lay_out(rollout.take(rows), self.args.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result
 

@@ -27,21 +27,21 @@ from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
     AnswerWatch,
     Figures,
-    ScoredSamples,
     average_steps,
-    choose_samples,
     describe_rollout,
+    describe_samples,
+    read_samples,
     verify_first_rollout,
 )
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
-from recipes_lib.rl.state import PPOState, compare_with_learners, load_state, stage_state
+from recipes_lib.rl.state import PPOState, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, count_bytes
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
-from recipes_lib.training.guards.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
+from recipes_lib.training.guards.preemption import LeftError, end_stopped, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
@@ -162,29 +162,15 @@ class PolicyTrainer:
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
         self._learners = self._build_learners()
         self._collector = build_collector(
-            config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
+            config, args, models, rewards, tokenizer, self._log.progress, prompts.max_length
         )
         self._engine_guard = EngineGuard(
             self._collector.generator, self.method.objective, self._dtype, self._log.progress.say
         )
-        asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
-        self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
-        self._updater = Updater(
-            models=models,
-            policy=self._learners["policy"],
-            critic=self._learners.get("critic"),
-            schedule=self.schedule,
-            objective=self.method.objective,
-            cliprange_value=config.ppo.cliprange_value,
-            target_kl=self.method.target_kl,
-            max_length=config.rewards.response_length,
-            temperature=config.rewards.temperature,
-            args=args,
-            precision=self._collector.precision,
-            dtype=self._dtype,
-            guard=self._guard,
-            progress=self._log.progress,
-        )
+        # Held-out prompts if there are any.
+        self._asked = list(prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]
+        precision, progress = self._collector.precision, self._log.progress
+        self._updater = Updater(models, self._learners, self.method, config, args, precision, self._guard, progress)
 
     def _build_learners(self) -> dict[str, Learner]:
         """Build the learner of the policy and, if there is one, of the critic."""
@@ -232,8 +218,8 @@ class PolicyTrainer:
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
-        self._reward_guard.restore(self.state.rewards)
-        self._watch.restore(self.state.watch)
+        self._reward_guard.state |= self.state.rewards
+        self._watch.state |= self.state.watch
         is_begun = self.state.iteration > 0
         is_evaluated = self.state.evaluated_step == self.state.step
         is_due = self._evaluates(self.state.iteration - 1) if is_begun else args.eval_on_start
@@ -253,7 +239,7 @@ class PolicyTrainer:
         if self._logs(iteration):
             self._log.write("train", self.state, figures)
             self._watch.look(figures, self.state.step)
-            self.state.watch = self._watch.export()
+            self.state.watch = self._watch.state
         if self._evaluates(iteration):
             self._evaluate()
         if is_saved and schedule.is_due(args.save_steps, iteration):
@@ -301,7 +287,7 @@ class PolicyTrainer:
             num_tokens=state.num_tokens + num_tokens,
             num_target_tokens=state.num_target_tokens + rollout.num_targets,
             seconds=state.seconds + ended - began,
-            rewards=self._reward_guard.export(),
+            rewards=dict(self._reward_guard.state),
         )
         policy = average_steps("policy", policy_steps)
         return {
@@ -393,33 +379,24 @@ class PolicyTrainer:
 
     def _answer_samples(self) -> None:
         # The main process can sample alone if it has the full policy.
-        if self._samples.prompts and (self._rank == 0 or self._models.is_sharded):
-            figures = self._samples.answer(self.state.step)
-            self._log.write("eval", self.state, {f"eval_{name}": value for name, value in figures.items()})
+        if self._asked and (self._rank == 0 or self._models.is_sharded):
+            # The same random numbers each time, so that only the policy changes.
+            answers, texts = self._collector.answer(self._asked, range(len(self._asked)))
+            for sample, reward in read_samples(answers, texts, self._tokenizer):
+                self._log.write_sample(self.state.step, sample, reward)
+            self._log.write("eval", self.state, describe_samples(answers, self._rewards.names))
 
     def _save(self) -> None:
         self._saver.save(stage_state(self._saver, self.state, self._learners))
         self._saved_step = self.state.step
 
     def _dry_run(self) -> None:
-        learners = self._learners
-        weights = [learner.parameters for learner in learners.values()]
-
-        def stage(folder: str) -> Staged:
-            staged = stage_state(self._saver, self.state, learners, folder)
-            compare = functools.partial(compare_with_learners, staged.folder, learners)
-
-            def verify() -> None:
-                staged.verify()
-                compare()
-
-            return dataclasses.replace(staged, verify=verify)
-
+        learners = self._learners.values()
         self._saver.dry_run(
-            stage,
-            lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),
+            lambda folder: stage_state(self._saver, self.state, self._learners, folder, compares=True),
+            lambda: count_bytes(*((learner.parameters, learner.optimizer.state_dict()) for learner in learners)),
             num_steps=self.schedule.num_steps,
-            model_bytes=count_bytes(weights[0]),
+            model_bytes=count_bytes(self._learners["policy"].parameters),
         )
 
     def _finish_saving(self) -> None:

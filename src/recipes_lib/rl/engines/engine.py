@@ -27,6 +27,7 @@ from recipes_lib.rl.monitor import TOLERANCE
 from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout
+from recipes_lib.training.guards.preemption import leave_if_asked
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_autocast, get_compute_dtype
 
@@ -157,7 +158,7 @@ def build_generator(
     if engine.use_vllm and engine.vllm_mode == "server":
         from recipes_lib.rl.engines.vllm_server import connect
 
-        return connect(engine, sampling, device=args.device, is_main=args.process_index == 0)
+        return connect(config, args, sampling)
     if engine.use_vllm:
         from recipes_lib.rl.engines.vllm_colocated import start
 
@@ -241,7 +242,6 @@ def build_collector(
     rewards: Rewards,
     tokenizer: PreTrainedTokenizerBase,
     progress: TrainingProgress,
-    beat: Callable[[], None],
     max_length: int,
 ) -> Collector:
     """Build the collector, with its engine and rewards.
@@ -253,7 +253,6 @@ def build_collector(
         rewards: Score the answers.
         tokenizer: Of the policy.
         progress: What the terminal shows.
-        beat: Called whenever there is progress in sampling.
         max_length: Tokens of the longest prompt with its longest answer.
 
     Raises:
@@ -270,7 +269,7 @@ def build_collector(
         pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         response_length=config.rewards.response_length,
         temperature=config.rewards.temperature,
-        beat=beat,
+        beat=leave_if_asked,
     )
     generator = build_generator(config, args, sampling, precision=precision, max_length=max_length)
     return Collector(
@@ -278,17 +277,9 @@ def build_collector(
         generator=generator,
         rewards=rewards,
         tokenizer=tokenizer,
-        response_length=config.rewards.response_length,
-        temperature=config.rewards.temperature,
-        batch_size=args.per_device_eval_batch_size,
-        seed=args.seed,
-        device=args.device,
+        sampling=sampling,
+        args=args,
         precision=precision,
         progress=progress,
         ahead=AsyncSampler() if config.engine.max_staleness else None,
     )
-
-
-def hold_policy(policy: Any, stop_ids: Sequence[int]) -> ActorCritic:
-    """Wrap a policy for sampling only; it also fills the unused roles of critic and reference."""
-    return ActorCritic(policy=policy, critic=policy, own_reference=policy, stop_ids=list(stop_ids))

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import Tensor
+from transformers import TrainingArguments
 from trl.generation import vllm_client
 
-from recipes_lib.config.schema import EngineConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import Generated, Sampling, join_answers
 from recipes_lib.rl.engines.link import check_vllm, engine_errors, explain_failure, iterate_policy
@@ -112,28 +112,29 @@ class VLLMBackend:
         return list(zip(output["completion_ids"], logps, strict=True))
 
 
-def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, is_main: bool) -> VLLMBackend:
+def connect(config: RecipeConfig, args: TrainingArguments, sampling: Sampling) -> VLLMBackend:
     """Connect to the server and, on the main process, open the weight transfer.
 
     Raises:
         ConfigError: vLLM is not installed, the server cannot be reached, or it was started without what is needed.
     """
     check_vllm()
+    engine, is_main = config.engine, args.process_index == 0
     try:
-        _wait_for_server(str(config.vllm_server_base_url), config.vllm_server_timeout)
+        _wait_for_server(str(engine.vllm_server_base_url), engine.vllm_server_timeout)
         client = vllm_client.VLLMClient(
-            base_url=config.vllm_server_base_url,
-            group_port=config.vllm_group_port,
-            connection_timeout=config.vllm_server_timeout,
+            base_url=engine.vllm_server_base_url,
+            group_port=engine.vllm_group_port,
+            connection_timeout=engine.vllm_server_timeout,
         )
         mode = client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             # Other modes return log-probabilities before the temperature.
             raise RuntimeError(f"the server returns {mode}, before the temperature")
         if is_main:
-            client.init_communicator(device=device)
+            client.init_communicator(device=args.device)
     except Exception as error:  # TRL's client raises no more specific error on a failed request.
-        found = f"{config.vllm_server_base_url}: {explain_failure(error)}"
+        found = f"{engine.vllm_server_base_url}: {explain_failure(error)}"
         raise ConfigError(Problem(_URL, found, f"start it on separate GPUs: {_COMMAND}")) from error
     return VLLMBackend(client, sampling, is_main=is_main)
 
