@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import ConfigError, PreemptedError, Problem
-from recipes_lib.models.generation import GenerateBackend, Sampling
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.models.loading import load_tokenizer
@@ -45,19 +42,16 @@ def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
     args = build_training_arguments(config, launch, has_eval=True)
     tokenizer = load_tokenizer(config.model, config.tokens)
     models = load_actor_critic(config, args, launch, tokenizer, [])
-    sampling = Sampling(stop_ids=models.stop_ids, pad_id=0, response_length=8, temperature=1.0)
-    generator = GenerateBackend(sampling, batch_size=64, precision=contextlib.nullcontext)
-    collector = Collector(
-        models=models,
-        generator=generator,
-        rewards=Rewards({"score": score}, None, [1.0]),
-        tokenizer=tokenizer,
-        sampling=sampling,
-        args=args,
-        precision=contextlib.nullcontext,
-        progress=TrainingProgress(),
-    )
-    return collector, load_prompt_data(config, tokenizer).train
+    prompts = load_prompt_data(config, tokenizer)
+    rewards = Rewards({"score": score}, None, [1.0])
+    collector = Collector(config, args, models, rewards, tokenizer, TrainingProgress(), prompts.max_length)
+    return collector, prompts.train
+
+
+def replace(collector, **parts):
+    other = copy.copy(collector)
+    vars(other).update(parts)
+    return other
 
 
 def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_and_prompts):
@@ -65,7 +59,7 @@ def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_a
     whole, _ = collector.collect(prompts[:12], range(12))
     generator, args = copy.copy(collector.generator), copy.copy(collector.args)
     generator.batch_size = args.per_device_eval_batch_size = 5
-    in_parts, _ = dataclasses.replace(collector, args=args, generator=generator).collect(prompts[:12], range(12))
+    in_parts, _ = replace(collector, args=args, generator=generator).collect(prompts[:12], range(12))
     assert torch.equal(whole.response_ids, in_parts.response_ids)
     odd, _ = collector.collect(prompts[1:12:2], range(1, 12, 2))
     expected = whole.take(range(1, 12, 2))
@@ -107,7 +101,7 @@ def test_an_answer_of_which_no_reward_says_anything_is_not_scored(collector_and_
         return [float(at) if at % 2 else None for at in range(len(completion_ids))]
 
     rewards = Rewards({"odd": say_of_odd, "length": score}, None, [1.0, 0.0])
-    rollout, _ = dataclasses.replace(collector, rewards=rewards).answer(prompts[:4], range(4))
+    rollout, _ = replace(collector, rewards=rewards).answer(prompts[:4], range(4))
     assert rollout.scored.tolist() == [False, True, False, True]
     assert rollout.scores.tolist() == [0, 1, 0, 3]
     assert rollout.rewards[:, 0].isnan().tolist() == [True, False, True, False]
@@ -122,9 +116,7 @@ def test_a_reward_model_reads_an_end_of_those_answers_alone_that_have_one(collec
     add_score_head(model)
     reward_model = RewardModel(model, collector.tokenizer)
     read_the_end(reward_model, ["<eos>"])
-    rollout, _ = dataclasses.replace(collector, rewards=Rewards({}, reward_model, [1.0])).answer(
-        prompts[:32], range(32)
-    )
+    rollout, _ = replace(collector, rewards=Rewards({}, reward_model, [1.0])).answer(prompts[:32], range(32))
     assert 0 < rollout.finished.sum() < 32
     assert ((rollout.scores > 1) == rollout.finished).all()
 
@@ -161,7 +153,7 @@ class Engine:
 def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_prompts):
     collector, prompts = collector_and_prompts
     engine = Engine(collector.generator)
-    watched = dataclasses.replace(collector, generator=engine)
+    watched = replace(collector, generator=engine)
     rollout, _ = watched.collect(prompts[:12], range(12))
     watched.answer(prompts[:3], range(3))
     assert engine.calls == ["load", 12, "load", 3]

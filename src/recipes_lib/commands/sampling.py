@@ -258,7 +258,7 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
 
     from recipes_lib.data.store import compute_key
     from recipes_lib.models.generation import set_stop_tokens
-    from recipes_lib.rl.engines.engine import build_collector
+    from recipes_lib.rl.collect import Collector
     from recipes_lib.rl.models import ActorCritic
     from recipes_lib.rl.rewards import load_rewards
     from recipes_lib.training.monitoring.progress import build_progress
@@ -271,7 +271,7 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     stop_ids = set_stop_tokens(policy, tokenizer, prompts.terminators)
     models = ActorCritic(policy.to(args.device), critic=None, own_reference=None, stop_ids=stop_ids)
     progress = build_progress(is_main=True)
-    collector = build_collector(config, args, models, rewards, tokenizer, progress, prompts.max_length)
+    collector = Collector(config, args, models, rewards, tokenizer, progress, prompts.max_length)
     facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
     tokens = [prompt.input_ids for prompt in prompts.train]
     # Of the tokens too: another template makes other prompts of the same rows.

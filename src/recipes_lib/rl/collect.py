@@ -7,8 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -16,10 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.generation import Generated, Generator, Sampling, mask_answers, read_continuation
+from recipes_lib.models.generation import Generated, Sampling, mask_answers, read_continuation
+from recipes_lib.rl.engines.engine import build_generator
 from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import (
     Rollout,
     Sequences,
@@ -29,9 +30,10 @@ from recipes_lib.rl.rollout import (
 )
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
-from recipes_lib.training.guards.preemption import LeftError, stop_if_agreed
+from recipes_lib.training.guards.preemption import LeftError, leave_if_asked, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
+from recipes_lib.training.trainers.arguments import build_autocast
 
 OFF_POLICY_SHARE: Final = "rollout/off_policy_share"
 """Share of the answers of an iteration that earlier weights than those before it have sampled."""
@@ -78,7 +80,6 @@ class AsyncSampler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True, slots=True)
 class Collector:
     """Collects answers on one process: sampling, scoring, log-probabilities and values.
 
@@ -87,23 +88,58 @@ class Collector:
         generator: Samples the answers.
         rewards: Score them.
         tokenizer: Of the policy.
-        sampling: Longest answer, stop tokens, and the temperature, also of every log-probability.
         args: Rows that are read at once, the device of the models, and the seed, which with the number of an answer
             decides which it is.
         precision: Gives the context in which products are computed.
-        progress: What the terminal shows.
         ahead: Samples the next answers while some are learnt from; ``None`` where weights and answers take turns.
     """
 
-    models: ActorCritic
-    generator: Generator
-    rewards: Rewards
-    tokenizer: PreTrainedTokenizerBase
-    sampling: Sampling
-    args: TrainingArguments
-    precision: Callable[[], Any]
-    progress: TrainingProgress
-    ahead: AsyncSampler | None = None
+    def __init__(
+        self,
+        config: RecipeConfig,
+        args: TrainingArguments,
+        models: ActorCritic,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: TrainingProgress,
+        max_length: int,
+    ) -> None:
+        """Build the engine.
+
+        Args:
+            config: What samples, how long an answer is, and the temperature.
+            args: How many rows are sampled or read at once, the seed, the device and the precision.
+            models: Of the run.
+            rewards: Score the answers.
+            tokenizer: Of the policy.
+            progress: What the terminal shows.
+            max_length: Tokens of the longest prompt with its longest answer.
+
+        Raises:
+            ConfigError: As ``build_generator`` and ``verify_positions``.
+        """
+        self.models, self.rewards, self.tokenizer, self.args, self._progress = (
+            models,
+            rewards,
+            tokenizer,
+            args,
+            progress,
+        )
+        if rewards.model is not None:
+            own = rewards.model
+            if warning := verify_positions(own.model.config, own.tokenizer, tokenizer, max_length):
+                progress.say(warning)
+        # FSDP2 gathers weights in the compute dtype.
+        self.precision: Callable[[], Any] = nullcontext if models.is_sharded else build_autocast(args)
+        self._sampling = Sampling(
+            stop_ids=models.stop_ids,
+            pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            response_length=config.rewards.response_length,
+            temperature=config.rewards.temperature,
+            beat=leave_if_asked,
+        )
+        self.generator = build_generator(config, args, self._sampling, precision=self.precision, max_length=max_length)
+        self.ahead = AsyncSampler() if config.engine.max_staleness else None
 
     def collect(
         self,
@@ -195,16 +231,16 @@ class Collector:
             order.sort(key=lambda row: len(prompts[row].input_ids))
         size = self.generator.batch_size or len(order)
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
-        ids = torch.zeros(len(prompts), self.sampling.response_length, dtype=torch.int64)
+        ids = torch.zeros(len(prompts), self._sampling.response_length, dtype=torch.int64)
         logps = torch.zeros(ids.shape)
         with self.models.as_policy() as policy, held_whole(policy, is_needed=self.generator.uses_policy):
-            for rows in self.progress.track(chunks, "sampling answers", len(chunks)):
+            for rows in self._progress.track(chunks, "sampling answers", len(chunks)):
                 asked, theirs = [prompts[row] for row in rows], [numbers[row] for row in rows]
                 answered = self._generate(policy, asked, theirs) if early is None else early
                 width = answered.response_ids.shape[1]
                 # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
                 ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
-        mask, finished = mask_answers(ids, self.sampling.stop_ids)
+        mask, finished = mask_answers(ids, self._sampling.stop_ids)
         none = torch.zeros(len(prompts))
         unscored = torch.zeros(len(prompts), dtype=torch.bool)
         by_token = torch.zeros_like(logps)
@@ -226,7 +262,7 @@ class Collector:
 
     def _draw(self, number: int) -> Any:
         # A stream for each answer, whichever process samples it and whatever was drawn before.
-        return np.random.default_rng([self.args.seed, Stream.ANSWER, number]).random(self.sampling.response_length)
+        return np.random.default_rng([self.args.seed, Stream.ANSWER, number]).random(self._sampling.response_length)
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
         WATCHDOG.enter("scoring answers")
@@ -250,7 +286,7 @@ class Collector:
         WATCHDOG.enter("reading answers")
 
         def logps(model: Any, sequences: Sequences) -> Tensor:
-            return compute_response_logps(model, sequences, temperature=self.sampling.temperature)[0]
+            return compute_response_logps(model, sequences, temperature=self._sampling.temperature)[0]
 
         with self.models.as_policy() as policy:
             old = self._map(rollout, lambda sequences: logps(policy, sequences))

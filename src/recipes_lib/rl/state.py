@@ -39,9 +39,9 @@ class PPOState:
         num_tokens: Tokens of prompts and answers so far.
         num_target_tokens: Tokens of answers so far.
         seconds: Training time so far.
-        rewards: From ``RewardGuard.export``.
+        rewards: ``RewardGuard.state``.
         evaluated_step: After which prompts were answered last as an evaluation; -1: after none.
-        watch: From ``AnswerWatch.export``.
+        watch: ``AnswerWatch.state``.
     """
 
     iteration: int = 0
@@ -54,6 +54,11 @@ class PPOState:
     rewards: dict[str, Any] = field(default_factory=dict)
     evaluated_step: int = -1
     watch: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether prompts were answered as an evaluation of this state."""
+        return self.evaluated_step == self.step
 
 
 def stage_state(

@@ -20,8 +20,8 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
-from recipes_lib.rl.collect import OFF_POLICY_SHARE
-from recipes_lib.rl.engines.engine import EngineGuard, build_collector
+from recipes_lib.rl.collect import OFF_POLICY_SHARE, Collector
+from recipes_lib.rl.engines.engine import EngineGuard
 from recipes_lib.rl.methods import METHODS, Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
@@ -74,14 +74,12 @@ class RunLog:
         self._trackers = Trackers(args, model, tokenizer)
         self._num_answers = num_answers
 
-    def begin(self, state: PPOState, num_steps: int, *, is_evaluated: bool) -> None:
+    def begin(self, state: PPOState, num_steps: int) -> None:
         """Resume from the state of a run of ``num_steps``; later records are dropped.
 
-        Args:
-            state: Of a checkpoint, or the first one.
-            num_steps: Optimizer steps of the run.
-            is_evaluated: Whether samples of that state stay; otherwise they are answered again.
+        Samples of that state stay if it is evaluated; otherwise they are answered again.
         """
+        is_evaluated = state.is_evaluated
         self._metrics.rewind(state.step, is_evaluated=is_evaluated)
         self._samples.rewind(state.step if is_evaluated else state.step - 1)
         self.progress.start(num_steps, state.step)
@@ -161,9 +159,7 @@ class PolicyTrainer:
         self._watch = AnswerWatch(self._log.progress.say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
         self._learners = self._build_learners()
-        self._collector = build_collector(
-            config, args, models, rewards, tokenizer, self._log.progress, prompts.max_length
-        )
+        self._collector = Collector(config, args, models, rewards, tokenizer, self._log.progress, prompts.max_length)
         self._engine_guard = EngineGuard(
             self._collector.generator, self.method.objective, self._dtype, self._log.progress.say
         )
@@ -214,17 +210,15 @@ class PolicyTrainer:
 
     def _begin(self, resume_from: Path | None) -> None:
         """Resume from a checkpoint, with its interrupted evaluation; or start with an evaluation."""
-        args = self._args
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
         self._reward_guard.state |= self.state.rewards
         self._watch.state |= self.state.watch
-        is_begun = self.state.iteration > 0
-        is_evaluated = self.state.evaluated_step == self.state.step
-        is_due = self._evaluates(self.state.iteration - 1) if is_begun else args.eval_on_start
-        self._log.begin(self.state, self.schedule.num_steps, is_evaluated=is_evaluated)
-        if is_due and not is_evaluated:
+        last = self.state.iteration - 1
+        is_due = self._evaluates(last) if last >= 0 else self._args.eval_on_start
+        self._log.begin(self.state, self.schedule.num_steps)
+        if is_due and not self.state.is_evaluated:
             self._evaluate()
 
     def _run_iteration(self, iteration: int) -> None:

@@ -11,7 +11,7 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.engines.engine import build_collector
+from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.models import ActorCritic, load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
 from recipes_lib.training.layouts.launch_environment import read_launch
@@ -33,7 +33,7 @@ def build(policy_dir, prompts_file, tmp_path):
             rewards.model.model.config.max_position_embeddings = num_positions
 
         def collect(models):
-            return build_collector(config, args, models, rewards, tokenizer, TrainingProgress(), prompts.max_length)
+            return Collector(config, args, models, rewards, tokenizer, TrainingProgress(), prompts.max_length)
 
         return collect(models), collect(ActorCritic(models.policy, None, None, models.stop_ids)), prompts.train
 

@@ -6,9 +6,8 @@ import http.client
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -73,7 +72,7 @@ class VLLMBackend:
             for _ in iterate_policy(policy):
                 pass
             return
-        with engine_errors("use_vllm", self.name, "taking over weights"):
+        with engine_errors("taking over weights"):
             self._client.update_named_params(self._described, iterate_policy(policy))
             self._client.reset_prefix_cache()
 
@@ -86,18 +85,17 @@ class VLLMBackend:
         rows = range(len(prompts))
         parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
         answers: dict[int, tuple[list[int], list[float]]] = {}
-        failing: Callable[[], Any] = partial(engine_errors, "use_vllm", self.name, "sampling answers")
         pool = ThreadPoolExecutor(max_workers=len(parts))
         try:
             waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
             for done in as_completed(waiting):
-                with failing():
+                with engine_errors("sampling answers"):
                     answers.update(zip(waiting[done], done.result(), strict=True))
                 self._sampling.beat()
         finally:
             # A preempted rank does not wait for unfinished answers, whose requests cannot be taken back.
             pool.shutdown(wait=False, cancel_futures=True)
-        with failing():
+        with engine_errors("sampling answers"):
             return join_answers([answers[row] for row in rows], self._sampling)
 
     def _ask(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
