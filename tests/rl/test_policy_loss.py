@@ -263,9 +263,8 @@ def test_every_objective_is_that_of_trls_grpo(upstream, monkeypatch, options, is
         "num_items_in_batch": torch.tensor(float(num_generation_tokens)),
         **({"importance_sampling_ratio": ratio, "sampling_per_token_logps": engine} if is_weighted else {}),
     }
-    of_generation = objective.loss_type in ("dapo", "cispo", "vespo")
-    num_tokens = num_generation_tokens / 2 if of_generation else int(is_token.sum())
-    normaliser = compute_normaliser(objective.loss_type, num_answers=4, num_tokens=num_tokens, max_length=MAX_LENGTH)
+    counts = {"num_answers": 4, "num_tokens": int(is_token.sum()), "mean_tokens": num_generation_tokens / 2}
+    normaliser = compute_normaliser(objective.loss_type, **counts, max_length=MAX_LENGTH)
     given = {"engine_logps": engine} if is_weighted else {}
     compare(trainer, inputs, objective, normaliser, **given)
 

@@ -220,7 +220,11 @@ def load_actor_critic(
     if has_critic and critic is None:
         critic = _load_critic(config, attention.implementation, args)
         disable_dropout(critic)
-        _check_vocabulary(policy, critic)
+        sizes = [model.config.get_text_config().vocab_size for model in (policy, critic)]
+        if sizes[0] != sizes[1]:
+            found = f"the critic has a vocabulary of {sizes[1]:,} tokens and the policy one of {sizes[0]:,}"
+            remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
+            raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
         critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
@@ -314,14 +318,6 @@ def _rescale(head: nn.Linear, scale: RewardStatistics) -> nn.Linear:
         rescaled.weight.copy_(head.weight / scale.std)
         rescaled.bias.fill_(-scale.mean / scale.std)
     return rescaled
-
-
-def _check_vocabulary(policy: Any, critic: Any) -> None:
-    sizes = [model.config.get_text_config().vocab_size for model in (policy, critic)]
-    if sizes[0] != sizes[1]:
-        found = f"the critic has a vocabulary of {sizes[1]:,} tokens and the policy one of {sizes[0]:,}"
-        remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
-        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
 
 
 def _checkpoint_activations(model: Any, args: TrainingArguments) -> None:

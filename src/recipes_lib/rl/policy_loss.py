@@ -103,19 +103,23 @@ def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor
     return torch.where(mask, bounded, 0.0)
 
 
-def compute_normaliser(loss_type: str, *, num_answers: float, num_tokens: float, max_length: int) -> float:
+def compute_normaliser(
+    loss_type: str, *, num_answers: int, num_tokens: int, mean_tokens: float, max_length: int
+) -> float:
     """Divisor of the summed losses of an optimizer step, over all its micro-batches and processes.
 
     Args:
         loss_type: As in ``PolicyObjective``.
         num_answers: Of the step.
-        num_tokens: Tokens of the step's answers; for ``dapo``, ``cispo`` and ``vespo`` the mean of the steps of a
-            generation, as in TRL.
+        num_tokens: Of the step's answers.
+        mean_tokens: The same on average over the steps of a generation, which then all have one divisor, as in TRL.
         max_length: Longest answer that the run allows.
     """
     if loss_type == "dr_grpo":
         return num_answers * max_length
-    return max(num_answers if loss_type in ("grpo", "sapo", "luspo") else num_tokens, 1.0)
+    if loss_type in ("grpo", "sapo", "luspo"):
+        return num_answers
+    return max(mean_tokens if loss_type in ("dapo", "cispo", "vespo") else num_tokens, 1.0)
 
 
 Terms = dict[str, Tensor]
@@ -162,7 +166,11 @@ def compute_policy_loss(
     ratio, lengths = log_ratio.exp(), mask.sum(dim=1, keepdim=True).clamp(min=1)
     sampled = old_logps if engine_logps is None else engine_logps
     weights = compute_importance_weights(old_logps, sampled, mask, objective)
-    used = _raise_to_level(ratio, log_ratio, lengths, objective.importance_sampling_level)
+    used = ratio
+    if objective.importance_sampling_level != "token":
+        # Tokens are clamped one by one, so their sum can still overflow exp. Of each answer, (B, 1).
+        total, is_mean = log_ratio.sum(dim=1, keepdim=True), objective.importance_sampling_level == "sequence"
+        used = (total / lengths if is_mean else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
     losses, is_clipped = _compute_surrogate(logps, used, log_ratio, advantages, mask, objective, weights)
     if (threshold := objective.off_policy_mask_threshold) is not None:
         # Nats a token, (B, 1): by how much less likely the whole answer is now.
@@ -193,15 +201,6 @@ def compute_policy_loss(
     if objective.beta:
         terms["kl_ref"] = torch.where(mask, ref_kl, 0.0).detach().sum()
     return losses.sum() / normaliser, terms
-
-
-def _raise_to_level(ratio: Tensor, log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """Ratio to be clipped: ``(B, T)`` per token, or ``(B, 1)`` per answer."""
-    if level == "token":
-        return ratio
-    # Tokens are clamped one by one, so their sum can still overflow exp.
-    total = log_ratio.sum(dim=1, keepdim=True)
-    return (total / lengths if level == "sequence" else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
 
 
 def _compute_surrogate(

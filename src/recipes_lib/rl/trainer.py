@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from accelerate import PartialState
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
@@ -47,6 +47,8 @@ from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
 from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+_COUNTS: Final = ("iteration", "num_answers", "num_tokens", "num_target_tokens", "seconds")
 
 
 class RunLog:
@@ -87,16 +89,8 @@ class RunLog:
 
     def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
         """Write figures of ``kind`` ``train`` or ``eval`` for a state."""
-        counts = {
-            "iteration": state.iteration,
-            "epoch": state.num_answers / self._num_answers,
-            **figures,
-            "num_answers": state.num_answers,
-            "num_tokens": state.num_tokens,
-            "num_target_tokens": state.num_target_tokens,
-            "memory_bytes": read_peak_memory(),
-            "seconds": state.seconds,
-        }
+        counts = {name: getattr(state, name) for name in _COUNTS}
+        counts |= {"epoch": state.num_answers / self._num_answers, **figures, "memory_bytes": read_peak_memory()}
         event = {"kind": kind, "step": state.step, **counts}
         self._metrics.write(event)
         self.progress.show(event)

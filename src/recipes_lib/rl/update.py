@@ -264,7 +264,13 @@ class Updater:
         with self.models.as_policy() as policy:
 
             def compute(batch: Rollout, part: Rollout) -> tuple[Tensor, Terms]:
-                normaliser = self._compute_normaliser(rollout, batch)
+                normaliser = compute_normaliser(
+                    self.method.objective.loss_type,
+                    num_answers=len(batch),
+                    num_tokens=batch.num_targets,
+                    mean_tokens=rollout.num_targets * (len(batch) / len(rollout)),
+                    max_length=self.config.rewards.response_length,
+                )
                 return self._compute_policy_loss(policy, part, normaliser, with_entropy)
 
             return self._update(self.learners["policy"], rollout, iteration, compute)
@@ -326,15 +332,6 @@ class Updater:
         loss, terms = compute()
         learner.backward(loss)
         return {"loss": loss.detach(), **terms}
-
-    def _compute_normaliser(self, rollout: Rollout, batch: Rollout) -> float:
-        """Divisor of the losses of a step."""
-        kind, share_of_all = self.method.objective.loss_type, len(batch) / len(rollout)
-        # As in TRL: every step of a generation has the same divisor.
-        of_generation = kind in ("dapo", "cispo", "vespo")
-        num_tokens = rollout.num_targets * share_of_all if of_generation else batch.num_targets
-        longest = self.config.rewards.response_length
-        return compute_normaliser(kind, num_answers=len(batch), num_tokens=num_tokens, max_length=longest)
 
     def _compute_policy_loss(
         self, policy: Any, part: Rollout, normaliser: float, with_entropy: bool
