@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from tests.rows import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed import barrier, destroy_process_group, is_initialized
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.generation import GenerateBackend
@@ -154,15 +156,30 @@ def build_group_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any
     return [flag for flag in flags if not flag.startswith(tuple(f"--{name}=" for name in of_ppo))]
 
 
+class Loaded(NamedTuple):
+    """What a run trains with."""
+
+    config: RecipeConfig
+    args: TrainingArguments
+    tokenizer: Any
+    models: ActorCritic
+
+
+def load(config: RecipeConfig, terminators: Sequence[int] = ()) -> Loaded:
+    """Load the models of a run as the recipe does."""
+    launch = read_launch()
+    args, tokenizer = (
+        build_training_arguments(config, launch, has_eval=True),
+        load_tokenizer(config.model, config.tokens),
+    )
+    return Loaded(config, args, tokenizer, load_actor_critic(config, args, launch, tokenizer, terminators))
+
+
 def train(flags: list[str], recipe: str = "ppo") -> ActorCritic:
     """Train as the recipe does, and return the models."""
-    config, launch = load_config(recipe, flags), read_launch()
-    run = start_run(config, launch)
-    config = run.config
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
-    args = build_training_arguments(config, launch, has_eval=True)
-    models_ = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+    run = start_run(load_config(recipe, flags), read_launch())
+    prompts = load_prompt_data(run.config, load_tokenizer(run.config.model, run.config.tokens))
+    config, args, tokenizer, models_ = load(run.config, prompts.terminators)
     rewards = load_rewards(config.rewards, "cpu", models_.reward)
     PolicyTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
     return models_

@@ -15,16 +15,12 @@ from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import ConfigError, PreemptedError, Problem
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
-from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.collect import AsyncSampler, Collector
-from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
 from recipes_lib.stopping import STOP
 from recipes_lib.training.guards.preemption import leave_if_asked
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 SEEN: list[str] = []
 
@@ -38,10 +34,7 @@ def score(*, prompts, completions, completion_ids, **_):
 def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("collect")
     flags = keys_task.build_flags(policy_dir, folder, prompts_file, use_peft=request.param)
-    config, launch = load_config("ppo", flags), read_launch()
-    args = build_training_arguments(config, launch, has_eval=True)
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    models = load_actor_critic(config, args, launch, tokenizer, [])
+    config, args, tokenizer, models = keys_task.load(load_config("ppo", flags))
     prompts = load_prompt_data(config, tokenizer)
     rewards = Rewards({"score": score}, None, [1.0])
     collector = Collector(config, args, models, rewards, tokenizer, TrainingProgress(), prompts.max_length)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from tests.rl import keys_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.table import load_table
@@ -127,11 +126,6 @@ def test_the_mean_is_over_the_tokens_of_the_step_however_it_is_cut():
 
     assert loss(slice(0, 2)) == 1.75
     assert loss(slice(0, 1)) + loss(slice(1, 2)) == 1.75
-
-
-@pytest.fixture(scope="module")
-def policy_dir(tmp_path_factory):
-    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=1)
 
 
 @pytest.fixture(scope="module")

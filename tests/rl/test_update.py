@@ -16,16 +16,12 @@ from tests.rl.test_rollout import build_rollout
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.errors import DivergedError
-from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl import update
 from recipes_lib.rl.methods import PPOMethod
-from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.policy_loss import PolicyObjective, compute_policy_loss
 from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2), (2, 8), (3, 3), (5, 6), (2, 1)]
@@ -39,10 +35,8 @@ def build(policy_dir, prompts_file, tmp_path):
     def build_updater(ppo, batch_size=8, **keys):
         keys = {"max_steps": 8, "per_device_train_batch_size": 8 // ppo["num_mini_batches"], "seed": 0, **ppo, **keys}
         config = load_config("ppo", keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
-        launch = read_launch()
-        args = build_training_arguments(config, launch, has_eval=True)
+        _, args, _, models = keys_task.load(config)
         args.per_device_train_batch_size = batch_size
-        models = load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [])
         method = PPOMethod(config, 8, 1)
         options = {"learning_rate": 1e-3, "args": args, "schedule": method.schedule}
         trunk = models.policy if models.is_shared else models.critic

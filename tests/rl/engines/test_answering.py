@@ -10,24 +10,18 @@ from tests.rl.reward_adapters import write_reward_model
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.collect import Collector
-from recipes_lib.rl.models import ActorCritic, load_actor_critic
+from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 
 @pytest.fixture
 def build(policy_dir, prompts_file, tmp_path):
     def load(num_positions=64, **keys):
         flags = keys_task.build_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
-        config, launch = load_config("ppo", flags), read_launch()
-        tokenizer = load_tokenizer(config.model, config.tokens)
+        config, args, tokenizer, models = keys_task.load(load_config("ppo", flags))
         prompts = load_prompt_data(config, tokenizer)
-        args = build_training_arguments(config, launch, has_eval=True)
-        models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
         rewards = load_rewards(config.rewards, "cpu")
         if rewards.model is not None:
             rewards.model.model.config.max_position_embeddings = num_positions

@@ -162,7 +162,7 @@ class EvaluateLoss(_HeldOutEvaluation):
     byte_lengths: Tensor | None = None
 
     def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return ``loss`` (nats per target), ``perplexity``, ``token_accuracy``, ``bits_per_byte`` where bytes are known."""
+        """Return ``loss`` (nats per target), ``perplexity``, ``token_accuracy``, and ``bits_per_byte`` if known."""
         loss = sums["nll"] / sums["num_targets"]
         in_bytes = {"bits_per_byte": sums["nll"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
         accuracy = sums["num_correct"] / sums["num_targets"]
