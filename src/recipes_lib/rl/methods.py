@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -108,9 +108,12 @@ class GroupMethod:
 Method = PPOMethod | GroupMethod
 """Each has the ``schedule`` of the run; the ``objective`` of the policy; ``target_kl``, a token, from the policy that
 answered, at which updates end; and ``num_idle_iterations`` before the policy learns."""
-METHODS: Mapping[str, Callable[[RecipeConfig, int, int], Method]] = {
-    "ppo": PPOMethod,
-    "rloo": GroupMethod,
-    "grpo": GroupMethod,
-}
-"""Recipe -> its method, given the configuration, the number of prompts and that of processes."""
+
+
+def build_method(config: RecipeConfig, num_prompts: int, world_size: int) -> Method:
+    """Build the method of a recipe for a number of prompts and of processes.
+
+    Raises:
+        ConfigError: As ``PPOMethod`` and ``GroupMethod``.
+    """
+    return (PPOMethod if config.recipe == "ppo" else GroupMethod)(config, num_prompts, world_size)

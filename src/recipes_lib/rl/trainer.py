@@ -22,7 +22,7 @@ from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
 from recipes_lib.rl.collect import OFF_POLICY_SHARE, Collector
 from recipes_lib.rl.engines.engine import EngineGuard
-from recipes_lib.rl.methods import METHODS, Method
+from recipes_lib.rl.methods import Method, build_method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
     AnswerWatch,
@@ -136,13 +136,13 @@ class PolicyTrainer:
             tokenizer: Of the policy.
 
         Raises:
-            ConfigError: As ``METHODS``.
+            ConfigError: As ``build_method``.
         """
         self._config, self._args, self._models = config, args, models
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
         self._rank, self._world_size = int(args.process_index), int(args.world_size)
         self._dtype = get_compute_dtype(args)
-        self.method: Method = METHODS[config.recipe](config, len(prompts.train), self._world_size)
+        self.method: Method = build_method(config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
