@@ -91,6 +91,8 @@ def test_tokens_are_weighed_by_the_policy_that_answered_and_not_by_the_one_that_
         normaliser=rollout.num_targets,
     )
     assert figures["loss"] == pytest.approx(factor * unweighted.item(), rel=1e-4, abs=1e-6)
+    # k3 a token of a policy that finds every token more likely by 0.1 nats.
+    assert figures["approx_kl"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
