@@ -90,11 +90,12 @@ def test_a_task_that_is_solved_does_not_end_the_run() -> None:
 
 @pytest.mark.parametrize("before", [[], [FLAT], [TELLING], [TELLING, FLAT], [FLAT, TELLING, FLAT]])
 def test_a_resumed_run_judges_as_if_it_had_not_been_stopped(before: list[list[list[float]]]) -> None:
-    guard, _ = build(3)
+    guard, told = build(3)
     for step, rewards in enumerate(before, start=1):
         guard.judge(torch.tensor(rewards), step=step)
-    resumed, _ = build(3)
+    resumed, told_resumed = build(3)
     resumed.state |= json.loads(json.dumps(guard.state))
+    told.clear()
     ends = []
     for each in (guard, resumed):
         for step in range(1, 5):
@@ -104,3 +105,4 @@ def test_a_resumed_run_judges_as_if_it_had_not_been_stopped(before: list[list[li
                 ends.append(step)
                 break
     assert ends[0] == ends[1]
+    assert told == told_resumed
