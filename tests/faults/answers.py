@@ -78,7 +78,7 @@ def _spoil_at(what: str, iteration: int) -> None:
     """In one iteration, from 1, something becomes NaN."""
     from recipes_lib.rl import collect
     from recipes_lib.rl.trainer import PolicyTrainer
-    from recipes_lib.rl.update import Updater
+    from recipes_lib.rl.update import Learner
 
     now = [0]
     learn, value = PolicyTrainer._learn, collect.compute_response_values
@@ -98,14 +98,13 @@ def _spoil_at(what: str, iteration: int) -> None:
         collect.compute_response_values = lambda *given: value(*given) if now[0] != iteration else spoil(value(*given))
     else:
         learner = what.partition("'")[0]
-        compute = getattr(Updater, f"_learn_{learner}")
+        backward = Learner.backward
 
-        def spoilt(self, *given):
-            loss = compute(self, *given)
-            if now[0] == iteration:
-                some = next(p for p in getattr(self, learner).parameters.values() if p.grad is not None)
+        def spoilt(self, loss):
+            backward(self, loss)
+            if now[0] == iteration and self.name == learner:
+                some = next(p for p in self.parameters.values() if p.grad is not None)
                 with torch.no_grad():
                     some.grad.copy_(spoil(some.grad))
-            return loss
 
-        setattr(Updater, f"_learn_{learner}", spoilt)
+        Learner.backward = spoilt

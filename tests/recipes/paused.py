@@ -29,8 +29,8 @@ WHERE = {
     "sampling": ("recipes_lib.models.generation:SampleByUniforms", "__call__"),
     "scoring": ("recipes_lib.rl.rewards:Rewards", "score"),
     "reading": ("recipes_lib.rl.collect", "lay_out"),
-    "policy update": ("recipes_lib.rl.update:Updater", "_learn_policy"),
-    "critic update": ("recipes_lib.rl.update:Updater", "_learn_critic"),
+    "policy update": ("recipes_lib.rl.update:Updater", "_compute_policy_loss"),
+    "critic update": ("recipes_lib.rl.update:Updater", "_compute_value_loss"),
     "ppo saving": ("recipes_lib.rl.trainer", "stage_state"),
     "ppo samples": ("recipes_lib.rl.monitor", "Sample"),
 }

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tests.rl import keys_task
 from tests.rows import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from recipes_lib.rl.verifiers import final_number
 
@@ -76,38 +74,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def write_policy(folder: Path, rows: Sequence[dict[str, str]], seed: int, num_steps: int = 250) -> Path:
     """Fine-tune a tiny Llama on solutions of which every second one is wrong by one or two, and save it."""
-    torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(WORDS),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    random = np.random.default_rng(seed)
-    for _ in range(num_steps):
-        batch = [rows[at] for at in random.integers(0, len(rows), 64)]
-        texts = [(f"<user> {row['question']} <assistant>", f"{_spoil(row['answer'], random)} <eos>") for row in batch]
-        pairs = [tokenizer(list(pair))["input_ids"] for pair in texts]
-        width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-        ids = torch.tensor([[*p, *a, *[0] * (width - len(p) - len(a))] for p, a in pairs])
-        labels = torch.tensor([[*[-1] * len(p), *a, *[-1] * (width - len(p) - len(a))] for p, a in pairs])
-        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
-        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    tokenizer, random = build_tokenizer(), np.random.default_rng(seed)
+
+    def draw(row: dict[str, str]) -> tuple[list[int], list[int]]:
+        prompt, answer = f"<user> {row['question']} <assistant>", f"{_spoil(row['answer'], random)} <eos>"
+        return tokenizer(prompt)["input_ids"], tokenizer(answer)["input_ids"]
+
+    batches = ([draw(rows[at]) for at in random.integers(0, len(rows), 64)] for _ in range(num_steps))
+    return keys_task.fine_tune(folder, tokenizer, batches, seed)
 
 
 def _spoil(answer: str, random: np.random.Generator) -> str:

@@ -10,8 +10,9 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from tests.rows import write_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.distributed import barrier, destroy_process_group, is_initialized
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainingArguments
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import PreemptedError
 from recipes_lib.models.generation import GenerateBackend
@@ -77,11 +79,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def write_policy(folder: Path, seed: int, num_steps: int = 300, **sizes: int) -> Path:
-    """Fine-tune a tiny Llama to answer with three to seven keys, each either with the same probability, and save it."""
+Examples = list[tuple[list[int], list[int]]]
+"""Token ids of prompts and of their answers."""
+
+
+def fine_tune(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, batches: Iterable[Examples], seed: int, **sizes: int
+) -> Path:
+    """Train a tiny Llama of random weights on the answers, one step a batch, and save it."""
     torch.manual_seed(seed)
     tiny = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -92,26 +100,31 @@ def write_policy(folder: Path, seed: int, num_steps: int = 300, **sizes: int) ->
     config = LlamaConfig(**tiny | sizes, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None)  # type: ignore[arg-type]
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    random = np.random.default_rng(seed)
-    for step in range(num_steps):
-        rows = [
-            [*prompt, *random.choice(prompt[-2:], random.integers(3, MAX_ANSWER)).tolist(), EOS]
-            for prompt in draw_prompts(64, 1000 * seed + step)
-        ]
-        width = max(map(len, rows))
-        ids = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows])
-        labels = torch.where(ids == PAD, -1, ids)
-        for row, answer in zip(labels, rows, strict=True):
-            row[: max(at for at, index in enumerate(answer[:6]) if index >= FIRST_FILLER) + 3] = -1
-        loss = nn.functional.cross_entropy(
-            model(input_ids=ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-1
-        )
+    for batch in batches:
+        width = max(len(prompt) + len(answer) for prompt, answer in batch)
+        ids = torch.tensor([[*p, *a, *[PAD] * (width - len(p) - len(a))] for p, a in batch])
+        labels = torch.tensor([[*[-1] * len(p), *a, *[-1] * (width - len(p) - len(a))] for p, a in batch])
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
+
+
+def write_policy(folder: Path, seed: int, num_steps: int = 300, **sizes: int) -> Path:
+    """Fine-tune a policy to answer with three to seven keys, each either with the same probability, and save it."""
+    random = np.random.default_rng(seed)
+    batches = (
+        [
+            (prompt, [*random.choice(prompt[-2:], random.integers(3, MAX_ANSWER)).tolist(), EOS])
+            for prompt in draw_prompts(64, 1000 * seed + step)
+        ]
+        for step in range(num_steps)
+    )
+    return fine_tune(folder, build_tokenizer(), batches, seed, **sizes)
 
 
 def write_prompts(path: Path, count: int, seed: int) -> Path:
@@ -154,15 +167,30 @@ def build_group_flags(policy: Path, output_dir: Path, prompts: Path, **keys: Any
     return [flag for flag in flags if not flag.startswith(tuple(f"--{name}=" for name in of_ppo))]
 
 
+class Loaded(NamedTuple):
+    """What a run trains with."""
+
+    config: RecipeConfig
+    args: TrainingArguments
+    tokenizer: Any
+    models: ActorCritic
+
+
+def load(config: RecipeConfig, terminators: Sequence[int] = ()) -> Loaded:
+    """Load the models of a run as the recipe does."""
+    launch = read_launch()
+    args, tokenizer = (
+        build_training_arguments(config, launch, has_eval=True),
+        load_tokenizer(config.model, config.tokens),
+    )
+    return Loaded(config, args, tokenizer, load_actor_critic(config, args, launch, tokenizer, terminators))
+
+
 def train(flags: list[str], recipe: str = "ppo") -> ActorCritic:
     """Train as the recipe does, and return the models."""
-    config, launch = load_config(recipe, flags), read_launch()
-    run = start_run(config, launch)
-    config = run.config
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    prompts = load_prompt_data(config, tokenizer)
-    args = build_training_arguments(config, launch, has_eval=True)
-    models_ = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
+    run = start_run(load_config(recipe, flags), read_launch())
+    prompts = load_prompt_data(run.config, load_tokenizer(run.config.model, run.config.tokens))
+    config, args, tokenizer, models_ = load(run.config, prompts.terminators)
     rewards = load_rewards(config.rewards, "cpu", models_.reward)
     PolicyTrainer(config, args, models_, rewards, prompts, tokenizer).train(run.resume_from)
     return models_

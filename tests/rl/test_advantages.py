@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 import trl
 from datasets import Dataset
-from tests.rl import keys_task
+from tests.rl.test_policy_loss import mask, tensor
+from tests.rl.test_rollout import build_rollout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.config.schema import PPOConfig
@@ -18,19 +21,11 @@ from recipes_lib.rl.advantages import (
     compute_group_advantages,
     compute_leave_one_out_advantages,
     compute_rewards,
+    compute_targets,
     estimate_kl,
     penalise_missing_end,
     whiten,
 )
-
-
-def tensor(*rows: list[float] | tuple[float, ...]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def mask(*rows: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.bool)
-
 
 REWARDS, VALUES, ALL = tensor([0.0, 0.0, 1.0]), tensor([0.5, 0.6, 0.7]), mask((1, 1, 1))
 
@@ -70,24 +65,6 @@ def test_padding_and_gaps_are_passed_over():
         tensor([0.0, 0.0, 9.0, 1.0]), tensor([0.5, 0.6, 5.0, 0.7]), mask((1, 1, 0, 1)), gamma=0.9, lam=0.8
     )
     assert torch.equal(gap[:, [0, 1, 3]], expected)
-
-
-def test_advantages_are_the_double_sum_of_their_definition():
-    random = np.random.default_rng(0)
-    rewards, values, gamma, lam = random.normal(size=(4, 7)), random.normal(size=(4, 7)), 0.97, 0.9
-    lengths = [7, 1, 3, 5]
-    expected = np.zeros((4, 7))
-    for row, length in enumerate(lengths):
-        ahead = np.append(values[row, 1:length], 0.0)
-        deltas = rewards[row, :length] + gamma * ahead - values[row, :length]
-        for t in range(length):
-            expected[row, t] = sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length))
-    is_token = torch.arange(7)[None] < torch.tensor(lengths)[:, None]
-    got, returns = compute_advantages(
-        torch.from_numpy(rewards), torch.from_numpy(values), is_token, gamma=gamma, lam=lam
-    )
-    np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
-    np.testing.assert_allclose(returns.numpy(), (expected + values) * is_token.numpy(), atol=1e-12)
 
 
 def test_rewards_sum_to_the_score_less_the_priced_kl():
@@ -149,17 +126,6 @@ def test_the_estimator_in_the_reward_has_the_gradient_of_kl():
     torch.testing.assert_close(gradient_as_reward(k2), wrong, rtol=0, atol=1e-6)
 
 
-def test_as_a_loss_the_estimators_have_other_gradients():
-    """k1: none; k2: that of KL; k3: ``p - q``, that of KL the other way round."""
-    for power, expected in ((1, [0.0, 0.0, 0.0]), (2, [0.346243, -0.220389, -0.125854]), (3, [0.3, -0.2, -0.1])):
-        logits = P.log().requires_grad_()
-        k1 = estimate_kl(logits.log_softmax(0), Q.log())
-        k = {1: k1, 2: k1**2 / 2, 3: (-k1).exp() - 1 + k1}[power]
-        (P * k).sum().backward()
-        assert logits.grad is not None
-        torch.testing.assert_close(logits.grad, tensor(expected)[0], rtol=0, atol=1e-6)
-
-
 def test_an_answer_that_ran_into_the_limit_is_charged():
     assert penalise_missing_end(tensor([1.0, 1.0])[0], mask((1, 0))[0], 0.75).tolist() == [1.0, 0.25]
 
@@ -175,11 +141,6 @@ def test_explained_variance():
 GROUP, NUM_ANSWERS = 4, 16
 # A group without a reward, one with a single reward, one all alike, and one with a gap.
 KNOWN = [None] * 4 + [None, None, 0.5, None] + [2.0] * 4 + [1.0, None, -3.0, 0.25]
-
-
-@pytest.fixture(scope="module")
-def policy_dir(tmp_path_factory):
-    return keys_task.write_policy(tmp_path_factory.mktemp("policy"), 0, num_steps=1)
 
 
 def ask_trl(monkeypatch, policy_dir, tmp_path, trainer, arguments, **keys):
@@ -235,3 +196,56 @@ def test_leave_one_out_advantages_are_those_of_trls_rloo(monkeypatch, policy_dir
     got = compute_leave_one_out_advantages(known_rewards(), GROUP, normalize=normalize)
     assert got.abs().max() > 0.5
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_iterations_targets_are_those_of_their_definition():
+    """Whitened advantages, returns that are not; penalty and KL in their sum."""
+    rollout, config = build_rollout([(3, 4), (2, 1), (2, 3)]), PPOConfig(gamma=0.9, lam=0.8)
+    targets = compute_targets(rollout, config, 0.5, 0.1)
+    kl = ((rollout.logps - rollout.ref_logps) * rollout.mask).double().numpy()
+    scores = rollout.scores.double().numpy() - 0.5 * (~rollout.finished).numpy()
+    np.testing.assert_allclose(targets.total, scores - 0.1 * kl.sum(1), atol=1e-6)
+    advantages = np.zeros(kl.shape)
+    for row, length in enumerate([4, 1, 3]):
+        rewards, values = -0.1 * kl[row, :length], np.append(rollout.values[row, :length].double().numpy(), 0)
+        rewards[-1] += scores[row]
+        deltas = rewards + 0.9 * values[1:] - values[:-1]
+        for t in range(length):
+            advantages[row, t] = sum(0.72 ** (k - t) * deltas[k] for k in range(t, length))
+    mask = rollout.mask.numpy()
+    np.testing.assert_allclose(targets.rollout.returns, (advantages + rollout.values.numpy()) * mask, atol=1e-6)
+    kept = advantages[mask]
+    np.testing.assert_allclose(targets.rollout.advantages[rollout.mask], (kept - kept.mean()) / kept.std(), atol=1e-5)
+
+
+def test_whitened_rewards_keep_their_mean():
+    """Divided by their standard deviation around it, so that answers that earn nothing do not seem to cost."""
+    rollout = build_rollout([(3, 4), (2, 1), (2, 3)])
+    plain, whitened = (
+        compute_targets(rollout, PPOConfig(gamma=1.0, lam=1.0, whiten_rewards=whiten), 0.5, 0.1)
+        for whiten in (False, True)
+    )
+    # With gamma and lam of 1 what a return loses from token to token is the reward of the token.
+    after = torch.nn.functional.pad(plain.rollout.returns, (0, 1))[:, 1:]
+    rewards = (plain.rollout.returns - after)[rollout.mask].double().numpy()
+    white = (rewards - rewards.mean()) / rewards.std() + rewards.mean()
+    expected = np.zeros(rollout.mask.shape)
+    expected[rollout.mask.numpy()] = white
+    # A return is the sum of the rewards from its token on.
+    expected = expected[:, ::-1].cumsum(1)[:, ::-1] * rollout.mask.numpy()
+    assert abs(rewards.mean()) > 0.1
+    np.testing.assert_allclose(whitened.rollout.returns, expected, atol=1e-5)
+    assert torch.equal(whitened.total, plain.total)
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+def test_answers_that_are_not_scored_change_no_target(whiten_rewards):
+    """Whatever else is known of them: the others have what they would have alone."""
+    rollout, config = build_rollout([(3, 4), (2, 5), (2, 3), (4, 2)]), PPOConfig(whiten_rewards=whiten_rewards)
+    scored = torch.tensor([True, False, True, True])
+    among = compute_targets(dataclasses.replace(rollout, scored=scored), config, 0.5, 0.1)
+    alone = compute_targets(rollout.take([0, 2, 3]), config, 0.5, 0.1)
+    torch.testing.assert_close(among.rollout.advantages[scored, :4], alone.rollout.advantages)
+    torch.testing.assert_close(among.rollout.returns[scored, :4], alone.rollout.returns)
+    torch.testing.assert_close(among.total[scored], alone.total)
+    assert not among.rollout.advantages[~scored].any()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -15,19 +13,14 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import ConfigError, PreemptedError, Problem
-from recipes_lib.models.generation import GenerateBackend, Sampling
 from recipes_lib.models.heads.score_head import add_score_head
 from recipes_lib.models.heads.scoring import RewardModel
-from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl.collect import AsyncSampler, Collector
-from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import Rewards
 from recipes_lib.rl.rollout import compute_response_logps, lay_out
 from recipes_lib.stopping import STOP
 from recipes_lib.training.guards.preemption import leave_if_asked
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 SEEN: list[str] = []
 
@@ -41,34 +34,25 @@ def score(*, prompts, completions, completion_ids, **_):
 def collector_and_prompts(request, policy_dir, prompts_file, tmp_path_factory):
     folder = tmp_path_factory.mktemp("collect")
     flags = keys_task.build_flags(policy_dir, folder, prompts_file, use_peft=request.param)
-    config, launch = load_config("ppo", flags), read_launch()
-    args = build_training_arguments(config, launch, has_eval=True)
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    models = load_actor_critic(config, args, launch, tokenizer, [])
-    sampling = Sampling(stop_ids=models.stop_ids, pad_id=0, response_length=8, temperature=1.0)
-    generator = GenerateBackend(sampling, batch_size=64, precision=contextlib.nullcontext)
-    collector = Collector(
-        models=models,
-        generator=generator,
-        rewards=Rewards({"score": score}, None, [1.0]),
-        tokenizer=tokenizer,
-        response_length=8,
-        temperature=1.0,
-        batch_size=64,
-        seed=0,
-        device=torch.device("cpu"),
-        precision=contextlib.nullcontext,
-        progress=TrainingProgress(),
-    )
-    return collector, load_prompt_data(config, tokenizer).train
+    config, args, tokenizer, models = keys_task.load(load_config("ppo", flags))
+    prompts = load_prompt_data(config, tokenizer)
+    rewards = Rewards({"score": score}, None, [1.0])
+    collector = Collector(config, args, models, rewards, tokenizer, TrainingProgress(), prompts.max_length)
+    return collector, prompts.train
+
+
+def replace(collector, **parts):
+    other = copy.copy(collector)
+    vars(other).update(parts)
+    return other
 
 
 def test_an_answer_follows_from_its_number_whatever_stands_beside_it(collector_and_prompts):
     collector, prompts = collector_and_prompts
     whole, _ = collector.collect(prompts[:12], range(12))
-    generator = copy.copy(collector.generator)
-    generator.batch_size = 5
-    in_parts, _ = dataclasses.replace(collector, batch_size=5, generator=generator).collect(prompts[:12], range(12))
+    generator, args = copy.copy(collector.generator), copy.copy(collector.args)
+    generator.batch_size = args.per_device_eval_batch_size = 5
+    in_parts, _ = replace(collector, args=args, generator=generator).collect(prompts[:12], range(12))
     assert torch.equal(whole.response_ids, in_parts.response_ids)
     odd, _ = collector.collect(prompts[1:12:2], range(1, 12, 2))
     expected = whole.take(range(1, 12, 2))
@@ -110,7 +94,7 @@ def test_an_answer_of_which_no_reward_says_anything_is_not_scored(collector_and_
         return [float(at) if at % 2 else None for at in range(len(completion_ids))]
 
     rewards = Rewards({"odd": say_of_odd, "length": score}, None, [1.0, 0.0])
-    rollout, _ = dataclasses.replace(collector, rewards=rewards).answer(prompts[:4], range(4))
+    rollout, _ = replace(collector, rewards=rewards).answer(prompts[:4], range(4))
     assert rollout.scored.tolist() == [False, True, False, True]
     assert rollout.scores.tolist() == [0, 1, 0, 3]
     assert rollout.rewards[:, 0].isnan().tolist() == [True, False, True, False]
@@ -125,9 +109,7 @@ def test_a_reward_model_reads_an_end_of_those_answers_alone_that_have_one(collec
     add_score_head(model)
     reward_model = RewardModel(model, collector.tokenizer)
     read_the_end(reward_model, ["<eos>"])
-    rollout, _ = dataclasses.replace(collector, rewards=Rewards({}, reward_model, [1.0])).answer(
-        prompts[:32], range(32)
-    )
+    rollout, _ = replace(collector, rewards=Rewards({}, reward_model, [1.0])).answer(prompts[:32], range(32))
     assert 0 < rollout.finished.sum() < 32
     assert ((rollout.scores > 1) == rollout.finished).all()
 
@@ -164,7 +146,7 @@ class Engine:
 def test_an_engine_has_the_weights_before_it_is_asked_all_at_once(collector_and_prompts):
     collector, prompts = collector_and_prompts
     engine = Engine(collector.generator)
-    watched = dataclasses.replace(collector, batch_size=5, generator=engine)
+    watched = replace(collector, generator=engine)
     rollout, _ = watched.collect(prompts[:12], range(12))
     watched.answer(prompts[:3], range(3))
     assert engine.calls == ["load", 12, "load", 3]

@@ -16,11 +16,7 @@ from transformers import (
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, store_reward_statistics
-from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.state import save_critic
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 IDS = torch.tensor([keys_task.draw_prompts(1, seed=3)[0]])
 POSITIONS = {"position_ids": torch.arange(IDS.shape[1])[None]}
@@ -44,10 +40,8 @@ class RegressionModel(LlamaPreTrainedModel):
 def load(policy_dir, prompts_file, tmp_path):
     def load_models(**keys):
         flags = keys_task.build_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
-        config, launch = load_config("ppo", flags), read_launch()
-        args = build_training_arguments(config, launch, has_eval=True)
-        tokenizer = load_tokenizer(config.model, config.tokens)
-        return load_actor_critic(config, args, launch, tokenizer, []), tokenizer
+        loaded = keys_task.load(load_config("ppo", flags))
+        return loaded.models, loaded.tokenizer
 
     return load_models
 

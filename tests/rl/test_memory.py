@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.models.generation import SampleByUniforms
-from recipes_lib.models.loading import load_model_config, load_tokenizer
+from recipes_lib.models.loading import load_model_config
 from recipes_lib.planning.memory import plan_memory
 from recipes_lib.planning.memory_plan import (
     COMMUNICATION,
@@ -30,10 +30,7 @@ from recipes_lib.planning.memory_plan import (
     Held,
     Layout,
 )
-from recipes_lib.rl.models import load_actor_critic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 ROWS = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 5, "max_length": 24, "response_length": 8}
 LAYOUTS = {
@@ -70,9 +67,7 @@ def plan(config, num_shards=1, is_half=False):
 
 
 def load(config):
-    launch = read_launch()
-    args = build_training_arguments(config, launch, has_eval=True)
-    models = load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [])
+    models = keys_task.load(config).models
     return models, load_rewards(config.rewards, "cpu", models.reward)
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from tests.rl import keys_task
-from tests.rl.reward_adapters import write_reward_adapter
+from tests.rl.reward_adapters import write_reward_adapter, write_reward_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
@@ -15,10 +15,6 @@ from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.roles import REWARD
 from recipes_lib.models.heads.scoring import RewardModel, RewardStatistics, encode_answers, store_reward_statistics
-from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.models import load_actor_critic
-from recipes_lib.training.layouts.launch_environment import read_launch
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 IDS = torch.tensor([[10, 11, 2, 3, 2, 2, 1]])
 INPUTS = {"input_ids": IDS, "position_ids": torch.arange(7)[None], "last_positions": torch.arange(7)}
@@ -28,20 +24,15 @@ INPUTS = {"input_ids": IDS, "position_ids": torch.arange(7)[None], "last_positio
 def load(policy_dir, prompts_file, tmp_path):
     def load_models(**keys):
         config = load_config("ppo", keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
-        launch = read_launch()
-        args = build_training_arguments(config, launch, has_eval=True)
-        return load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [7])
+        return keys_task.load(config, [7]).models
 
     return load_models
 
 
 @pytest.fixture
 def reward_model_dir(policy_dir, tmp_path):
-    model = AutoModelForSequenceClassification.from_pretrained(policy_dir, num_labels=1)
-    folder = tmp_path / "reward_model"
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(policy_dir).save_pretrained(folder)
-    return folder, model.eval()
+    folder = write_reward_model(policy_dir, tmp_path / "reward_model")
+    return folder, AutoModelForSequenceClassification.from_pretrained(folder)
 
 
 @pytest.fixture

@@ -86,12 +86,12 @@ def test_steps_are_averaged_and_those_without_an_update_are_not_counted():
 
 
 def test_a_ratio_that_is_not_1_before_any_update_stops_the_run():
-    verify_first_minibatch({"approx_kl": 1e-8}, torch.float32)
-    verify_first_minibatch({"approx_kl": 1e-4}, torch.bfloat16)
+    verify_first_minibatch(1e-8, torch.float32)
+    verify_first_minibatch(1e-4, torch.bfloat16)
     with pytest.raises(DivergedError, match="before the first update"):
-        verify_first_minibatch({"approx_kl": 1e-4}, torch.float32)
+        verify_first_minibatch(1e-4, torch.float32)
     with pytest.raises(DivergedError):
-        verify_first_minibatch({"approx_kl": float("nan")}, torch.float32)
+        verify_first_minibatch(float("nan"), torch.float32)
 
 
 def test_a_reference_that_is_not_the_policy_stops_the_run():
@@ -107,9 +107,9 @@ def look_at(*iterations):
     told = []
     watch = AnswerWatch(told.append)
     for step, (entropy, length, correlation) in enumerate(iterations, start=1):
-        exported = json.loads(json.dumps(watch.export()))
+        exported = json.loads(json.dumps(watch.state))
         watch = AnswerWatch(told.append)
-        watch.restore(exported)
+        watch.state |= exported
         given = {
             "policy/entropy": entropy,
             "objective/length": length,

@@ -88,20 +88,21 @@ def test_a_task_that_is_solved_does_not_end_the_run() -> None:
         guard.judge(torch.ones(2, 2), step=2)
 
 
-@pytest.mark.parametrize("before", [[], [FLAT], [TELLING], [TELLING, FLAT], [FLAT, TELLING, FLAT]])
+@pytest.mark.parametrize("before", [[], [FLAT], [TELLING], [TELLING, FLAT], [FLAT, TELLING, FLAT], [FLAT] * 5])
 def test_a_resumed_run_judges_as_if_it_had_not_been_stopped(before: list[list[list[float]]]) -> None:
-    guard, _ = build(3)
+    guard, told = build(8)
     for step, rewards in enumerate(before, start=1):
         guard.judge(torch.tensor(rewards), step=step)
-    resumed, _ = build(3)
-    resumed.restore(json.loads(json.dumps(guard.export())))
+    resumed, told_resumed = build(8)
+    resumed.state |= json.loads(json.dumps(guard.state))
+    told.clear()
     ends = []
     for each in (guard, resumed):
-        for step in range(1, 5):
+        for step in range(1, 10):
             try:
                 each.judge(torch.tensor(FLAT), step=step)
             except DivergedError:
                 ends.append(step)
                 break
     assert ends[0] == ends[1]
-    build()[0].restore({})
+    assert told == told_resumed

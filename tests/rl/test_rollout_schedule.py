@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from recipes_lib.config.schema import PPOConfig
+from recipes_lib.config.schema import CriticConfig, PPOConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.rl.rollout_schedule import Stream, choose_prompts, compute_schedule, verify_warmup
+from recipes_lib.rl.rollout_schedule import Stream, choose_prompts, compute_schedule
 
 TRAINING = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 2.0}
 
 
+PPO = PPOConfig(num_ppo_epochs=3, num_mini_batches=2)
+
+
+def plan_run(num_warm=0, world_size=1, ppo=PPO, **keys):
+    critic = CriticConfig(critic_warmup_iterations=num_warm)
+    return compute_schedule(100, SimpleNamespace(ppo=ppo, critic=critic, training={**TRAINING, **keys}), world_size)
+
+
 def test_every_minibatch_is_an_optimizer_step():
     """TRL's old trainer made ``num_ppo_epochs`` steps, whatever ``num_mini_batches`` said."""
-    plan = compute_schedule(100, PPOConfig(num_ppo_epochs=3, num_mini_batches=2), TRAINING, 2)
+    plan = plan_run(world_size=2)
     assert (plan.answers_per_step, plan.answers_per_iteration, plan.steps_per_iteration) == (16, 32, 6)
     assert plan.num_iterations == 7
     assert plan.num_epochs == pytest.approx(2.24)
@@ -22,26 +32,22 @@ def test_every_minibatch_is_an_optimizer_step():
 
 
 def test_a_run_that_ends_before_the_critic_is_warm_is_refused():
-    plan = compute_schedule(100, PPOConfig(num_ppo_epochs=3, num_mini_batches=2), {**TRAINING, "max_steps": 12}, 1)
-    verify_warmup(plan, 0)
-    verify_warmup(plan, 1)
+    for num_warm in (0, 1):
+        plan_run(num_warm, max_steps=12)
     with pytest.raises(ConfigError, match="the critic warm-up has 2 iterations, and the run has 2"):
-        verify_warmup(plan, 2)
+        plan_run(2, max_steps=12)
 
 
 @pytest.mark.parametrize(("max_steps", "num_iterations"), [(1, 1), (6, 1), (7, 2)])
 def test_a_part_of_an_iteration_is_a_whole_one(max_steps, num_iterations):
-    training = {**TRAINING, "max_steps": max_steps}
-    ppo = PPOConfig(num_ppo_epochs=3, num_mini_batches=2)
-    assert compute_schedule(100, ppo, training, 1).num_iterations == num_iterations
+    assert plan_run(max_steps=max_steps).num_iterations == num_iterations
 
 
 @pytest.mark.parametrize(
     ("every", "due"), [(1, [0, 1, 2, 3, 4]), (8, [1, 3, 4]), (0.5, [2, 4]), (1000, [4]), (5, [1, 2, 3, 4])]
 )
 def test_what_is_due_falls_into_the_iteration_that_reaches_it(every, due):
-    ppo = PPOConfig(num_ppo_epochs=1, num_mini_batches=4)
-    plan = compute_schedule(100, ppo, {**TRAINING, "max_steps": 20}, 1)
+    plan = plan_run(ppo=PPOConfig(num_ppo_epochs=1, num_mini_batches=4), max_steps=20)
     assert [iteration for iteration in range(5) if plan.is_due(every, iteration)] == due
 
 

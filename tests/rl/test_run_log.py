@@ -32,7 +32,7 @@ def tell(log, state):
 
 
 def test_figures_stand_beside_the_counts_of_their_state(log, tmp_path):
-    log.begin(PPOState(), 8, is_evaluated=False)
+    log.begin(PPOState(), 8)
     log.write("train", PPOState(iteration=2, step=4, num_answers=12, num_tokens=7), {"objective/score": float("nan")})
     (event,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     expected = {"kind": "train", "step": 4, "iteration": 2, "epoch": 1.5, "num_answers": 12, "num_tokens": 7}
@@ -52,5 +52,5 @@ def test_figures_stand_beside_the_counts_of_their_state(log, tmp_path):
 def test_what_was_told_after_a_state_is_dropped(log, tmp_path, state, metrics, samples):
     for step in (0, 4, 8):
         tell(log, PPOState(step=step))
-    log.begin(state, 8, is_evaluated=state.evaluated_step == state.step)
+    log.begin(state, 8)
     assert read(tmp_path) == (metrics, samples)

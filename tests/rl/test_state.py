@@ -7,11 +7,10 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from recipes_lib.config.schema import PPOConfig
 from recipes_lib.errors import DataError
 from recipes_lib.models.saved_weights import BrokenSaveError
-from recipes_lib.rl.rollout_schedule import compute_schedule
-from recipes_lib.rl.state import PPOState, compare_with_learners, load_state, stage_state
+from recipes_lib.rl.rollout_schedule import RolloutSchedule
+from recipes_lib.rl.state import PPOState, load_state, stage_state
 from recipes_lib.rl.update import Learner
 from recipes_lib.training.checkpoints.manifest import find_damage, find_last_complete
 from recipes_lib.training.checkpoints.saver import CheckpointSaver
@@ -21,7 +20,7 @@ def build(tmp_path, seed, width=3):
     torch.manual_seed(seed)
     model = nn.Linear(width, 2)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, warmup_steps=2)
-    schedule = compute_schedule(8, PPOConfig(), {"max_steps": 16}, 1)
+    schedule = RolloutSchedule(1, 8, 8, 1, num_steps=16, num_warmup_steps=2, num_epochs=1.0)
     parameters = dict(model.named_parameters())
     return model, Learner("policy", model, parameters, learning_rate=0.1, args=args, schedule=schedule)
 
@@ -32,12 +31,14 @@ def step(model, learner, count):
         learner.step(lambda **_: None)
 
 
+def build_saver(tmp_path):
+    return CheckpointSaver(TrainingArguments(output_dir=str(tmp_path), use_cpu=True), lambda line: None)
+
+
 def save(tmp_path, state, learner):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    saver = CheckpointSaver(args, lambda line: None)
+    saver = build_saver(tmp_path)
     saver.save(stage_state(saver, state, {"policy": learner}))
     saver.finish()
-    return tmp_path / f"checkpoint-{state.step}"
 
 
 def test_a_learner_goes_on_where_it_was(tmp_path):
@@ -60,8 +61,7 @@ def test_what_is_saved_is_of_the_moment_at_which_it_was_put_together(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
     state, before = PPOState(step=3), model.weight.detach().clone()
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    saver = CheckpointSaver(args, lambda line: None)
+    saver = build_saver(tmp_path)
     staged = stage_state(saver, state, {"policy": learner})
     moments = learner.optimizer.state[model.weight]["exp_avg"].clone()
     step(model, learner, 1)
@@ -77,15 +77,17 @@ def test_what_is_saved_is_of_the_moment_at_which_it_was_put_together(tmp_path):
 def test_one_bit_is_seen(tmp_path):
     model, learner = build(tmp_path, 0)
     step(model, learner, 3)
-    folder = save(tmp_path, PPOState(step=3), learner)
-    compare_with_learners(folder, {"policy": learner})
+    staged = stage_state(build_saver(tmp_path), PPOState(step=3), {"policy": learner}, compares=True)
+    for task in staged.tasks:
+        task()
+    staged.verify()
     learner.optimizer.state[model.bias]["exp_avg_sq"].view(torch.int32)[0] ^= 1
     with pytest.raises(BrokenSaveError, match=r"policy_optimizer\.pt: a state differs"):
-        compare_with_learners(folder, {"policy": learner})
+        staged.verify()
     with torch.no_grad():
         model.bias.view(torch.int32)[0] ^= 1
     with pytest.raises(BrokenSaveError, match=r"policy\.safetensors: bias differ"):
-        compare_with_learners(folder, {"policy": learner})
+        staged.verify()
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path):

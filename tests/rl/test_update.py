@@ -15,22 +15,17 @@ from tests.rl import keys_task
 from tests.rl.test_rollout import build_rollout
 
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.schema import PPOConfig
 from recipes_lib.errors import DivergedError
-from recipes_lib.models.loading import load_tokenizer
 from recipes_lib.rl import update
-from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.methods import PPOMethod
 from recipes_lib.rl.policy_loss import PolicyObjective, compute_policy_loss
 from recipes_lib.rl.rollout import compute_response_logps, compute_response_values, lay_out
-from recipes_lib.rl.rollout_schedule import compute_schedule
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 CPU = torch.device("cpu")
 LENGTHS = [(3, 5), (7, 1), (1, 4), (4, 2), (2, 8), (3, 3), (5, 6), (2, 1)]
-WHOLE = PPOConfig(num_ppo_epochs=1, num_mini_batches=1, target_kl=None)
+WHOLE = {"num_ppo_epochs": 1, "num_mini_batches": 1, "target_kl": "null"}
 
 
 @pytest.fixture
@@ -38,34 +33,19 @@ def build(policy_dir, prompts_file, tmp_path):
     """An updater and answers as its policy and critic read them."""
 
     def build_updater(ppo, batch_size=8, **keys):
+        keys = {"max_steps": 8, "per_device_train_batch_size": 8 // ppo["num_mini_batches"], "seed": 0, **ppo, **keys}
         config = load_config("ppo", keys_task.build_flags(policy_dir, tmp_path, prompts_file, **keys))
-        launch = read_launch()
-        args = build_training_arguments(config, launch, has_eval=True)
-        args.per_device_train_batch_size, args.seed = batch_size, 0
-        models = load_actor_critic(config, args, launch, load_tokenizer(config.model, config.tokens), [])
-        schedule = compute_schedule(
-            8, ppo, {"max_steps": 8, "per_device_train_batch_size": 8 // ppo.num_mini_batches}, 1
-        )
-        options = {"learning_rate": 1e-3, "args": args, "schedule": schedule}
-        policy = Learner("policy", models.policy, models.policy_parameters(), **options)
+        _, args, _, models = keys_task.load(config)
+        args.per_device_train_batch_size = batch_size
+        method = PPOMethod(config, 8, 1)
+        options = {"learning_rate": 1e-3, "args": args, "schedule": method.schedule}
         trunk = models.policy if models.is_shared else models.critic
-        critic = Learner("critic", trunk, models.critic_parameters(), **options)
-        updater = Updater(
-            models,
-            policy,
-            critic,
-            schedule,
-            PolicyObjective("bnpo", epsilon=ppo.cliprange, delta=ppo.dual_clip),
-            ppo.cliprange_value,
-            ppo.target_kl,
-            8,
-            1.0,
-            args,
-            contextlib.nullcontext,
-            torch.float32,
-            UpdateGuard(tmp_path, lambda number: number),
-            TrainingProgress(),
-        )
+        learners = {
+            "policy": Learner("policy", models.policy, models.policy_parameters(), **options),
+            "critic": Learner("critic", trunk, models.critic_parameters(), **options),
+        }
+        guard, progress = UpdateGuard(tmp_path, lambda number: number), TrainingProgress()
+        updater = Updater(models, learners, method, config, args, contextlib.nullcontext, guard, progress)
         rollout = build_rollout(LENGTHS)
         rollout = dataclasses.replace(rollout, response_ids=rollout.response_ids % keys_task.VOCABULARY)
         for prompt in rollout.prompts:
@@ -102,10 +82,17 @@ def test_tokens_are_weighed_by_the_policy_that_answered_and_not_by_the_one_that_
     now, old, mask = rollout.logps, rollout.logps - 0.1 * rollout.mask, rollout.loss_mask
     engine = old - math.log(factor) * mask
     (figures,) = updater.update_policy(dataclasses.replace(rollout, logps=old, engine_logps=engine), 0)
-    unweighted = compute_policy_loss(
-        now, old, rollout.advantages, mask, PolicyObjective(epsilon=WHOLE.cliprange), normaliser=rollout.num_targets
+    unweighted, _ = compute_policy_loss(
+        now,
+        old,
+        rollout.advantages,
+        mask,
+        PolicyObjective(epsilon=updater.config.ppo.cliprange),
+        normaliser=rollout.num_targets,
     )
-    assert figures["loss"] == pytest.approx(factor * unweighted.loss.item(), rel=1e-4, abs=1e-6)
+    assert figures["loss"] == pytest.approx(factor * unweighted.item(), rel=1e-4, abs=1e-6)
+    # k3 a token of a policy that finds every token more likely by 0.1 nats.
+    assert figures["approx_kl"] == pytest.approx(math.exp(0.1) - 1.1, rel=1e-3)
 
 
 @pytest.mark.parametrize("keys", [{}, {"use_peft": True}])
@@ -144,11 +131,11 @@ def test_what_is_not_scored_changes_no_gradient_and_no_figure(build, monkeypatch
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.filterwarnings("error:Detected call")
 def test_a_minibatch_of_which_nothing_is_scored_is_a_step_without_an_update(build, number):
-    updater, rollout = build(PPOConfig(num_ppo_epochs=1, num_mini_batches=4, target_kl=None))
+    updater, rollout = build({"num_ppo_epochs": 1, "num_mini_batches": 4, "target_kl": "null"})
     unscored = [*updater._minibatches(8, 0)][number]
     some = dataclasses.replace(rollout, scored=torch.tensor([row not in unscored for row in range(8)]))
     assert [len(updater.update_policy(some, 0)), len(updater.update_critic(some, 0))] == [3, 3]
-    for learner in (updater.policy, updater.critic):
+    for learner in updater.learners.values():
         assert {int(state["step"]) for state in learner.optimizer.state.values()} == {3}
         assert learner.scheduler.last_epoch == 4
 
@@ -164,11 +151,11 @@ def test_the_first_ratio_is_exactly_1_in_batches_of_the_same_shape(build, monkey
 
 
 def test_every_minibatch_of_every_epoch_is_a_step_of_both(build):
-    ppo = PPOConfig(num_ppo_epochs=2, num_mini_batches=4, target_kl=None)
+    ppo = {"num_ppo_epochs": 2, "num_mini_batches": 4, "target_kl": "null"}
     updater, rollout = build(ppo)
     steps = updater.update_policy(rollout, 0), updater.update_critic(rollout, 0)
     assert [len(one) for one in steps] == [8, 8]
-    for learner in (updater.policy, updater.critic):
+    for learner in updater.learners.values():
         assert {int(state["step"]) for state in learner.optimizer.state.values()} == {8}
         assert learner.scheduler.last_epoch == 8
     assert steps[0][0]["ratio_max"] == pytest.approx(1, abs=1e-5)
@@ -176,7 +163,7 @@ def test_every_minibatch_of_every_epoch_is_a_step_of_both(build):
 
 
 def test_minibatches_hold_every_answer_once_an_epoch_and_are_shuffled_anew(build):
-    ppo = PPOConfig(num_ppo_epochs=2, num_mini_batches=4)
+    ppo = {"num_ppo_epochs": 2, "num_mini_batches": 4}
     updater, _ = build(ppo)
     batches = list(updater._minibatches(8, 0))
     epochs = [[row for batch in batches[start : start + 4] for row in batch] for start in (0, 4)]
@@ -196,46 +183,50 @@ def test_processes_share_a_minibatch_out(build):
 
 
 def test_the_policys_updates_end_before_one_that_goes_too_far(build):
-    ppo = PPOConfig(num_ppo_epochs=4, num_mini_batches=2, target_kl=1e-6)
+    ppo = {"num_ppo_epochs": 4, "num_mini_batches": 2, "target_kl": 1e-6}
     updater, rollout = build(ppo)
     steps = updater.update_policy(rollout, 0)
     assert 1 < len(steps) < 8
     assert "grad_norm" not in steps[-1]
     assert all(step["approx_kl"] <= 1.5e-6 for step in steps[:-1])
     assert steps[-1]["approx_kl"] > 1.5e-6
-    assert {int(state["step"]) for state in updater.policy.optimizer.state.values()} == {len(steps) - 1}
+    assert {int(state["step"]) for state in updater.learners["policy"].optimizer.state.values()} == {len(steps) - 1}
     # Length and learning rate of the run do not depend on it.
-    assert updater.policy.scheduler.last_epoch == 8
+    assert updater.learners["policy"].scheduler.last_epoch == 8
     assert len(updater.update_critic(rollout, 0)) == 8
 
 
 @pytest.mark.parametrize(("multiple", "num_updates"), [(1.4, 2), (1.6, 1)])
 def test_updates_end_above_one_and_a_half_times_the_target(build, multiple, num_updates):
     """The second of two minibatches, with a target of which its KL divergence is such a multiple."""
-    ppo = PPOConfig(num_ppo_epochs=1, num_mini_batches=2, target_kl=None)
+    ppo = {"num_ppo_epochs": 1, "num_mini_batches": 2, "target_kl": "null"}
     updater, rollout = build(ppo)
     _, second = updater.update_policy(rollout, 0)
-    updater, rollout = build(dataclasses.replace(ppo, target_kl=second["approx_kl"] / multiple))
+    updater, rollout = build(ppo | {"target_kl": second["approx_kl"] / multiple})
     assert sum("grad_norm" in step for step in updater.update_policy(rollout, 0)) == num_updates
 
 
 def test_a_policy_that_is_not_the_one_that_answered_stops_the_run_before_an_update(build):
     updater, rollout = build(WHOLE)
-    before = [p.clone() for p in updater.policy.parameters.values()]
+    before = [p.clone() for p in updater.learners["policy"].parameters.values()]
     wrong = dataclasses.replace(rollout, logps=rollout.logps - 0.1 * rollout.mask)
     with pytest.raises(DivergedError, match="before the first update"):
         updater.update_policy(wrong, 0)
-    assert all(torch.equal(one, p) for one, p in zip(before, updater.policy.parameters.values(), strict=True))
+    assert all(
+        torch.equal(one, p) for one, p in zip(before, updater.learners["policy"].parameters.values(), strict=True)
+    )
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_before_an_update(build, tmp_path):
     updater, rollout = build(WHOLE)
     assert rollout.returns is not None
-    before = [p.clone() for p in updater.critic.parameters.values()]
-    next(iter(updater.critic.parameters.values())).register_hook(lambda grad: grad * float("nan"))
+    before = [p.clone() for p in updater.learners["critic"].parameters.values()]
+    next(iter(updater.learners["critic"].parameters.values())).register_hook(lambda grad: grad * float("nan"))
     with pytest.raises(DivergedError, match=r"step 3 was stopped before its update of the critic: on rank 0 the grad"):
         updater.update_critic(rollout, 2)
-    assert all(torch.equal(one, p) for one, p in zip(before, updater.critic.parameters.values(), strict=True))
+    assert all(
+        torch.equal(one, p) for one, p in zip(before, updater.learners["critic"].parameters.values(), strict=True)
+    )
     facts = json.loads((tmp_path / "diverged" / "step-3" / "rank-0.json").read_text())
     # Judged before they are clipped, which would have spread it to all of them.
     assert len(facts["non_finite_gradients"]) == 1
@@ -246,11 +237,13 @@ def test_a_loss_that_is_not_finite_is_told_with_its_answers_and_not_as_another_p
     updater, rollout = build(WHOLE, batch_size=2)
     advantages = rollout.advantages.clone()
     advantages[3, 0] = float("inf")
-    before = [p.clone() for p in updater.policy.parameters.values()]
+    before = [p.clone() for p in updater.learners["policy"].parameters.values()]
     words = r"before its update of the policy: the loss of micro-batch \d of rank 0 is "
     with pytest.raises(DivergedError, match=words):
         updater.update_policy(dataclasses.replace(rollout, advantages=advantages), 0)
-    assert all(torch.equal(one, p) for one, p in zip(before, updater.policy.parameters.values(), strict=True))
+    assert all(
+        torch.equal(one, p) for one, p in zip(before, updater.learners["policy"].parameters.values(), strict=True)
+    )
     folder = tmp_path / "diverged" / "step-1"
     facts = json.loads((folder / "rank-0.json").read_text())
     (bad,) = facts["bad_micro_batches"]

@@ -1,4 +1,4 @@
-"""PPO with a reward that can be checked raises it from where fine-tuning left it, on problems that are not trained on.
+"""PPO, RLOO and GRPO raise a reward that can be checked from where fine-tuning left it, on other problems.
 
 The policy is fine-tuned on solutions of which every second one is wrong, so that it is right less than half of the
 time; the reward is the exact match of the final number; what is judged are sampled answers to 200 held-out problems, at
@@ -18,27 +18,30 @@ SHUFFLED = {"reward_funcs": "[tests.rl.arithmetic_task:score_shuffled]"}
 def run(tmp_path):
     """Share of right answers before and after, and the share of answers that end."""
 
-    def train(seed, **keys):
+    def train(recipe, seed, **keys):
         rows = arithmetic_task.write_problems(tmp_path, seed)
         policy = arithmetic_task.write_policy(tmp_path / "policy", rows, seed)
-        given = {"max_steps": 200, "seed": seed, **keys}
-        keys_task.train(arithmetic_task.build_flags(policy, tmp_path / "out", tmp_path, **given))
+        build = arithmetic_task.build_flags if recipe == "ppo" else arithmetic_task.build_group_flags
+        keys_task.train(build(policy, tmp_path / "out", tmp_path, **{"max_steps": 200, "seed": seed, **keys}), recipe)
         first, last = read_events(tmp_path / "out", "eval")
         return first["eval_reward"], last["eval_reward"], last["eval_stop_rate"]
 
     return train
 
 
-@pytest.mark.slow  # Every test run sees PPO learn in check A of test_learning, and this reward rise in test_groups.
-@pytest.mark.parametrize("seed", range(5))
-def test_the_verifiable_reward_rises(run, seed):
-    before, after, finished = run(seed)
+@pytest.mark.slow  # Every test run sees PPO learn in check A of test_learning, RLOO and GRPO in test_methods.
+@pytest.mark.parametrize(
+    ("recipe", "seed", "least"), [*(("ppo", seed, 0.75) for seed in range(5)), ("rloo", 0, 0.0), ("grpo", 0, 0.0)]
+)
+def test_the_verifiable_reward_rises(run, recipe, seed, least):
+    before, after, finished = run(recipe, seed)
     assert 0.2 < before < 0.55
-    assert after > max(before + 0.2, 0.75)
+    assert after > max(before + 0.2, least)
     assert finished > 0.95
 
 
 @pytest.mark.slow
-def test_it_does_not_rise_when_the_reward_is_told_of_others(run):
-    before, after, _ = run(0, **SHUFFLED)
-    assert after < before + 0.05
+@pytest.mark.parametrize(("recipe", "most"), [("ppo", 0.05), ("rloo", 0.1), ("grpo", 0.1)])
+def test_it_does_not_rise_when_the_reward_is_told_of_others(run, recipe, most):
+    before, after, _ = run(recipe, 0, **SHUFFLED)
+    assert after < before + most

@@ -203,7 +203,7 @@ def sample_pairs(
     from recipes_lib.data.sources.messages import is_answer
 
     # All answers to a prompt are in one batch, so that a batch ends in whole pairs.
-    size = max(1, collector.batch_size // num_answers)
+    size = max(1, collector.args.per_device_eval_batch_size // num_answers)
     for start in range(counts.num_prompts, len(prompts), size):
         batch = prompts[start : start + size]
         asked = [prompt for prompt in batch for _ in range(num_answers)]
@@ -278,7 +278,8 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
 
     from recipes_lib.data.store import compute_key
     from recipes_lib.models.generation import set_stop_tokens
-    from recipes_lib.rl.engines.engine import build_collector, hold_policy
+    from recipes_lib.rl.collect import Collector
+    from recipes_lib.rl.models import ActorCritic
     from recipes_lib.rl.rewards import load_rewards
     from recipes_lib.training.monitoring.progress import build_progress
     from recipes_lib.training.trainers.trained_model import load_policy
@@ -288,9 +289,9 @@ def write_pairs(config: RecipeConfig, output: Path, num_answers: int) -> str:
     rewards = load_rewards(config.rewards, device=str(args.device))
     policy = load_policy(config, attention, args, launch)
     stop_ids = set_stop_tokens(policy, tokenizer, prompts.terminators)
-    models = hold_policy(policy.to(args.device), stop_ids)
+    models = ActorCritic(policy.to(args.device), critic=None, own_reference=None, stop_ids=stop_ids)
     progress = build_progress(is_main=True)
-    collector = build_collector(config, args, models, rewards, tokenizer, progress, lambda: None, prompts.max_length)
+    collector = Collector(config, args, models, rewards, tokenizer, progress, prompts.max_length)
     facts = {"prompts": prompts.record["fingerprint"], "num_answers": num_answers, "stop_ids": stop_ids}
     tokens = [prompt.input_ids for prompt in prompts.train]
     # Of the tokens too: another template makes other prompts of the same rows.
@@ -332,7 +333,7 @@ def describe_sampling(config: RecipeConfig, collector: Collector) -> dict[str, A
         "weights": list(rewards.weights),
         "response_length": config.rewards.response_length,
         "temperature": config.rewards.temperature,
-        "seed": collector.seed,
+        "seed": collector.args.seed,
         "precision": resolve_precision(config),
     }
 

@@ -298,11 +298,9 @@ class PPOInspection(Inspection):
         Raises:
             ConfigError: The critic warms up for the whole run.
         """
-        from recipes_lib.rl.rollout_schedule import compute_schedule, verify_warmup
+        from recipes_lib.rl.rollout_schedule import compute_schedule
 
-        training = self.config.training
-        plan = compute_schedule(len(self._data.train), self.config.ppo, training, self.launch.world_size)
-        verify_warmup(plan, self.config.critic.critic_warmup_iterations)
+        plan = compute_schedule(len(self._data.train), self.config, self.launch.world_size)
         self.num_steps = plan.num_steps
         say(
             f"{plan.num_iterations:,} iterations of {plan.answers_per_iteration:,} answers and "

@@ -173,6 +173,16 @@ class RandomStates:
 
 
 @contextmanager
+def preserve_random_states() -> Iterator[None]:
+    """Restore afterwards the random states of Python, numpy, torch and every CUDA device."""
+    states = RandomStates.read()
+    try:
+        yield
+    finally:
+        states.restore()
+
+
+@contextmanager
 def preserve_training_state(model: nn.Module) -> Iterator[None]:
     """Evaluate ``model`` without gradients; afterwards every mode and random state is restored.
 
@@ -180,9 +190,5 @@ def preserve_training_state(model: nn.Module) -> Iterator[None]:
 
     Source: ``tests/models/test_training_state.py``.
     """
-    states = RandomStates.read()
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        states.restore()
+    with preserve_random_states(), evaluating(model):
+        yield

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptRow
-from recipes_lib.models.generation import Generated, Generator, mask_answers, read_continuation
+from recipes_lib.models.generation import Generated, Sampling, mask_answers, read_continuation
+from recipes_lib.rl.engines.engine import build_generator
 from recipes_lib.rl.models import ActorCritic, beat_between, held_whole
-from recipes_lib.rl.rewards import Rewards
+from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import (
     Rollout,
     Sequences,
@@ -29,9 +30,10 @@ from recipes_lib.rl.rollout import (
 )
 from recipes_lib.rl.rollout_schedule import Stream
 from recipes_lib.training.collectives import barrier
-from recipes_lib.training.guards.preemption import LeftError, stop_if_agreed
+from recipes_lib.training.guards.preemption import LeftError, leave_if_asked, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.progress import TrainingProgress
+from recipes_lib.training.trainers.arguments import build_autocast
 
 OFF_POLICY_SHARE: Final = "rollout/off_policy_share"
 """Share of the answers of an iteration that earlier weights than those before it have sampled."""
@@ -78,7 +80,6 @@ class AsyncSampler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(frozen=True, slots=True)
 class Collector:
     """Collects answers on one process: sampling, scoring, log-probabilities and values.
 
@@ -87,28 +88,58 @@ class Collector:
         generator: Samples the answers.
         rewards: Score them.
         tokenizer: Of the policy.
-        response_length: Longest answer.
-        temperature: Of sampling and of every log-probability.
-        batch_size: Rows that are read at once.
-        seed: With the number of an answer, decides which it is.
-        device: Of the models.
+        args: Rows that are read at once, the device of the models, and the seed, which with the number of an answer
+            decides which it is.
         precision: Gives the context in which products are computed.
-        progress: What the terminal shows.
         ahead: Samples the next answers while some are learnt from; ``None`` where weights and answers take turns.
     """
 
-    models: ActorCritic
-    generator: Generator
-    rewards: Rewards
-    tokenizer: PreTrainedTokenizerBase
-    response_length: int
-    temperature: float
-    batch_size: int
-    seed: int
-    device: torch.device
-    precision: Callable[[], Any]
-    progress: TrainingProgress
-    ahead: AsyncSampler | None = None
+    def __init__(
+        self,
+        config: RecipeConfig,
+        args: TrainingArguments,
+        models: ActorCritic,
+        rewards: Rewards,
+        tokenizer: PreTrainedTokenizerBase,
+        progress: TrainingProgress,
+        max_length: int,
+    ) -> None:
+        """Build the engine.
+
+        Args:
+            config: What samples, how long an answer is, and the temperature.
+            args: How many rows are sampled or read at once, the seed, the device and the precision.
+            models: Of the run.
+            rewards: Score the answers.
+            tokenizer: Of the policy.
+            progress: What the terminal shows.
+            max_length: Tokens of the longest prompt with its longest answer.
+
+        Raises:
+            ConfigError: As ``build_generator`` and ``verify_positions``.
+        """
+        self.models, self.rewards, self.tokenizer, self.args, self._progress = (
+            models,
+            rewards,
+            tokenizer,
+            args,
+            progress,
+        )
+        if rewards.model is not None:
+            own = rewards.model
+            if warning := verify_positions(own.model.config, own.tokenizer, tokenizer, max_length):
+                progress.say(warning)
+        # FSDP2 gathers weights in the compute dtype.
+        self.precision: Callable[[], Any] = nullcontext if models.is_sharded else build_autocast(args)
+        self._sampling = Sampling(
+            stop_ids=models.stop_ids,
+            pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            response_length=config.rewards.response_length,
+            temperature=config.rewards.temperature,
+            beat=leave_if_asked,
+        )
+        self.generator = build_generator(config, args, self._sampling, precision=self.precision, max_length=max_length)
+        self.ahead = AsyncSampler() if config.engine.max_staleness else None
 
     def collect(
         self,
@@ -200,16 +231,16 @@ class Collector:
             order.sort(key=lambda row: len(prompts[row].input_ids))
         size = self.generator.batch_size or len(order)
         chunks = [order[start : start + size] for start in range(0, len(order), size)]
-        ids = torch.zeros(len(prompts), self.response_length, dtype=torch.int64)
-        logps = torch.zeros(len(prompts), self.response_length)
+        ids = torch.zeros(len(prompts), self._sampling.response_length, dtype=torch.int64)
+        logps = torch.zeros(ids.shape)
         with self.models.as_policy() as policy, held_whole(policy, is_needed=self.generator.uses_policy):
-            for rows in self.progress.track(chunks, "sampling answers", len(chunks)):
+            for rows in self._progress.track(chunks, "sampling answers", len(chunks)):
                 asked, theirs = [prompts[row] for row in rows], [numbers[row] for row in rows]
                 answered = self._generate(policy, asked, theirs) if early is None else early
                 width = answered.response_ids.shape[1]
                 # A batch is shorter than the limit only if all its answers ended; tokens after the end are masked.
                 ids[rows, :width], logps[rows, :width] = answered.response_ids, answered.engine_logps
-        mask, finished = mask_answers(ids, self.models.stop_ids)
+        mask, finished = mask_answers(ids, self._sampling.stop_ids)
         none = torch.zeros(len(prompts))
         unscored = torch.zeros(len(prompts), dtype=torch.bool)
         by_token = torch.zeros_like(logps)
@@ -231,13 +262,13 @@ class Collector:
 
     def _draw(self, number: int) -> Any:
         # A stream for each answer, whichever process samples it and whatever was drawn before.
-        return np.random.default_rng([self.seed, Stream.ANSWER, number]).random(self.response_length)
+        return np.random.default_rng([self.args.seed, Stream.ANSWER, number]).random(self._sampling.response_length)
 
     def _score(self, rollout: Rollout, number: int) -> tuple[Rollout, list[str]]:
         WATCHDOG.enter("scoring answers")
         # Rewards that use global random generators must give the same values as in a run without interruption. The seed
         # is set here, because a library may also draw numbers when it is loaded at its first use.
-        set_seed((self.seed + 7919 * number) % 2**32)
+        set_seed((self.args.seed + 7919 * number) % 2**32)
         answers = [ids[mask].tolist() for ids, mask in zip(rollout.response_ids, rollout.mask, strict=True)]
         texts = read_answers(self.tokenizer, rollout.prompts, answers)
         own = None if self.rewards.model is None else self.rewards.model.model
@@ -255,7 +286,7 @@ class Collector:
         WATCHDOG.enter("reading answers")
 
         def logps(model: Any, sequences: Sequences) -> Tensor:
-            return compute_response_logps(model, sequences, temperature=self.temperature)[0]
+            return compute_response_logps(model, sequences, temperature=self._sampling.temperature)[0]
 
         with self.models.as_policy() as policy:
             old = self._map(rollout, lambda sequences: logps(policy, sequences))
@@ -271,12 +302,11 @@ class Collector:
     def _map(self, rollout: Rollout, compute: Callable[[Sequences], Tensor]) -> Tensor:
         """Apply ``compute`` to all answers, ``float32 (B, T)``, without gradients."""
         result = torch.zeros(rollout.mask.shape)
-        parts: Iterable[list[int]] = rollout.cut(self.batch_size)
         with torch.no_grad(), self.precision():
-            for rows in parts:
+            for rows in rollout.cut(self.args.per_device_eval_batch_size):
                 beat_between(self.models.policy)
                 # (rows, T of the longest of them); what is behind it stays 0.
-                part = compute(lay_out(rollout.take(rows), self.device))
+                part = compute(lay_out(rollout.take(rows), self.args.device))
                 result[rows, : part.shape[1]] = part.float().cpu()
         return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from recipes_lib.rl.advantages import (
 from recipes_lib.rl.monitor import Figures, average_steps, describe_values
 from recipes_lib.rl.policy_loss import PolicyObjective
 from recipes_lib.rl.rollout import Rollout
-from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule, verify_warmup
+from recipes_lib.rl.rollout_schedule import compute_group_schedule, compute_schedule
 
 
 class PPOMethod:
@@ -30,13 +30,12 @@ class PPOMethod:
         """Read the keys of the configuration.
 
         Raises:
-            ConfigError: As ``verify_warmup``.
+            ConfigError: As ``compute_schedule``.
         """
-        self.schedule = compute_schedule(num_prompts, config.ppo, config.training, world_size)
+        self.schedule = compute_schedule(num_prompts, config, world_size)
         self.objective = PolicyObjective("bnpo", epsilon=config.ppo.cliprange, delta=config.ppo.dual_clip)
         self.target_kl = config.ppo.target_kl
         self.num_idle_iterations = config.critic.critic_warmup_iterations
-        verify_warmup(self.schedule, self.num_idle_iterations)
         self._config = config
 
     def estimate(self, rollout: Rollout, kl_coef: float) -> Estimate:
@@ -109,9 +108,12 @@ class GroupMethod:
 Method = PPOMethod | GroupMethod
 """Each has the ``schedule`` of the run; the ``objective`` of the policy; ``target_kl``, a token, from the policy that
 answered, at which updates end; and ``num_idle_iterations`` before the policy learns."""
-METHODS: Mapping[str, Callable[[RecipeConfig, int, int], Method]] = {
-    "ppo": PPOMethod,
-    "rloo": GroupMethod,
-    "grpo": GroupMethod,
-}
-"""Recipe -> its method, given the configuration, the number of prompts and that of processes."""
+
+
+def build_method(config: RecipeConfig, num_prompts: int, world_size: int) -> Method:
+    """Build the method of a recipe for a number of prompts and of processes.
+
+    Raises:
+        ConfigError: As ``PPOMethod`` and ``GroupMethod``.
+    """
+    return (PPOMethod if config.recipe == "ppo" else GroupMethod)(config, num_prompts, world_size)

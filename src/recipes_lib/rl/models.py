@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,27 +120,20 @@ class ActorCritic:
         """Whether each process holds a shard of each model, and all of them run it together."""
         return is_sharded(self.policy)
 
-    @contextmanager
-    def as_policy(self) -> Iterator[Any]:
-        """Yield the policy."""
-        with self._as("policy", self.policy):
-            yield self.policy
+    def as_policy(self) -> AbstractContextManager[Any]:
+        """Return a context that yields the policy."""
+        return self._as("policy", self.policy)
+
+    def as_critic(self) -> AbstractContextManager[Any]:
+        """Return a context that yields the critic."""
+        return self._as("critic", self.critic)
+
+    def as_reference(self) -> AbstractContextManager[Any]:
+        """Return a context that yields the reference model, which is the start of training."""
+        return self._as("reference", self.policy if self.is_shared else self.own_reference)
 
     @contextmanager
-    def as_critic(self) -> Iterator[Any]:
-        """Yield the critic."""
-        with self._as("critic", self.critic):
-            yield self.critic
-
-    @contextmanager
-    def as_reference(self) -> Iterator[Any]:
-        """Yield the reference model, which is the start of training."""
-        reference = self.policy if self.is_shared else self.own_reference
-        with self._as("reference", reference):
-            yield reference
-
-    @contextmanager
-    def _as(self, name: Role, model: Any) -> Iterator[None]:
+    def _as(self, name: Role, model: Any) -> Iterator[Any]:
         """Activate a role, and reshard after it: FSDP2 leaves some weights gathered after a forward pass.
 
         Resharding happens before the role ends, because the base has other gathered parameters than before the role.
@@ -148,7 +141,7 @@ class ActorCritic:
         trunk = self.policy if self.is_shared else model
         with role(self.policy, name) if self.is_shared else nullcontext():
             try:
-                yield
+                yield model
             finally:
                 reshard(trunk)
 
@@ -227,7 +220,11 @@ def load_actor_critic(
     if has_critic and critic is None:
         critic = _load_critic(config, attention.implementation, args)
         disable_dropout(critic)
-        _check_vocabulary(policy, critic)
+        sizes = [model.config.get_text_config().vocab_size for model in (policy, critic)]
+        if sizes[0] != sizes[1]:
+            found = f"the critic has a vocabulary of {sizes[1]:,} tokens and the policy one of {sizes[0]:,}"
+            remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
+            raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
         critic = place(critic)
     verify_loss_head(policy)
     if args.activation_checkpointing:
@@ -321,14 +318,6 @@ def _rescale(head: nn.Linear, scale: RewardStatistics) -> nn.Linear:
         rescaled.weight.copy_(head.weight / scale.std)
         rescaled.bias.fill_(-scale.mean / scale.std)
     return rescaled
-
-
-def _check_vocabulary(policy: Any, critic: Any) -> None:
-    sizes = [model.config.get_text_config().vocab_size for model in (policy, critic)]
-    if sizes[0] != sizes[1]:
-        found = f"the critic has a vocabulary of {sizes[1]:,} tokens and the policy one of {sizes[0]:,}"
-        remedy = "name a critic of the policy's own family, or `critic_model_name_or_path` as the policy's model"
-        raise ConfigError(Problem("critic_model_name_or_path", found, remedy))
 
 
 def _checkpoint_activations(model: Any, args: TrainingArguments) -> None:

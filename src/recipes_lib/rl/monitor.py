@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import DivergedError
 from recipes_lib.rl.advantages import compute_explained_variance, estimate_kl
-from recipes_lib.rl.collect import Collector
 from recipes_lib.rl.policy_loss import PolicyObjective, compute_importance_weights
 from recipes_lib.rl.rollout import Rollout
 from recipes_lib.training.evaluation.samples import Sample
@@ -111,14 +110,14 @@ def average_steps(prefix: str, steps: Sequence[Figures]) -> Figures:
     return {f"{prefix}/{name}": value for name, value in figures.items()}
 
 
-def verify_first_minibatch(figures: Figures, dtype: torch.dtype) -> None:
-    """Check that the policy ratio is 1 before the first update of an iteration.
+def verify_first_minibatch(kl: float, dtype: torch.dtype) -> None:
+    """Check by ``approx_kl`` that the policy ratio is 1 before the first update of an iteration.
 
     Raises:
         DivergedError: The policy that learns is not the one whose answers were read.
     """
     # k3 of a small difference d is d^2 / 2.
-    shift = (2 * max(figures["approx_kl"], 0.0)) ** 0.5
+    shift = (2 * max(kl, 0.0)) ** 0.5
     if not shift <= TOLERANCE[dtype]:
         raise DivergedError(
             f"before the first update of this iteration the policy's log-probabilities differ by {shift:.2g} nats a "
@@ -152,44 +151,38 @@ REWARDED_LENGTH: Final = 0.5
 class AnswerWatch:
     """Warns once about an entropy collapse, and once about growing answers whose length correlates with the score.
 
+    Attributes:
+        state: JSON values from which a resumed run continues.
+
     Source: ``tests/rl/test_monitor.py``.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         """Start without an iteration; ``say`` prints a line for the user."""
         self._say = say
-        self._first: Figures = {}
-        self._told: list[str] = []
+        self.state: dict[str, Any] = {"first": {}, "told": []}
 
     def look(self, figures: Mapping[str, float | None], step: int) -> None:
         """Check the figures of a logged iteration, after ``step`` optimizer steps."""
-        entropy, length = figures.get("policy/entropy"), figures.get("objective/length")
+        entropy, length, first = figures.get("policy/entropy"), figures.get("objective/length"), self.state["first"]
         for name, value in (("entropy", entropy), ("length", length)):
             if value is not None:
-                self._first.setdefault(name, value)
-        if entropy is not None and entropy < COLLAPSED_ENTROPY * self._first["entropy"]:
-            found = f"the entropy fell from {self._first['entropy']:.3g} to {entropy:.3g} nats a token"
+                first.setdefault(name, value)
+        if entropy is not None and entropy < COLLAPSED_ENTROPY * first["entropy"]:
+            found = f"the entropy fell from {first['entropy']:.3g} to {entropy:.3g} nats a token"
             remedy = "a lower learning_rate, a higher KL coefficient or epsilon_high keeps answers apart"
             self._tell("entropy", step, found, remedy)
         correlation = figures.get("objective/score_length_correlation")
         is_rewarded = correlation is not None and correlation > REWARDED_LENGTH
-        if is_rewarded and length is not None and length > LONGER * self._first["length"]:
-            found = f"answers grew from {self._first['length']:.3g} to {length:.3g} tokens, and longer ones earn more"
+        if is_rewarded and length is not None and length > LONGER * first["length"]:
+            found = f"answers grew from {first['length']:.3g} to {length:.3g} tokens, and longer ones earn more"
             remedy = f"their correlation is {correlation:.2f}; look at the best samples, or punish length"
             self._tell("length", step, found, remedy)
 
     def _tell(self, kind: str, step: int, found: str, remedy: str) -> None:
-        if kind not in self._told:
-            self._told.append(kind)
+        if kind not in self.state["told"]:
+            self.state["told"].append(kind)
             self._say(f"warning: step {step}: {found}: {remedy}")
-
-    def export(self) -> dict[str, Any]:
-        """Return the state of the checks as JSON values."""
-        return {"first": self._first, "told": self._told}
-
-    def restore(self, exported: Mapping[str, Any]) -> None:
-        """Restore the state of ``export``; start new if it is empty."""
-        self._first, self._told = dict(exported.get("first", {})), list(exported.get("told", []))
 
 
 def correlate(first: Tensor, second: Tensor) -> float:
@@ -202,51 +195,33 @@ def correlate(first: Tensor, second: Tensor) -> float:
 
 def measure_variety(rollout: Rollout) -> float:
     """Return the share of 4-grams of an iteration that occur once; 1 without any."""
-    grams: dict[tuple[int, ...], int] = {}
-    for ids, length in zip(rollout.response_ids.tolist(), rollout.lengths.tolist(), strict=True):
-        for start in range(length - _GRAM + 1):
-            gram = tuple(ids[start : start + _GRAM])
-            grams[gram] = grams.get(gram, 0) + 1
-    total = sum(grams.values())
-    return sum(count == 1 for count in grams.values()) / total if total else 1.0
+    grams = Counter(
+        tuple(ids[start : start + _GRAM])
+        for ids, length in zip(rollout.response_ids.tolist(), rollout.lengths.tolist(), strict=True)
+        for start in range(length - _GRAM + 1)
+    )
+    return sum(count == 1 for count in grams.values()) / grams.total() if grams else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredSamples:
-    """Answers to fixed prompts with the same random numbers each time, so that only the policy changes.
-
-    Attributes:
-        collector: Answers and scores.
-        prompts: At least one.
-        write: Takes the step, an answer and what it is worth, ``None`` where no reward says that.
-    """
-
-    collector: Collector
-    prompts: Sequence[PromptRow]
-    write: Callable[[int, Sample, float | None], None]
-
-    def answer(self, step: int) -> Figures:
-        """Write the answers after ``step`` optimizer steps, and return ``reward``, ``stop_rate`` and the mean length.
-
-        Rewards are averaged as in ``average_rewards``.
-        """
-        answers, texts = self.collector.answer(self.prompts, range(len(self.prompts)))
-        for at, (row, text) in enumerate(zip(self.prompts, texts, strict=True)):
-            sample = Sample(
-                prompt=str(self.collector.tokenizer.decode(row.input_ids)),
-                completion=text,
-                reference=None,
-                stopped=bool(answers.finished[at]),
-                num_tokens=int(answers.lengths[at]),
-            )
-            self.write(step, sample, float(answers.scores[at]) if answers.scored[at] else None)
-        return {
-            **average_rewards("reward", answers, self.collector.rewards.names),
-            "stop_rate": float(answers.finished.float().mean()),
-            "mean_sample_tokens": float(answers.lengths.float().mean()),
-        }
+def read_samples(
+    answers: Rollout, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Sample, float | None]]:
+    """Yield each answer as ``samples.jsonl`` shows it, with its score; ``None`` where no reward scores it."""
+    for at, (prompt, text) in enumerate(zip(answers.prompts, texts, strict=True)):
+        sample = Sample(
+            prompt=str(tokenizer.decode(prompt.input_ids)),
+            completion=text,
+            reference=None,
+            stopped=bool(answers.finished[at]),
+            num_tokens=int(answers.lengths[at]),
+        )
+        yield sample, float(answers.scores[at]) if answers.scored[at] else None
 
 
-def choose_samples(prompts: PromptData, count: int) -> list[PromptRow]:
-    """Return the first ``count`` prompts, held-out ones if there are any."""
-    return list(prompts.eval or prompts.train)[:count]
+def describe_samples(answers: Rollout, reward_names: Collection[str]) -> Figures:
+    """Return the rewards as ``average_rewards`` does, ``eval_stop_rate`` and the mean length."""
+    return {
+        **average_rewards("eval_reward", answers, reward_names),
+        "eval_stop_rate": float(answers.finished.float().mean()),
+        "eval_mean_sample_tokens": float(answers.lengths.float().mean()),
+    }

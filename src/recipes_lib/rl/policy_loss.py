@@ -103,40 +103,29 @@ def compute_importance_weights(logps: Tensor, engine_logps: Tensor, mask: Tensor
     return torch.where(mask, bounded, 0.0)
 
 
-def compute_normaliser(loss_type: str, *, num_answers: float, num_tokens: float, max_length: int) -> float:
+def compute_normaliser(
+    loss_type: str, *, num_answers: int, num_tokens: int, mean_tokens: float, max_length: int
+) -> float:
     """Divisor of the summed losses of an optimizer step, over all its micro-batches and processes.
 
     Args:
         loss_type: As in ``PolicyObjective``.
         num_answers: Of the step.
-        num_tokens: Tokens of the step's answers; for ``dapo``, ``cispo`` and ``vespo`` the mean of the steps of a
-            generation, as in TRL.
+        num_tokens: Of the step's answers.
+        mean_tokens: The same on average over the steps of a generation, which then all have one divisor, as in TRL.
         max_length: Longest answer that the run allows.
     """
     if loss_type == "dr_grpo":
         return num_answers * max_length
-    return max(num_answers if loss_type in ("grpo", "sapo", "luspo") else num_tokens, 1.0)
+    if loss_type in ("grpo", "sapo", "luspo"):
+        return num_answers
+    return max(mean_tokens if loss_type in ("dapo", "cispo", "vespo") else num_tokens, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """Contribution of a minibatch, or a part of it, to the policy objective and its figures.
-
-    Attributes:
-        loss: Differentiable scalar: the sum over the part divided by the normaliser of the whole step.
-        num_low: Tokens whose ratio was clipped from below, where that decided; scalar.
-        num_high: From above.
-        kl_sum: Sum over tokens of k3 of the policy before the update from the one after; never negative.
-        ref_kl_sum: Sum over tokens of the KL to the reference that is in the loss; 0 without one.
-        max_ratio_shift: Largest ``|ratio - 1|`` of a token.
-    """
-
-    loss: Tensor
-    num_low: Tensor
-    num_high: Tensor
-    kl_sum: Tensor
-    ref_kl_sum: Tensor
-    max_ratio_shift: Tensor
+Terms = dict[str, Tensor]
+"""Figures of a minibatch or a part of it by name, scalars without a gradient: sums over tokens, or maxima."""
+RATIO_MAX: Final = "ratio_max"
+"""The figure that is a maximum: the largest distance of a token's ratio from 1, added to 1."""
 
 
 def compute_policy_loss(
@@ -149,7 +138,7 @@ def compute_policy_loss(
     normaliser: float,
     engine_logps: Tensor | None = None,
     ref_logps: Tensor | None = None,
-) -> PolicyLoss:
+) -> tuple[Tensor, Terms]:
     """Policy loss; for PPO ``max(-A r, -A clip(r, 1 - c, 1 + c))``, averaged over the tokens of a step.
 
     Args:
@@ -163,6 +152,12 @@ def compute_policy_loss(
             but counts, and for ``off_policy_mask_threshold``; ``None``: ``old_logps``.
         ref_logps: Of the reference; needed where ``beta`` is not 0.
 
+    Returns:
+        The sum of the losses divided by the normaliser, a differentiable scalar; and figures: ``approx_kl``, k3 of the
+        policy before the update from the one after, never negative; ``clipfrac_low`` and ``clipfrac_high``, tokens
+        whose ratio was clipped where that decided; ``kl_ref``, the KL to the reference, if it is in the loss;
+        ``ratio_max``.
+
     Source: Schulman et al. 2017, equation 7; dual clip (``delta``): Ye et al. 2020, equation 5; TRL's
     ``GRPOTrainer._compute_loss`` and ``RLOOTrainer._compute_loss``. ``tests/rl/test_policy_loss.py``.
     """
@@ -171,7 +166,11 @@ def compute_policy_loss(
     ratio, lengths = log_ratio.exp(), mask.sum(dim=1, keepdim=True).clamp(min=1)
     sampled = old_logps if engine_logps is None else engine_logps
     weights = compute_importance_weights(old_logps, sampled, mask, objective)
-    used = _raise_to_level(ratio, log_ratio, lengths, objective.importance_sampling_level)
+    used = ratio
+    if objective.importance_sampling_level != "token":
+        # Tokens are clamped one by one, so their sum can still overflow exp. Of each answer, (B, 1).
+        total, is_mean = log_ratio.sum(dim=1, keepdim=True), objective.importance_sampling_level == "sequence"
+        used = (total / lengths if is_mean else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
     losses, is_clipped = _compute_surrogate(logps, used, log_ratio, advantages, mask, objective, weights)
     if (threshold := objective.off_policy_mask_threshold) is not None:
         # Nats a token, (B, 1): by how much less likely the whole answer is now.
@@ -180,7 +179,6 @@ def compute_policy_loss(
     # VESPO has the engine's weights inside its own weight.
     if objective.loss_type != "vespo":
         losses = losses * weights
-    ref_kl = torch.zeros_like(ratio)
     if objective.beta:
         assert ref_logps is not None, "a KL penalty needs a reference"
         gap = torch.where(mask, ref_logps - logps, 0.0)
@@ -194,23 +192,15 @@ def compute_policy_loss(
         # Mean over the tokens of an answer, (B, T) / (B, 1); the normaliser is the number of answers.
         losses = losses / lengths
     is_clipped, seen = is_clipped & mask, ratio.detach()
-    return PolicyLoss(
-        loss=losses.sum() / normaliser,
-        num_low=(is_clipped & (used.detach() < 1)).sum(),
-        num_high=(is_clipped & (used.detach() > 1)).sum(),
-        kl_sum=(seen - 1 - log_ratio.detach()).sum(),
-        ref_kl_sum=torch.where(mask, ref_kl, 0.0).detach().sum(),
-        max_ratio_shift=(seen - 1).abs().max(),
-    )
-
-
-def _raise_to_level(ratio: Tensor, log_ratio: Tensor, lengths: Tensor, level: str) -> Tensor:
-    """Ratio to be clipped: ``(B, T)`` per token, or ``(B, 1)`` per answer."""
-    if level == "token":
-        return ratio
-    # Tokens are clamped one by one, so their sum can still overflow exp.
-    total = log_ratio.sum(dim=1, keepdim=True)
-    return (total / lengths if level == "sequence" else total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).exp()
+    terms = {
+        "approx_kl": (seen - 1 - log_ratio.detach()).sum(),
+        "clipfrac_low": (is_clipped & (used.detach() < 1)).sum(),
+        "clipfrac_high": (is_clipped & (used.detach() > 1)).sum(),
+        RATIO_MAX: 1 + (seen - 1).abs().max(),
+    }
+    if objective.beta:
+        terms["kl_ref"] = torch.where(mask, ref_kl, 0.0).detach().sum()
+    return losses.sum() / normaliser, terms
 
 
 def _compute_surrogate(
@@ -258,22 +248,9 @@ def _compute_vespo_weight(
     return (decay + power * log_w - decay * log_w.exp()).exp()
 
 
-@dataclass(frozen=True, slots=True)
-class ValueLoss:
-    """Contribution of a minibatch, or a part of it, to the critic's objective and its figures.
-
-    Attributes:
-        loss: As ``PolicyLoss.loss``.
-        num_clipped: Tokens whose clipped value decided; scalar.
-    """
-
-    loss: Tensor
-    num_clipped: Tensor
-
-
 def compute_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, cliprange: float | None, num_tokens: int
-) -> ValueLoss:
+) -> tuple[Tensor, Terms]:
     """``0.5 max((V - R)^2, (V_clipped - R)^2)``, averaged over the tokens of an optimizer step.
 
     Args:
@@ -284,6 +261,9 @@ def compute_value_loss(
         cliprange: How far from ``old_values`` the clipped value may be; ``None`` clips nothing.
         num_tokens: Tokens of the whole optimizer step, over all its parts and processes.
 
+    Returns:
+        The loss, a differentiable scalar; and ``clipfrac``, tokens whose clipped value decided.
+
     Source: OpenAI baselines' PPO2, as kept by Huang et al. 2024; ``tests/rl/test_policy_loss.py``.
     """
     clipped_values = values
@@ -292,4 +272,4 @@ def compute_value_loss(
         clipped_values = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
     free, clipped = (values - returns) ** 2, (clipped_values - returns) ** 2
     losses = torch.where(mask, 0.5 * torch.maximum(free, clipped), 0.0)
-    return ValueLoss(loss=losses.sum() / num_tokens, num_clipped=((clipped > free) & mask).sum())
+    return losses.sum() / num_tokens, {"clipfrac": ((clipped > free) & mask).sum()}

@@ -225,6 +225,9 @@ class RewardGuard:
     ``limit`` in a row the run ends, unless every answer has the maximum reward of the run: then the task counts as
     solved.
 
+    Attributes:
+        state: JSON values from which a resumed run continues.
+
     Source: ``tests/rl/test_reward_guard.py``.
     """
 
@@ -236,8 +239,7 @@ class RewardGuard:
             say: Tells the user a line.
         """
         self._limit, self._say = limit, say
-        self._num_in_a_row, self._next_told = 0, 1
-        self._best: float | None = None
+        self.state: dict[str, Any] = {"num_in_a_row": 0, "best": None}
 
     def judge(self, rewards: Tensor, *, step: int) -> None:
         """Check a rollout.
@@ -249,35 +251,24 @@ class RewardGuard:
         Raises:
             DivergedError: It is the last of ``limit`` in a row.
         """
-        known = rewards[~rewards.isnan()]
+        known, best = rewards[~rewards.isnan()], self.state["best"]
         if not bool(find_flat_groups(rewards).all()):
-            best = float(known.max())
-            self._num_in_a_row, self._next_told = 0, 1
-            self._best = best if self._best is None else max(self._best, best)
+            highest = float(known.max())
+            self.state = {"num_in_a_row": 0, "best": highest if best is None else max(best, highest)}
             return
-        self._num_in_a_row += 1
+        self.state["num_in_a_row"] = num = self.state["num_in_a_row"] + 1
         found = _describe(rewards, known)
-        is_solved = (
-            self._best is not None and len(known) > 0 and float(known.min()) >= self._best - ROUNDING * abs(self._best)
-        )
-        if self._limit is not None and self._num_in_a_row >= self._limit and not is_solved:
+        is_solved = best is not None and len(known) > 0 and float(known.min()) >= best - ROUNDING * abs(best)
+        if self._limit is not None and num >= self._limit and not is_solved:
             raise DivergedError(
-                f"step {step} was stopped before its update: the rewards of {self._num_in_a_row} rollouts in a row "
+                f"step {step} was stopped before its update: the rewards of {num} rollouts in a row "
                 f"had no signal; in this one {found}. {_REMEDY}. To continue regardless, raise {KEY} or set it to null"
             )
-        if self._num_in_a_row >= self._next_told:
-            self._next_told = 2 * self._num_in_a_row
+        # Powers of two have a single bit.
+        if num.bit_count() == 1:
             remedy = "The task seems to be solved: end the run here" if is_solved else _REMEDY
-            row = f", for {self._num_in_a_row} rollouts in a row" if self._num_in_a_row > 1 else ""
+            row = f", for {num} rollouts in a row" if num > 1 else ""
             self._say(f"warning: step {step}: {found}{row}; such rewards give no signal. {remedy}")
-
-    def export(self) -> dict[str, Any]:
-        """Return the state of the checks as JSON values."""
-        return {"num_in_a_row": self._num_in_a_row, "best": self._best}
-
-    def restore(self, exported: Mapping[str, Any]) -> None:
-        """Restore the state of ``export``; start new if it is empty."""
-        self._num_in_a_row, self._best = exported.get("num_in_a_row", 0), exported.get("best")
 
 
 def _describe(rewards: Tensor, known: Tensor) -> str:

@@ -159,13 +159,11 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 def lay_out(rollout: Rollout, device: torch.device) -> Sequences:
     """Build the model input of prompts and answers: token ``t`` is predicted at the position before it."""
-    lengths = rollout.lengths.tolist()
     prompts = [prompt.input_ids for prompt in rollout.prompts]
-    width = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
-    input_ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        input_ids[row, : len(prompt)] = torch.tensor(prompt)
-        input_ids[row, len(prompt) : len(prompt) + length] = rollout.response_ids[row, :length]
+    answers = zip(prompts, rollout.response_ids, rollout.mask, strict=True)
+    rows = [torch.cat([torch.tensor(prompt), ids[mask]]) for prompt, ids, mask in answers]
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    width = input_ids.shape[1]
     # Flattened position that predicts the first token of each answer: the last one of its prompt.
     first = torch.tensor([row * width + len(prompt) - 1 for row, prompt in enumerate(prompts)])
     # (B, 1) + (T,), then only where a token stands: (N,), row by row, as `mask` orders targets and places.

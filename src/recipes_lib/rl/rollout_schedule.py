@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from recipes_lib.config.schema import PPOConfig, RecipeConfig, read_training
+from recipes_lib.config.schema import RecipeConfig, read_training
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.schedule import compute_warmup_steps, plan_groups
 
@@ -70,8 +68,13 @@ class RolloutSchedule:
         return after // period > before // period or iteration + 1 == self.num_iterations
 
 
-def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, Any], world_size: int) -> RolloutSchedule:
-    """Count iterations and steps of a run over ``num_prompts`` prompts; a partial iteration counts as a full one."""
+def compute_schedule(num_prompts: int, config: RecipeConfig, world_size: int) -> RolloutSchedule:
+    """Count iterations and steps of a run of PPO; a partial iteration counts as a full one.
+
+    Raises:
+        ConfigError: The critic warm-up covers the whole run, so that the policy would never train.
+    """
+    ppo, training = config.ppo, config.training
     batch_size = read_training(training, "per_device_train_batch_size")
     answers_per_step = batch_size * read_training(training, "gradient_accumulation_steps") * world_size
     answers_per_iteration = answers_per_step * ppo.num_mini_batches
@@ -81,6 +84,10 @@ def compute_schedule(num_prompts: int, ppo: PPOConfig, training: Mapping[str, An
         num_iterations = math.ceil(max_steps / steps_per_iteration)
     else:
         num_iterations = math.ceil(read_training(training, "num_train_epochs") * num_prompts / answers_per_iteration)
+    if num_iterations <= (warm := config.critic.critic_warmup_iterations) > 0:
+        found = f"the critic warm-up has {warm} iterations, and the run has {num_iterations}"
+        remedy = "lower it, or raise max_steps or num_train_epochs"
+        raise ConfigError(Problem("critic_warmup_iterations", found, remedy))
     return RolloutSchedule(
         num_iterations=num_iterations,
         answers_per_step=answers_per_step,
@@ -118,22 +125,6 @@ def compute_group_schedule(num_prompts: int, config: RecipeConfig, world_size: i
         num_epochs=plan.steps.num_epochs,
         group=int(config.read("num_generations")),
     )
-
-
-def verify_warmup(schedule: RolloutSchedule, num_iterations: int) -> None:
-    """Raise if the critic warm-up covers the whole run, so that the policy would never train.
-
-    Args:
-        schedule: Of the run.
-        num_iterations: ``critic_warmup_iterations``, in which the critic learns alone.
-
-    Raises:
-        ConfigError: The run is no longer than that.
-    """
-    if schedule.num_iterations <= num_iterations > 0:
-        found = f"the critic warm-up has {num_iterations} iterations, and the run has {schedule.num_iterations}"
-        remedy = "lower it, or raise max_steps or num_train_epochs"
-        raise ConfigError(Problem("critic_warmup_iterations", found, remedy))
 
 
 def choose_prompts(num_prompts: int, first: int, count: int, seed: int, group: int = 1) -> list[int]:

@@ -39,9 +39,9 @@ class PPOState:
         num_tokens: Tokens of prompts and answers so far.
         num_target_tokens: Tokens of answers so far.
         seconds: Training time so far.
-        rewards: From ``RewardGuard.export``.
+        rewards: ``RewardGuard.state``.
         evaluated_step: After which prompts were answered last as an evaluation; -1: after none.
-        watch: From ``AnswerWatch.export``.
+        watch: ``AnswerWatch.state``.
     """
 
     iteration: int = 0
@@ -55,9 +55,19 @@ class PPOState:
     evaluated_step: int = -1
     watch: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether prompts were answered as an evaluation of this state."""
+        return self.evaluated_step == self.step
+
 
 def stage_state(
-    saver: CheckpointSaver, state: PPOState, learners: Mapping[str, Learner], folder: str = STAGING
+    saver: CheckpointSaver,
+    state: PPOState,
+    learners: Mapping[str, Learner],
+    folder: str = STAGING,
+    *,
+    compares: bool = False,
 ) -> Staged:
     """Write a checkpoint: weights, optimizer and schedule of each learner, and the counts; every process must call.
 
@@ -68,6 +78,7 @@ def stage_state(
         state: After an iteration.
         learners: By name; all processes hold the same, or a share of each.
         folder: What it is put together in.
+        compares: Whether its verification also compares the files with the learners, bit by bit.
     """
     staged, parts = saver.open(state.step, folder), learners.values()
     is_shared = any(learner.layout.is_shared for learner in parts)
@@ -87,20 +98,12 @@ def stage_state(
         for name, learner in learners.items():
             shapes = {key: parameter.shape for key, parameter in learner.parameters.items()}
             learner.layout.verify_trained(staged / name, shapes)
+            if compares:
+                learner.layout.compare_trained(staged / name, learner.parameters, learner.optimizer)
+            if compares and get_rank() == 0:
+                compare_state(staged / f"{name}_scheduler.pt")
 
     return Staged(staged, state.step, tasks, verify, is_shared=is_shared)
-
-
-def compare_with_learners(folder: Path, learners: Mapping[str, Learner]) -> None:
-    """Compare the files that this process wrote with the learners in memory, bit by bit.
-
-    Raises:
-        BrokenSaveError: A tensor differs, or a state cannot be read without running code.
-    """
-    for name, learner in learners.items():
-        learner.layout.compare_trained(folder / name, learner.parameters, learner.optimizer)
-        if get_rank() == 0:
-            compare_state(folder / f"{name}_scheduler.pt")
 
 
 def load_state(folder: Path, learners: Mapping[str, Learner]) -> PPOState:

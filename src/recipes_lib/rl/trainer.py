@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from accelerate import PartialState
 from transformers import IntervalStrategy, PreTrainedTokenizerBase, TrainingArguments
@@ -20,33 +20,35 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.prompts import PromptData, PromptRow
 from recipes_lib.errors import PreemptedError
 from recipes_lib.rl.advantages import adapt_kl_coef, find_flat_groups
-from recipes_lib.rl.collect import OFF_POLICY_SHARE
-from recipes_lib.rl.engines.engine import EngineGuard, build_collector
-from recipes_lib.rl.methods import METHODS, Method
+from recipes_lib.rl.collect import OFF_POLICY_SHARE, Collector
+from recipes_lib.rl.engines.engine import EngineGuard
+from recipes_lib.rl.methods import Method, build_method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import (
     AnswerWatch,
     Figures,
-    ScoredSamples,
     average_steps,
-    choose_samples,
     describe_rollout,
+    describe_samples,
+    read_samples,
     verify_first_rollout,
 )
 from recipes_lib.rl.rewards import RewardGuard, Rewards
 from recipes_lib.rl.rollout import Rollout, join, share
 from recipes_lib.rl.rollout_schedule import choose_prompts
-from recipes_lib.rl.state import PPOState, compare_with_learners, load_state, stage_state
+from recipes_lib.rl.state import PPOState, load_state, stage_state
 from recipes_lib.rl.update import Learner, UpdateGuard, Updater
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, Staged, count_bytes
+from recipes_lib.training.checkpoints.saver import CheckpointSaver, count_bytes
 from recipes_lib.training.evaluation.samples import SAMPLES_FILE, Sample
-from recipes_lib.training.guards.preemption import LeftError, end_stopped, leave_if_asked, stop_if_agreed
+from recipes_lib.training.guards.preemption import LeftError, end_stopped, stop_if_agreed
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import Trackers
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter, read_peak_memory
 from recipes_lib.training.monitoring.progress import TrainingProgress, build_progress
 from recipes_lib.training.trainers.arguments import get_compute_dtype
+
+_COUNTS: Final = ("iteration", "num_answers", "num_tokens", "num_target_tokens", "seconds")
 
 
 class RunLog:
@@ -74,14 +76,12 @@ class RunLog:
         self._trackers = Trackers(args, model, tokenizer)
         self._num_answers = num_answers
 
-    def begin(self, state: PPOState, num_steps: int, *, is_evaluated: bool) -> None:
+    def begin(self, state: PPOState, num_steps: int) -> None:
         """Resume from the state of a run of ``num_steps``; later records are dropped.
 
-        Args:
-            state: Of a checkpoint, or the first one.
-            num_steps: Optimizer steps of the run.
-            is_evaluated: Whether samples of that state stay; otherwise they are answered again.
+        Samples of that state stay if it is evaluated; otherwise they are answered again.
         """
+        is_evaluated = state.is_evaluated
         self._metrics.rewind(state.step, is_evaluated=is_evaluated)
         self._samples.rewind(state.step if is_evaluated else state.step - 1)
         self.progress.start(num_steps, state.step)
@@ -89,16 +89,8 @@ class RunLog:
 
     def write(self, kind: str, state: PPOState, figures: Mapping[str, Any]) -> None:
         """Write figures of ``kind`` ``train`` or ``eval`` for a state."""
-        counts = {
-            "iteration": state.iteration,
-            "epoch": state.num_answers / self._num_answers,
-            **figures,
-            "num_answers": state.num_answers,
-            "num_tokens": state.num_tokens,
-            "num_target_tokens": state.num_target_tokens,
-            "memory_bytes": read_peak_memory(),
-            "seconds": state.seconds,
-        }
+        counts = {name: getattr(state, name) for name in _COUNTS}
+        counts |= {"epoch": state.num_answers / self._num_answers, **figures, "memory_bytes": read_peak_memory()}
         event = {"kind": kind, "step": state.step, **counts}
         self._metrics.write(event)
         self.progress.show(event)
@@ -144,13 +136,13 @@ class PolicyTrainer:
             tokenizer: Of the policy.
 
         Raises:
-            ConfigError: As ``METHODS``.
+            ConfigError: As ``build_method``.
         """
         self._config, self._args, self._models = config, args, models
         self._rewards, self._prompts, self._tokenizer = rewards, prompts, tokenizer
         self._rank, self._world_size = int(args.process_index), int(args.world_size)
         self._dtype = get_compute_dtype(args)
-        self.method: Method = METHODS[config.recipe](config, len(prompts.train), self._world_size)
+        self.method: Method = build_method(config, len(prompts.train), self._world_size)
         self.schedule = self.method.schedule
         self.state = PPOState(kl_coef=config.ppo.kl_coef)
         self._log = RunLog(args, models.policy, tokenizer, num_answers=len(prompts.train) * self.schedule.group)
@@ -161,30 +153,14 @@ class PolicyTrainer:
         self._watch = AnswerWatch(self._log.progress.say)
         self._reward_guard = RewardGuard(config.rewards.max_zero_std_rollouts, self._log.progress.say)
         self._learners = self._build_learners()
-        self._collector = build_collector(
-            config, args, models, rewards, tokenizer, self._log.progress, leave_if_asked, prompts.max_length
-        )
+        self._collector = Collector(config, args, models, rewards, tokenizer, self._log.progress, prompts.max_length)
         self._engine_guard = EngineGuard(
             self._collector.generator, self.method.objective, self._dtype, self._log.progress.say
         )
-        asked = choose_samples(prompts, config.evaluation.num_sample_prompts)
-        self._samples = ScoredSamples(self._collector, asked, self._log.write_sample)
-        self._updater = Updater(
-            models=models,
-            policy=self._learners["policy"],
-            critic=self._learners.get("critic"),
-            schedule=self.schedule,
-            objective=self.method.objective,
-            cliprange_value=config.ppo.cliprange_value,
-            target_kl=self.method.target_kl,
-            max_length=config.rewards.response_length,
-            temperature=config.rewards.temperature,
-            args=args,
-            precision=self._collector.precision,
-            dtype=self._dtype,
-            guard=self._guard,
-            progress=self._log.progress,
-        )
+        # Held-out prompts if there are any.
+        self._asked = list(prompts.eval or prompts.train)[: config.evaluation.num_sample_prompts]
+        precision, progress = self._collector.precision, self._log.progress
+        self._updater = Updater(models, self._learners, self.method, config, args, precision, self._guard, progress)
 
     def _build_learners(self) -> dict[str, Learner]:
         """Build the learner of the policy and, if there is one, of the critic."""
@@ -228,17 +204,15 @@ class PolicyTrainer:
 
     def _begin(self, resume_from: Path | None) -> None:
         """Resume from a checkpoint, with its interrupted evaluation; or start with an evaluation."""
-        args = self._args
         if resume_from is not None:
             self.state = load_state(resume_from, self._learners)
             self._saved_step = self.state.step
-        self._reward_guard.restore(self.state.rewards)
-        self._watch.restore(self.state.watch)
-        is_begun = self.state.iteration > 0
-        is_evaluated = self.state.evaluated_step == self.state.step
-        is_due = self._evaluates(self.state.iteration - 1) if is_begun else args.eval_on_start
-        self._log.begin(self.state, self.schedule.num_steps, is_evaluated=is_evaluated)
-        if is_due and not is_evaluated:
+        self._reward_guard.state |= self.state.rewards
+        self._watch.state |= self.state.watch
+        last = self.state.iteration - 1
+        is_due = self._evaluates(last) if last >= 0 else self._args.eval_on_start
+        self._log.begin(self.state, self.schedule.num_steps)
+        if is_due and not self.state.is_evaluated:
             self._evaluate()
 
     def _run_iteration(self, iteration: int) -> None:
@@ -253,7 +227,7 @@ class PolicyTrainer:
         if self._logs(iteration):
             self._log.write("train", self.state, figures)
             self._watch.look(figures, self.state.step)
-            self.state.watch = self._watch.export()
+            self.state.watch = self._watch.state
         if self._evaluates(iteration):
             self._evaluate()
         if is_saved and schedule.is_due(args.save_steps, iteration):
@@ -301,7 +275,7 @@ class PolicyTrainer:
             num_tokens=state.num_tokens + num_tokens,
             num_target_tokens=state.num_target_tokens + rollout.num_targets,
             seconds=state.seconds + ended - began,
-            rewards=self._reward_guard.export(),
+            rewards=dict(self._reward_guard.state),
         )
         policy = average_steps("policy", policy_steps)
         return {
@@ -393,33 +367,24 @@ class PolicyTrainer:
 
     def _answer_samples(self) -> None:
         # The main process can sample alone if it has the full policy.
-        if self._samples.prompts and (self._rank == 0 or self._models.is_sharded):
-            figures = self._samples.answer(self.state.step)
-            self._log.write("eval", self.state, {f"eval_{name}": value for name, value in figures.items()})
+        if self._asked and (self._rank == 0 or self._models.is_sharded):
+            # The same random numbers each time, so that only the policy changes.
+            answers, texts = self._collector.answer(self._asked, range(len(self._asked)))
+            for sample, reward in read_samples(answers, texts, self._tokenizer):
+                self._log.write_sample(self.state.step, sample, reward)
+            self._log.write("eval", self.state, describe_samples(answers, self._rewards.names))
 
     def _save(self) -> None:
         self._saver.save(stage_state(self._saver, self.state, self._learners))
         self._saved_step = self.state.step
 
     def _dry_run(self) -> None:
-        learners = self._learners
-        weights = [learner.parameters for learner in learners.values()]
-
-        def stage(folder: str) -> Staged:
-            staged = stage_state(self._saver, self.state, learners, folder)
-            compare = functools.partial(compare_with_learners, staged.folder, learners)
-
-            def verify() -> None:
-                staged.verify()
-                compare()
-
-            return dataclasses.replace(staged, verify=verify)
-
+        learners = self._learners.values()
         self._saver.dry_run(
-            stage,
-            lambda: count_bytes(*weights, *(learner.optimizer.state_dict() for learner in learners.values())),
+            lambda folder: stage_state(self._saver, self.state, self._learners, folder, compares=True),
+            lambda: count_bytes(*((learner.parameters, learner.optimizer.state_dict()) for learner in learners)),
             num_steps=self.schedule.num_steps,
-            model_bytes=count_bytes(weights[0]),
+            model_bytes=count_bytes(self._learners["policy"].parameters),
         )
 
     def _finish_saving(self) -> None:

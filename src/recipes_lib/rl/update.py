@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import Trainer, TrainingArguments, get_scheduler
 
+from recipes_lib.config.schema import RecipeConfig
+from recipes_lib.rl.methods import Method
 from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import Figures, verify_first_minibatch
 from recipes_lib.rl.policy_loss import (
-    PolicyObjective,
+    RATIO_MAX,
+    Terms,
     compute_normaliser,
     compute_policy_loss,
     compute_value_loss,
@@ -26,12 +29,13 @@ from recipes_lib.rl.policy_loss import (
 from recipes_lib.rl.rollout import Rollout, compute_response_logps, compute_response_values, lay_out, send
 from recipes_lib.rl.rollout_schedule import RolloutSchedule, Stream
 from recipes_lib.training.checkpoints.model_layout import choose_learner_layout
-from recipes_lib.training.collectives import get_world_size
+from recipes_lib.training.collectives import get_world_size, sum_tensor
 from recipes_lib.training.guards.step_facts import StepInputs, stop_before_update
 from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.layouts.fsdp import clip_gradients, compute_total_norm
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.optim.optimizers import get_decay_names
+from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 _SPOKEN: Final = {
     "scores": "rewards",
@@ -216,34 +220,6 @@ class Learner:
             self.scheduler.step()
 
 
-@dataclass
-class Sums:
-    """Figures of optimizer steps over all processes: sums over tokens, and maxima."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    largest: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, sums: Mapping[str, Tensor], largest: Mapping[str, Tensor] | None = None) -> None:
-        """Add the figures of a part of a step."""
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, torch.zeros_like(value)) + value.detach().float()
-        for name, value in (largest or {}).items():
-            self.largest[name] = torch.maximum(self.largest.get(name, value), value).detach().float()
-
-    def read(self) -> Figures:
-        """Return the figures over all processes; every process must call."""
-        if get_world_size() > 1:
-            for values, operation in ((self.sums, distributed.ReduceOp.SUM), (self.largest, distributed.ReduceOp.MAX)):
-                if values:
-                    # One collective for all sums, one for all maxima: every rank has the same names in the same order.
-                    joined = torch.stack(list(values.values()))
-                    distributed.all_reduce(joined, op=operation)
-                    values.update(zip(values, joined, strict=True))
-        figures = {**self.sums, **self.largest}
-        # One copy for all of them: each copy synchronises host and device.
-        return dict(zip(figures, torch.stack(list(figures.values())).tolist(), strict=True))
-
-
 @dataclass(frozen=True, slots=True)
 class Updater:
     """Makes the updates of an iteration.
@@ -255,34 +231,22 @@ class Updater:
 
     Attributes:
         models: Policy and critic.
-        policy: The policy's learner.
-        critic: The critic's; ``None`` without one.
-        schedule: Which answers form a step.
-        objective: Of the policy.
-        cliprange_value: As for ``compute_value_loss``.
-        target_kl: At 1.5 times this KL a token from the policy that answered, the updates of an iteration end.
-        max_length: Longest answer that the run allows.
-        temperature: Of the log-probabilities.
-        args: Answers of a forward and backward pass, rank and world size, the device of the models, and the seed, which
-            decides with the iteration which answers form a minibatch.
+        learners: ``policy`` and, if there is one, ``critic``.
+        method: Which answers form a step, the objective of the policy, and the KL at which updates end.
+        config: Clip range of the critic, longest answer, and temperature.
+        args: Answers of a forward and backward pass, rank and world size, device and precision of the models, and the
+            seed, which decides with the iteration which answers form a minibatch.
         precision: Gives the context in which products are computed.
-        dtype: Of those products.
         guard: Judges every step.
         progress: What the terminal shows.
     """
 
     models: ActorCritic
-    policy: Learner
-    critic: Learner | None
-    schedule: RolloutSchedule
-    objective: PolicyObjective
-    cliprange_value: float | None
-    target_kl: float | None
-    max_length: int
-    temperature: float
+    learners: Mapping[str, Learner]
+    method: Method
+    config: RecipeConfig
     args: TrainingArguments
     precision: Callable[[], Any]
-    dtype: torch.dtype
     guard: UpdateGuard
     progress: TrainingProgress
 
@@ -297,138 +261,124 @@ class Updater:
         Raises:
             DivergedError: As ``UpdateGuard.judge`` and ``verify_first_minibatch``.
         """
-        steps: list[Figures] = []
-        is_over = False
-        self.models.set_training(training=True)
         with self.models.as_policy() as policy:
-            for step, rows in self._steps(len(rollout), iteration, "updating the policy"):
-                batch = rollout.take(rows)
-                if is_over or not batch.num_targets:
-                    self.policy.discard()
-                    continue
-                sums, parts = Sums(), list(self._share(batch))
-                normaliser = self._compute_normaliser(rollout, batch)
-                losses = [self._learn_policy(policy, part, normaliser, sums, with_entropy) for part in parts]
-                figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.policy.learning_rate}
-                # A loss that is not finite is left to the judge, who writes a dump of the batch.
-                is_finite = math.isfinite(figures["loss"])
-                if not steps and is_finite:
-                    verify_first_minibatch(figures, self.dtype)
-                target = self.target_kl
-                # Reduced over all processes, so that all of them stop together or none.
-                if is_finite and target is not None and figures["approx_kl"] > EARLY_STOP_FACTOR * target:
-                    is_over = True
-                    self.policy.discard()
-                else:
-                    judge = partial(self.guard.judge, self.policy, parts, losses, step=step, loss=figures["loss"])
-                    figures["grad_norm"] = self.policy.step(judge)
-                steps.append(figures)
-                WATCHDOG.finish_step()
-        return steps
+
+            def compute(batch: Rollout, part: Rollout) -> tuple[Tensor, Terms]:
+                normaliser = compute_normaliser(
+                    self.method.objective.loss_type,
+                    num_answers=len(batch),
+                    num_tokens=batch.num_targets,
+                    mean_tokens=rollout.num_targets * (len(batch) / len(rollout)),
+                    max_length=self.config.rewards.response_length,
+                )
+                return self._compute_policy_loss(policy, part, normaliser, with_entropy)
+
+            return self._update(self.learners["policy"], rollout, iteration, compute)
 
     def update_critic(self, rollout: Rollout, iteration: int) -> list[Figures]:
-        """Update the critic and return the figures of each step.
+        """Update the critic, if there is one, and return the figures of each step.
 
         Raises:
             DivergedError: As ``UpdateGuard.judge``.
         """
-        steps: list[Figures] = []
-        if self.critic is None:
-            return steps
-        self.models.set_training(training=True)
+        if "critic" not in self.learners:
+            return []
         with self.models.as_critic() as critic:
-            for step, rows in self._steps(len(rollout), iteration, "updating the critic"):
-                batch = rollout.take(rows)
-                if not batch.num_targets:
-                    self.critic.discard()
-                    continue
-                sums, parts = Sums(), list(self._share(batch))
-                losses = [self._learn_critic(critic, part, batch.num_targets, sums) for part in parts]
-                figures = {**_per_token(sums.read(), batch.num_targets), "lr": self.critic.learning_rate}
-                judge = partial(self.guard.judge, self.critic, parts, losses, step=step, loss=figures["loss"])
-                steps.append({**figures, "grad_norm": self.critic.step(judge)})
-                WATCHDOG.finish_step()
+
+            def compute(batch: Rollout, part: Rollout) -> tuple[Tensor, Terms]:
+                return self._compute_value_loss(critic, part, batch.num_targets)
+
+            return self._update(self.learners["critic"], rollout, iteration, compute)
+
+    def _update(
+        self,
+        learner: Learner,
+        rollout: Rollout,
+        iteration: int,
+        compute: Callable[[Rollout, Rollout], tuple[Tensor, Terms]],
+    ) -> list[Figures]:
+        """Make the steps of an iteration; ``compute`` gives the loss of a part of a minibatch, given both."""
+        steps: list[Figures] = []
+        is_over = False
+        self.models.set_training(training=True)
+        for step, rows in self._steps(len(rollout), iteration, f"updating the {learner.name}"):
+            batch = rollout.take(rows)
+            if is_over or not batch.num_targets:
+                learner.discard()
+                continue
+            parts = list(self._share(batch))
+            terms = [self._learn(learner, partial(compute, batch, part)) for part in parts]
+            figures = {**_reduce(terms, batch.num_targets), "lr": learner.learning_rate}
+            # Of the policy alone. A loss that is not finite is left to the judge, who writes a dump of the batch.
+            kl = figures.get("approx_kl") if math.isfinite(figures["loss"]) else None
+            if kl is not None and not steps:
+                verify_first_minibatch(kl, get_compute_dtype(self.args))
+            target = self.method.target_kl
+            # Reduced over all processes, so that all of them stop together or none.
+            is_over = kl is not None and target is not None and kl > EARLY_STOP_FACTOR * target
+            if is_over:
+                learner.discard()
+            else:
+                losses = [each["loss"] for each in terms]
+                judge = partial(self.guard.judge, learner, parts, losses, step=step, loss=figures["loss"])
+                figures["grad_norm"] = learner.step(judge)
+            steps.append(figures)
+            WATCHDOG.finish_step()
         return steps
 
-    def _compute_normaliser(self, rollout: Rollout, batch: Rollout) -> float:
-        """Divisor of the losses of a step."""
-        kind, share_of_all = self.objective.loss_type, len(batch) / len(rollout)
-        # As in TRL: every step of a generation has the same divisor.
-        of_generation = kind in ("dapo", "cispo", "vespo")
-        num_tokens = rollout.num_targets * share_of_all if of_generation else batch.num_targets
-        return compute_normaliser(kind, num_answers=len(batch), num_tokens=num_tokens, max_length=self.max_length)
-
-    def _learn_policy(self, policy: Any, part: Rollout, normaliser: float, sums: Sums, with_entropy: bool) -> Tensor:
+    def _learn(self, learner: Learner, compute: Callable[[], tuple[Tensor, Terms]]) -> Terms:
+        """Add the gradients of a part of a step, and return its loss and figures."""
         WATCHDOG.beat()
+        loss, terms = compute()
+        learner.backward(loss)
+        return {"loss": loss.detach(), **terms}
+
+    def _compute_policy_loss(
+        self, policy: Any, part: Rollout, normaliser: float, with_entropy: bool
+    ) -> tuple[Tensor, Terms]:
         assert part.advantages is not None
         mask, old, engine, advantages, ref = (
             send(tensor, self.args.device)
             for tensor in (part.loss_mask, part.logps, part.engine_logps, part.advantages, part.ref_logps)
         )
         with self.precision():
-            sequences = lay_out(part, self.args.device)
+            sequences, temperature = lay_out(part, self.args.device), self.config.rewards.temperature
             logps, entropy = compute_response_logps(
-                policy, sequences, temperature=self.temperature, with_entropy=with_entropy
+                policy, sequences, temperature=temperature, with_entropy=with_entropy
             )
-        result = compute_policy_loss(
-            logps,
-            old,
-            advantages,
-            mask,
-            self.objective,
-            normaliser=normaliser,
-            engine_logps=engine,
-            ref_logps=ref,
+        objective = self.method.objective
+        loss, terms = compute_policy_loss(
+            logps, old, advantages, mask, objective, normaliser=normaliser, engine_logps=engine, ref_logps=ref
         )
-        self.policy.backward(result.loss)
-        sums.add(
-            {
-                "loss": result.loss,
-                "approx_kl": result.kl_sum,
-                "clipfrac_low": result.num_low,
-                "clipfrac_high": result.num_high,
-                **({} if entropy is None else {"entropy": torch.where(mask, entropy, 0.0).sum()}),
-                **({"kl_ref": result.ref_kl_sum} if self.objective.beta else {}),
-            },
-            {"ratio_max": 1 + result.max_ratio_shift},
-        )
-        return result.loss.detach()
+        if entropy is not None:
+            terms["entropy"] = torch.where(mask, entropy, 0.0).sum()
+        return loss, terms
 
-    def _learn_critic(self, critic: Any, part: Rollout, num_tokens: int, sums: Sums) -> Tensor:
-        WATCHDOG.beat()
+    def _compute_value_loss(self, critic: Any, part: Rollout, num_tokens: int) -> tuple[Tensor, Terms]:
         assert part.returns is not None
-        assert self.critic is not None
         with self.precision():
             values = compute_response_values(critic, lay_out(part, self.args.device))
         learnt = (part.values, part.returns, part.loss_mask)
         before, returns, mask = (send(tensor, self.args.device) for tensor in learnt)
-        result = compute_value_loss(
-            values,
-            before,
-            returns,
-            mask,
-            cliprange=self.cliprange_value,
-            num_tokens=num_tokens,
-        )
-        self.critic.backward(result.loss)
-        sums.add({"loss": result.loss, "clipfrac": result.num_clipped})
-        return result.loss.detach()
+        cliprange = self.config.ppo.cliprange_value
+        return compute_value_loss(values, before, returns, mask, cliprange=cliprange, num_tokens=num_tokens)
 
     def _steps(self, num_answers: int, iteration: int, what: str) -> Iterator[tuple[int, Sequence[int]]]:
         """Yield the number of each optimizer step of the run, from 1, and its answers, equal on every process."""
-        first, last = self.schedule.count_steps(iteration), self.schedule.count_steps(iteration + 1)
+        schedule = self.method.schedule
+        first, last = schedule.count_steps(iteration), schedule.count_steps(iteration + 1)
         drawn = self.progress.track(self._minibatches(num_answers, iteration), what, last - first)
         for step, rows in zip(range(first + 1, last + 1), drawn, strict=False):
             WATCHDOG.enter("a step")
             yield step, rows
 
     def _minibatches(self, num_answers: int, iteration: int) -> Iterator[Sequence[int]]:
+        schedule = self.method.schedule
         # Not from a running generator: a resumed run has the same minibatches.
-        seeds = [[self.args.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(self.schedule.passes)]
+        seeds = [[self.args.seed, Stream.MINIBATCH, iteration, epoch] for epoch in range(schedule.passes)]
         order = np.concatenate([np.random.default_rng(seed).permutation(num_answers) for seed in seeds]).tolist()
-        size = self.schedule.answers_per_step
-        for start in range(0, len(order), size):
-            yield order[start : start + size]
+        for start in range(0, len(order), schedule.answers_per_step):
+            yield order[start : start + schedule.answers_per_step]
 
     def _share(self, batch: Rollout) -> Iterator[Rollout]:
         """Yield this process's micro-batches: answers sorted by length, assigned round-robin to processes."""
@@ -439,21 +389,32 @@ class Updater:
             yield batch.take(mine[start : start + size])
 
 
-def _per_token(figures: Figures, num_tokens: int) -> Figures:
-    """Convert sums over tokens to means; losses are already means, and maxima are unchanged."""
-    whole = ("loss", "ratio_max")
-    return {name: value if name in whole else value / num_tokens for name, value in figures.items()}
+def _reduce(parts: Sequence[Terms], num_tokens: int) -> Figures:
+    """Return the figures of a step over its parts and all processes; every process must call, with the same names.
+
+    Sums over tokens become means; a loss is a mean already.
+    """
+    names = [name for name in parts[0] if name != RATIO_MAX]
+    # One collective for all sums; in float32, counts too.
+    sums = sum_tensor(torch.stack([torch.as_tensor(sum(part[name].float() for part in parts)) for name in names]))
+    values = [*sums.unbind()]
+    if RATIO_MAX in parts[0]:
+        names.append(RATIO_MAX)
+        values.append(torch.stack([part[RATIO_MAX] for part in parts]).max())
+        if get_world_size() > 1:
+            distributed.all_reduce(values[-1], op=distributed.ReduceOp.MAX)
+    # One copy for all of them: each copy synchronises host and device.
+    figures = dict(zip(names, torch.stack(values).tolist(), strict=True))
+    return {name: value if name in ("loss", RATIO_MAX) else value / num_tokens for name, value in figures.items()}
 
 
 def _sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
     if get_world_size() == 1:
         return
-    handles = []
     for parameter in parameters:
         if parameter.grad is None:
             # Every rank must take part in each all-reduce, also with a share that did not reach this parameter.
             parameter.grad = torch.zeros_like(parameter)
-        # All are started before the first is awaited, so that transfers overlap.
-        handles.append(distributed.all_reduce(parameter.grad, async_op=True))
-    for handle in handles:
+    # All are started before the first is awaited, so that transfers overlap.
+    for handle in [distributed.all_reduce(parameter.grad, async_op=True) for parameter in parameters]:
         handle.wait()

@@ -10,34 +10,26 @@ from tests.rl.reward_adapters import write_reward_model
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.rl.engines.engine import build_collector, hold_policy
-from recipes_lib.rl.models import load_actor_critic
+from recipes_lib.rl.collect import Collector
+from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.rewards import load_rewards
-from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.arguments import build_training_arguments
 
 
 @pytest.fixture
 def build(policy_dir, prompts_file, tmp_path):
     def load(num_positions=64, **keys):
         flags = keys_task.build_flags(policy_dir, tmp_path / "out", prompts_file, **keys)
-        config, launch = load_config("ppo", flags), read_launch()
-        tokenizer = load_tokenizer(config.model, config.tokens)
+        config, args, tokenizer, models = keys_task.load(load_config("ppo", flags))
         prompts = load_prompt_data(config, tokenizer)
-        args = build_training_arguments(config, launch, has_eval=True)
-        models = load_actor_critic(config, args, launch, tokenizer, prompts.terminators)
         rewards = load_rewards(config.rewards, "cpu")
         if rewards.model is not None:
             rewards.model.model.config.max_position_embeddings = num_positions
 
         def collect(models):
-            return build_collector(
-                config, args, models, rewards, tokenizer, TrainingProgress(), lambda: None, prompts.max_length
-            )
+            return Collector(config, args, models, rewards, tokenizer, TrainingProgress(), prompts.max_length)
 
-        return collect(models), collect(hold_policy(models.policy, models.stop_ids)), prompts.train
+        return collect(models), collect(ActorCritic(models.policy, None, None, models.stop_ids)), prompts.train
 
     return load
 
@@ -65,7 +57,7 @@ def test_a_reward_model_without_positions_for_the_longest_answer_is_refused_at_t
 
 def test_settings_reach_the_sampler(build):
     _, alone, prompts = build(response_length=3, seed=7, per_device_eval_batch_size=5)
-    assert (alone.batch_size, alone.seed) == (5, 7)
+    assert (alone.args.per_device_eval_batch_size, alone.args.seed) == (5, 7)
     answers, _ = alone.answer(prompts[:8], range(8))
     assert int(answers.lengths.max()) == 3
 

@@ -63,7 +63,7 @@ def test_they_go_over_in_the_type_of_products(shard):
 
 
 def test_a_failure_is_told_in_one_line_with_its_key():
-    with pytest.raises(ConfigError) as refused, engine_errors("use_vllm", "vLLM", "sampling answers"):
+    with pytest.raises(ConfigError) as refused, engine_errors("sampling answers"):
         raise RuntimeError("out of\n blocks")
     (problem,) = refused.value.problems
     assert (problem.where, problem.found) == ("use_vllm", "vLLM failed at sampling answers: out of blocks")

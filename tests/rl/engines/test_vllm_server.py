@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from recipes_lib.rl.update import Updater
 from recipes_lib.training.guards.preemption import LeftError
 
 SHORT = {"tokens": ["token_id:9"], "token_logprobs": [0.0], "top_logprobs": [None]}
-CONFIG = EngineConfig(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0)
 
 
 @pytest.fixture
@@ -37,15 +36,16 @@ def stub(monkeypatch):
         yield server
 
 
-def reach(stub, temperature=1.0, is_main=True, **options):
-    config = dataclasses.replace(CONFIG, vllm_server_base_url=stub.url)
-    return connect(config, build_sampling(temperature, **options), device=CPU, is_main=is_main)
+def reach(url, temperature=1.0, is_main=True, **options):
+    engine = EngineConfig(use_vllm=True, vllm_mode="server", vllm_server_timeout=0.0, vllm_server_base_url=url)
+    args = SimpleNamespace(device=CPU, process_index=0 if is_main else 1)
+    return connect(SimpleNamespace(engine=engine), args, build_sampling(temperature, **options))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_it_answers_by_the_policys_weights_with_their_log_probabilities(stub, temperature):
     policy, beats = build_policy("llama"), []
-    engine = reach(stub, temperature, beat=lambda: beats.append(1))
+    engine = reach(stub.url, temperature, beat=lambda: beats.append(1))
     engine.load(policy)
     prompts = [*PROMPTS, *PROMPTS[::-1]]
     answers = engine.generate(policy, prompts, draw(8))
@@ -59,7 +59,7 @@ def test_it_answers_by_the_policys_weights_with_their_log_probabilities(stub, te
 
 def test_more_prompts_than_requests_come_back_in_their_order(stub, monkeypatch):
     monkeypatch.setattr("recipes_lib.rl.engines.vllm_server.REQUESTS", 3)
-    policy, engine = build_policy("llama"), reach(stub)
+    policy, engine = build_policy("llama"), reach(stub.url)
     engine.load(policy)
     prompts = [[*prompt, 20 + at] for at, prompt in enumerate(PROMPTS * 2)]
     assert measure_gap(policy, prompts, engine.generate(policy, prompts, draw(8)), 1.0) < 1e-5
@@ -67,7 +67,7 @@ def test_more_prompts_than_requests_come_back_in_their_order(stub, monkeypatch):
 
 
 def test_only_the_main_process_sends_weights(stub):
-    engine = reach(stub, is_main=False)
+    engine = reach(stub.url, is_main=False)
     engine.load(build_policy("llama"))
     assert not stub.requests
     assert not hasattr(stub, "is_open")
@@ -76,7 +76,7 @@ def test_only_the_main_process_sends_weights(stub):
 def test_a_server_that_fails_is_told_with_the_way_to_go_on(stub, monkeypatch):
     # TRL's client repeats a failed request after waits that add up to a minute.
     monkeypatch.setattr(Retry, "sleep", lambda *_: None)
-    policy, engine = build_policy("llama"), reach(stub)
+    policy, engine = build_policy("llama"), reach(stub.url)
     engine.load(policy)
     stub.complete = None
     with pytest.raises(ConfigError, match="use_vllm: vLLM failed at sampling answers") as told:
@@ -87,14 +87,13 @@ def test_a_server_that_fails_is_told_with_the_way_to_go_on(stub, monkeypatch):
 def test_a_server_that_is_not_there_or_not_what_is_needed_is_refused(stub, monkeypatch):
     stub.settings["model_config"]["logprobs_mode"] = "raw_logprobs"
     with pytest.raises(ConfigError, match="before the temperature"):
-        reach(stub)
+        reach(stub.url)
     stub.settings["model_config"]["logprobs_mode"] = "processed_logprobs"
     monkeypatch.undo()
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
-    gone = dataclasses.replace(CONFIG, vllm_server_base_url="http://127.0.0.1:9")
     with pytest.raises(ConfigError, match="can't be reached") as refused:
-        connect(gone, build_sampling(), device=CPU, is_main=True)
+        reach("http://127.0.0.1:9")
     assert "vllm serve" in refused.value.problems[0].remedy
 
 
@@ -102,14 +101,14 @@ def test_a_server_that_is_not_there_or_not_what_is_needed_is_refused(stub, monke
 def test_a_server_of_another_kind_is_refused_with_its_status(stub, path):
     stub.statuses[path] = 404
     with pytest.raises(ConfigError, match="vllm_server_base_url: http://127") as refused:
-        reach(stub)
+        reach(stub.url)
     assert "404" in str(refused.value) or "VLLM_SERVER_DEV_MODE" in str(refused.value)
 
 
 def test_a_server_of_another_version_is_refused_in_words(stub):
     del stub.settings["model_config"]["logprobs_mode"]
     with pytest.raises(ConfigError, match=r"another form than expected \(KeyError: 'logprobs_mode'\)"):
-        reach(stub)
+        reach(stub.url)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_a_server_of_another_version_is_refused_in_words(stub):
     ],
 )
 def test_answers_of_another_form_or_cut_short_end_the_run_as_the_servers_fault(stub, monkeypatch, broken, words):
-    policy, engine = build_policy("llama"), reach(stub)
+    policy, engine = build_policy("llama"), reach(stub.url)
     engine.load(policy)
     answer = stub._answer
     monkeypatch.setattr(stub, "_answer", lambda prompt, body: answer(prompt, body) | broken)
@@ -142,7 +141,7 @@ def test_who_is_asked_to_stop_does_not_wait_for_answers(stub, monkeypatch):
     def leave():
         raise LeftError
 
-    engine = reach(stub, beat=leave)
+    engine = reach(stub.url, beat=leave)
     engine.load(build_policy("llama"))
     monkeypatch.setattr(stub, "complete", answer)
     with pytest.raises(LeftError):

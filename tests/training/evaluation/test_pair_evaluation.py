@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training.pairs import make_pair_trainer, make_pairs, perturb_model, train_pairs, with_preference
-from tests.training.trajectories import assert_equal_weights, weights_of
+from tests.training.pairs import make_pair_trainer, make_pairs, perturb_model, with_preference
 from torch import nn
 
-from recipes_lib.errors import DataError
 from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.pair_batches import PairScores
@@ -59,11 +57,6 @@ def test_modes_and_random_states_are_left_alone():
     assert (model.training, model[0].training, model[1].training) == (True, True, False)
 
 
-def test_an_empty_set_is_refused():
-    with pytest.raises(DataError, match="holds no row"):
-        build_hook({"pairs": []}, 2)
-
-
 def test_sets_by_name_are_told_apart():
     sets = {"pairs": VALUES, "other": VALUES[:3]}
     figures = build_hook(sets, 2, named=("other",))(nn.Linear(1, 1), 0)
@@ -100,13 +93,3 @@ def test_held_out_figures_of_a_run_do_not_depend_on_the_batch(tiny_model_dir, tm
         for expected, got in zip(runs[0], run, strict=True):
             for name in names:
                 assert got[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
-
-
-def test_a_run_that_is_watched_ends_with_the_very_weights_of_one_that_is_not(tiny_model_dir, tmp_path):
-    keys = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
-    watched, _ = make_pair_trainer(tiny_model_dir, tmp_path / "0", make_pairs(), eval_pairs=make_pairs(5), **keys)
-    watched.train()
-    unwatched, _ = make_pair_trainer(tiny_model_dir, tmp_path / "1", make_pairs())
-    unwatched.train()
-    assert_equal_weights(weights_of(watched), weights_of(unwatched))
-    assert len(train_pairs(tiny_model_dir, tmp_path / "2", make_pairs(), max_steps=1)) == 1

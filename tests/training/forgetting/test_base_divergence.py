@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,8 @@ import torch
 from tests.training.trajectories import make_packs, make_trainer
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.config.schema import (
-    AdapterConfig,
-    DataConfig,
-    EvaluationConfig,
-    ForgettingConfig,
-    ModelConfig,
-    RecipeConfig,
-    TokensConfig,
-)
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.models.adapters.lora import add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head
@@ -87,19 +79,12 @@ def test_the_model_without_its_adapter(tiny_model_dir: Path, batch: dict[str, An
 
 
 def test_a_run_begins_at_its_base_and_stays_closer_to_it(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = RecipeConfig(
-        recipe="sft",
-        path=None,
-        data=DataConfig(),
-        tokens=TokensConfig(),
-        model=ModelConfig(model_name_or_path=str(tiny_model_dir)),
-        evaluation=EvaluationConfig(),
-        forgetting=ForgettingConfig(kl_to_base=0.001),
-    )
-    assert load_base(replace(config, forgetting=ForgettingConfig()), "sdpa") is None
+    keys = {"model_name_or_path": tiny_model_dir, "dataset_name": "d", "output_dir": tmp_path}
+    flags = [f"--{name}={value}" for name, value in keys.items()]
+    assert load_base(load_config("sft", flags), "sdpa") is None
     ends = []
     for coefficient in (0.001, 10.0):
-        held = replace(config, forgetting=ForgettingConfig(kl_to_base=coefficient))
+        held = load_config("sft", [*flags, f"--kl_to_base={coefficient}"])
         keys = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
         trainer, recorder = make_trainer(
             tiny_model_dir, tmp_path / str(coefficient), make_packs(), base=load_base(held, "sdpa"), **keys

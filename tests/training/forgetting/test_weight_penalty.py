@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,8 @@ from tests.training.trajectories import make_packs, make_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from recipes_lib.config.schema import (
-    DataConfig,
-    EvaluationConfig,
-    ForgettingConfig,
-    ModelConfig,
-    RecipeConfig,
-    TokensConfig,
-)
+from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.forgetting.fisher import Fisher, write_fisher
 from recipes_lib.training.forgetting.weight_penalty import PENALTY, WeightPenalty, load_penalty
@@ -120,27 +113,20 @@ def make_config(tiny_model_dir: Path, tmp_path: Path):
     facts = {"model_name_or_path": str(tiny_model_dir), "model_revision": None}
     write_fisher(folder, Fisher(diagonal, 1, 1), weights=hash_weights(model), **facts)
 
-    def build(model_dir: Path = tiny_model_dir, **keys: Any) -> RecipeConfig:
-        return RecipeConfig(
-            recipe="sft",
-            path=None,
-            data=DataConfig(),
-            tokens=TokensConfig(),
-            model=ModelConfig(model_name_or_path=str(model_dir)),
-            evaluation=EvaluationConfig(),
-            forgetting=ForgettingConfig(**{"ewc_lambda": 2.0, "ewc_reference": str(folder)} | keys),
-            provenance={"ewc_reference": "recipe.yaml:7"},
-        )
+    def build(**keys: Any) -> RecipeConfig:
+        keys = {"ewc_lambda": 2.0, "ewc_reference": folder, **keys}
+        keys |= {"model_name_or_path": tiny_model_dir, "dataset_name": "d", "output_dir": tmp_path}
+        return load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
 
     build.folder = folder  # type: ignore[attr-defined]
     return build
 
 
 def test_a_diagonal_of_ones_is_l2_sp(make_config: Any, tiny_model_dir: Path) -> None:
-    assert load_penalty(make_config(ewc_lambda=0.0)) is None
+    assert load_penalty(make_config(ewc_lambda=0.0, ewc_reference="null")) is None
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     gradients = []
-    for keys in ({}, {"ewc_fisher": "identity", "ewc_reference": None}):
+    for keys in ({}, {"ewc_fisher": "identity", "ewc_reference": "null"}):
         penalty = load_penalty(make_config(**keys))
         assert penalty is not None
         penalty.prepare(Accelerator(cpu=True), model)
@@ -165,7 +151,7 @@ def test_the_fisher_information_of_another_model_is_refused(
         with pytest.raises(ConfigError, match=words) as caught:
             load_penalty(make_config())
         (problem,) = caught.value.problems
-        assert problem.where == "recipe.yaml:7"
+        assert problem.where == make_config().provenance["ewc_reference"]
         assert problem.remedy
 
     refuse("other weights", weights="0" * 64)
@@ -183,6 +169,5 @@ def test_the_fisher_information_of_another_model_is_refused(
     with pytest.raises(ConfigError, match="9 weights are other ones"):
         penalty.prepare(Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(smaller))
     assert np.isfinite(penalty.compute_value())
-    gone = make_config(ewc_reference=str(tmp_path))
     with pytest.raises(ConfigError, match="has no Fisher information"):
-        load_penalty(replace(gone))
+        load_penalty(make_config(ewc_reference=tmp_path))

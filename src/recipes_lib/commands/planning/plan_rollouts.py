@@ -142,7 +142,7 @@ def plan_iteration(
         ConfigError: The answers of an iteration cannot be divided.
     """
     if config.recipe == "ppo":
-        schedule = compute_schedule(_MANY_PROMPTS, config.ppo, config.training, layout.num_processes)
+        schedule = compute_schedule(_MANY_PROMPTS, config, layout.num_processes)
     else:
         schedule = compute_group_schedule(_MANY_PROMPTS, config, layout.num_processes)
     answers, passes = schedule.answers_per_iteration, schedule.passes

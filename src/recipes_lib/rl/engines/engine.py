@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import ContinuousBatchingConfig, PreTrainedTokenizerBase, TrainingArguments
+from transformers import ContinuousBatchingConfig, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DivergedError, Problem
@@ -21,14 +20,10 @@ from recipes_lib.models.generation import (
     build_plain_generation,
     join_answers,
 )
-from recipes_lib.rl.collect import AsyncSampler, Collector
-from recipes_lib.rl.models import ActorCritic
 from recipes_lib.rl.monitor import TOLERANCE
 from recipes_lib.rl.policy_loss import PolicyObjective
-from recipes_lib.rl.rewards import Rewards, verify_positions
 from recipes_lib.rl.rollout import Rollout
-from recipes_lib.training.monitoring.progress import TrainingProgress
-from recipes_lib.training.trainers.arguments import build_autocast, get_compute_dtype
+from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 KEY: Final = "transformers_continuous_batching_config"
 _SECONDS_TO_WAIT: Final = 1.0
@@ -157,7 +152,7 @@ def build_generator(
     if engine.use_vllm and engine.vllm_mode == "server":
         from recipes_lib.rl.engines.vllm_server import connect
 
-        return connect(engine, sampling, device=args.device, is_main=args.process_index == 0)
+        return connect(config, args, sampling)
     if engine.use_vllm:
         from recipes_lib.rl.engines.vllm_colocated import start
 
@@ -232,63 +227,3 @@ class EngineGuard:
             return f"{weighted} weighted by the ratio"
         beyond = "; those above are masked" if treatment == "mask" else ""
         return f"{weighted} weighted by the ratio, up to {highest:g}{beyond}"
-
-
-def build_collector(
-    config: RecipeConfig,
-    args: TrainingArguments,
-    models: ActorCritic,
-    rewards: Rewards,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: TrainingProgress,
-    beat: Callable[[], None],
-    max_length: int,
-) -> Collector:
-    """Build the collector, with its engine and rewards.
-
-    Args:
-        config: What samples, how long an answer is, and the temperature.
-        args: How many rows are sampled or read at once, the seed, the device and the precision.
-        models: Of the run.
-        rewards: Score the answers.
-        tokenizer: Of the policy.
-        progress: What the terminal shows.
-        beat: Called whenever there is progress in sampling.
-        max_length: Tokens of the longest prompt with its longest answer.
-
-    Raises:
-        ConfigError: As ``build_generator`` and ``verify_positions``.
-    """
-    if rewards.model is not None:
-        model = rewards.model
-        if warning := verify_positions(model.model.config, model.tokenizer, tokenizer, max_length):
-            progress.say(warning)
-    # FSDP2 gathers weights in the compute dtype.
-    precision = contextlib.nullcontext if models.is_sharded else build_autocast(args)
-    sampling = Sampling(
-        stop_ids=models.stop_ids,
-        pad_id=0 if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-        response_length=config.rewards.response_length,
-        temperature=config.rewards.temperature,
-        beat=beat,
-    )
-    generator = build_generator(config, args, sampling, precision=precision, max_length=max_length)
-    return Collector(
-        models=models,
-        generator=generator,
-        rewards=rewards,
-        tokenizer=tokenizer,
-        response_length=config.rewards.response_length,
-        temperature=config.rewards.temperature,
-        batch_size=args.per_device_eval_batch_size,
-        seed=args.seed,
-        device=args.device,
-        precision=precision,
-        progress=progress,
-        ahead=AsyncSampler() if config.engine.max_staleness else None,
-    )
-
-
-def hold_policy(policy: Any, stop_ids: Sequence[int]) -> ActorCritic:
-    """Wrap a policy for sampling only; it also fills the unused roles of critic and reference."""
-    return ActorCritic(policy=policy, critic=policy, own_reference=policy, stop_ids=list(stop_ids))

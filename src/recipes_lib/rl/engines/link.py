@@ -56,12 +56,10 @@ def _find_units(policy: nn.Module) -> Iterator[tuple[FSDPModule, set[str]]]:
 
 
 @contextmanager
-def engine_errors(key: str, name: str, doing: str) -> Iterator[None]:
-    """Convert an engine's failure to a ``ConfigError`` with exit code 2: no update is lost.
+def engine_errors(doing: str) -> Iterator[None]:
+    """Convert a failure of vLLM to a ``ConfigError`` with exit code 2: no update is lost.
 
     Args:
-        key: That asks for the engine.
-        name: Of the engine.
         doing: What it was asked to do: ``sampling answers``.
 
     Raises:
@@ -70,7 +68,7 @@ def engine_errors(key: str, name: str, doing: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Engines and clients raise no more specific error.
-        raise ConfigError(Problem(key, f"{name} failed at {doing}: {explain_failure(error)}", RESUME)) from error
+        raise ConfigError(Problem("use_vllm", f"vLLM failed at {doing}: {explain_failure(error)}", RESUME)) from error
 
 
 def explain_failure(error: Exception) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -13,12 +12,11 @@ from transformers import TrainingArguments, set_seed
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import Generated, Sampling, join_answers
-from recipes_lib.models.inference import RandomStates
+from recipes_lib.models.inference import preserve_random_states
 from recipes_lib.rl.engines.link import check_vllm, engine_errors, iterate_policy
 from recipes_lib.training.layouts.launch_environment import keep_engine_in_process
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
-_KEY: Final = "use_vllm"
 _MIN_BATCHED_TOKENS: Final = 4096
 """Tokens of a step of the engine, as TRL has it: vLLM sets aside memory for the activations of so many."""
 
@@ -62,7 +60,7 @@ class ColocatedVLLM:
         Raises:
             ConfigError: The engine failed.
         """
-        with engine_errors(_KEY, self.name, "taking over weights"):
+        with engine_errors("taking over weights"):
             self._wake("weights")
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iterate_policy(policy)})
             self._engine.reset_prefix_cache()
@@ -73,28 +71,24 @@ class ColocatedVLLM:
         Raises:
             ConfigError: The engine failed, or cut an answer short.
         """
-        states = RandomStates.read()
-        set_seed(int(uniforms[0, 0] * 2**31))
-        try:
+        with preserve_random_states():
+            set_seed(int(uniforms[0, 0] * 2**31))
             answers = self._answer(prompts)
-        finally:
-            states.restore()
         self._sleep()
-        with engine_errors(_KEY, self.name, "sampling answers"):
+        with engine_errors("sampling answers"):
             return join_answers(answers, self._sampling)
 
     def _answer(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float]]]:
         engine, self._count = self._engine, self._count + 1
         # No name twice: the engine knows requests by their names.
         names = [f"{self._count}-{row}" for row in range(len(prompts))]
-        failing: Callable[[], Any] = partial(engine_errors, _KEY, self.name, "sampling answers")
-        with failing():
+        with engine_errors("sampling answers"):
             self._wake("kv_cache")
             for name, prompt in zip(names, prompts, strict=True):
                 engine.add_request(name, {"prompt_token_ids": list(prompt)}, self._parameters)
         answers: dict[str, tuple[list[int], list[float]]] = {}
         while len(answers) < len(names):
-            with failing():
+            with engine_errors("sampling answers"):
                 if not engine.has_unfinished_requests():
                     raise RuntimeError(f"it ended after {len(answers)} of {len(names)} answers")
                 for request in engine.step():
@@ -147,35 +141,33 @@ def start(config: RecipeConfig, args: TrainingArguments, sampling: Sampling, max
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor import Executor
 
-    states = RandomStates.read()
     try:
-        settings = EngineArgs(
-            model=str(config.model.model_name_or_path),
-            revision=config.model.model_revision,
-            trust_remote_code=config.model.trust_remote_code,
-            skip_tokenizer_init=True,
-            # Stop tokens are those of training, whatever the model's generation configuration has.
-            generation_config="vllm",
-            dtype=str(get_compute_dtype(args)).removeprefix("torch."),
-            max_model_len=max_length,
-            max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, max_length),
-            gpu_memory_utilization=config.engine.vllm_gpu_memory_utilization,
-            enable_sleep_mode=config.engine.vllm_enable_sleep_mode,
-            # Log-probabilities at the sampling temperature, as in the training graph.
-            logprobs_mode="processed_logprobs",
-            # CUDA graphs need a GPU; on a CPU, compilation takes longer than it saves.
-            enforce_eager=args.device.type == "cpu",
-            # Training has a process group already: the single-process executor (uni) would start another one.
-            distributed_executor_backend="external_launcher" if args.world_size > 1 else "uni",
-            seed=args.seed,
-        ).create_engine_config()
-        engine = LLMEngine(settings, Executor.get_class(settings), log_stats=False)
+        with preserve_random_states():
+            settings = EngineArgs(
+                model=str(config.model.model_name_or_path),
+                revision=config.model.model_revision,
+                trust_remote_code=config.model.trust_remote_code,
+                skip_tokenizer_init=True,
+                # Stop tokens are those of training, whatever the model's generation configuration has.
+                generation_config="vllm",
+                dtype=str(get_compute_dtype(args)).removeprefix("torch."),
+                max_model_len=max_length,
+                max_num_batched_tokens=max(_MIN_BATCHED_TOKENS, max_length),
+                gpu_memory_utilization=config.engine.vllm_gpu_memory_utilization,
+                enable_sleep_mode=config.engine.vllm_enable_sleep_mode,
+                # Log-probabilities at the sampling temperature, as in the training graph.
+                logprobs_mode="processed_logprobs",
+                # CUDA graphs need a GPU; on a CPU, compilation takes longer than it saves.
+                enforce_eager=args.device.type == "cpu",
+                # Training has a process group already: the single-process executor (uni) would start another one.
+                distributed_executor_backend="external_launcher" if args.world_size > 1 else "uni",
+                seed=args.seed,
+            ).create_engine_config()
+            engine = LLMEngine(settings, Executor.get_class(settings), log_stats=False)
     except Exception as error:  # vLLM raises no more specific error on a failed start.
         found = f"vLLM did not start: {' '.join(str(error).split())}"
         remedy = "lower `vllm_gpu_memory_utilization` where memory is short, or write `vllm_mode: server`"
-        raise ConfigError(Problem(_KEY, found, remedy)) from error
-    finally:
-        states.restore()
+        raise ConfigError(Problem("use_vllm", found, remedy)) from error
     parameters = SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.response_length,

@@ -6,16 +6,15 @@ import http.client
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import partial
 from typing import Any, Final
 
-import torch
 from torch import Tensor
+from transformers import TrainingArguments
 from trl.generation import vllm_client
 
-from recipes_lib.config.schema import EngineConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.generation import Generated, Sampling, join_answers
 from recipes_lib.rl.engines.link import check_vllm, engine_errors, explain_failure, iterate_policy
@@ -73,7 +72,7 @@ class VLLMBackend:
             for _ in iterate_policy(policy):
                 pass
             return
-        with engine_errors("use_vllm", self.name, "taking over weights"):
+        with engine_errors("taking over weights"):
             self._client.update_named_params(self._described, iterate_policy(policy))
             self._client.reset_prefix_cache()
 
@@ -86,18 +85,17 @@ class VLLMBackend:
         rows = range(len(prompts))
         parts = [rows[start::REQUESTS] for start in range(min(REQUESTS, len(prompts)))]
         answers: dict[int, tuple[list[int], list[float]]] = {}
-        failing: Callable[[], Any] = partial(engine_errors, "use_vllm", self.name, "sampling answers")
         pool = ThreadPoolExecutor(max_workers=len(parts))
         try:
             waiting = {pool.submit(self._ask, [list(prompts[row]) for row in part]): part for part in parts}
             for done in as_completed(waiting):
-                with failing():
+                with engine_errors("sampling answers"):
                     answers.update(zip(waiting[done], done.result(), strict=True))
                 self._sampling.beat()
         finally:
             # A preempted rank does not wait for unfinished answers, whose requests cannot be taken back.
             pool.shutdown(wait=False, cancel_futures=True)
-        with failing():
+        with engine_errors("sampling answers"):
             return join_answers([answers[row] for row in rows], self._sampling)
 
     def _ask(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
@@ -112,28 +110,29 @@ class VLLMBackend:
         return list(zip(output["completion_ids"], logps, strict=True))
 
 
-def connect(config: EngineConfig, sampling: Sampling, *, device: torch.device, is_main: bool) -> VLLMBackend:
+def connect(config: RecipeConfig, args: TrainingArguments, sampling: Sampling) -> VLLMBackend:
     """Connect to the server and, on the main process, open the weight transfer.
 
     Raises:
         ConfigError: vLLM is not installed, the server cannot be reached, or it was started without what is needed.
     """
     check_vllm()
+    engine, is_main = config.engine, args.process_index == 0
     try:
-        _wait_for_server(str(config.vllm_server_base_url), config.vllm_server_timeout)
+        _wait_for_server(str(engine.vllm_server_base_url), engine.vllm_server_timeout)
         client = vllm_client.VLLMClient(
-            base_url=config.vllm_server_base_url,
-            group_port=config.vllm_group_port,
-            connection_timeout=config.vllm_server_timeout,
+            base_url=engine.vllm_server_base_url,
+            group_port=engine.vllm_group_port,
+            connection_timeout=engine.vllm_server_timeout,
         )
         mode = client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
             # Other modes return log-probabilities before the temperature.
             raise RuntimeError(f"the server returns {mode}, before the temperature")
         if is_main:
-            client.init_communicator(device=device)
+            client.init_communicator(device=args.device)
     except Exception as error:  # TRL's client raises no more specific error on a failed request.
-        found = f"{config.vllm_server_base_url}: {explain_failure(error)}"
+        found = f"{engine.vllm_server_base_url}: {explain_failure(error)}"
         raise ConfigError(Problem(_URL, found, f"start it on separate GPUs: {_COMMAND}")) from error
     return VLLMBackend(client, sampling, is_main=is_main)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from torch import Tensor, distributed, nn
 
@@ -58,33 +59,12 @@ def share_rows(
 
 
 Batch = dict[str, Any]
-
-
-class _Sums(NamedTuple):
-    nll: float
-    num_targets: float
-    num_correct: float
-    num_bytes: float
-
-    @property
-    def loss(self) -> float:
-        """Nats per target."""
-        return self.nll / self.num_targets
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits for each byte of the targets' text."""
-        return self.nll / math.log(2) / self.num_bytes
-
-    def describe(self) -> dict[str, float]:
-        """Return the figures of a set by name; without bits per byte where bytes are not known."""
-        in_bytes = {"bits_per_byte": self.bits_per_byte} if self.num_bytes else {}
-        accuracy = self.num_correct / self.num_targets
-        return {"loss": self.loss, "perplexity": _exp(self.loss), "token_accuracy": accuracy, **in_bytes}
+NUM_TARGETS: Final = "num_target_tokens"
+"""The figure that is told of the run's own sets together alone."""
 
 
 @dataclass(kw_only=True)
-class _HeldOutEvaluation:
+class _HeldOutEvaluation(ABC):
     """Sums scores over held-out rows, which all processes take in turn.
 
     Memory does not grow with the set. Weights, modes and random states are untouched.
@@ -128,21 +108,39 @@ class _HeldOutEvaluation:
         own = self.find_own()
         return [name for name in self.held_out if name in self.named or len(own) > 1]
 
-    def sum_scores(
-        self, model: nn.Module, rows: Rows, what: str, score: Callable[[nn.Module, Batch], Mapping[str, Any]]
-    ) -> dict[str, float]:
-        """Return the sums over all rows of what ``score`` returns for a batch, by name; ``what`` names the work."""
-        sums: dict[str, float] = {}
+    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
+        """Return the figures of the unnamed metrics, of each named set the same as ``NAME_FIGURE``, and ``seconds``."""
+        began = time.perf_counter()
+        sums = {name: self.sum_scores(model, name) for name in self.held_out}
+        own = [sums[name] for name in self.find_own()]
+        figures = self.describe({name: sum(some[name] for some in own) for name in own[0]})
+        for name in self.find_told():
+            told = self.describe(sums[name])
+            figures |= {f"{name}_{figure}": value for figure, value in told.items() if figure != NUM_TARGETS}
+        return {**figures, "seconds": time.perf_counter() - began}
+
+    @abstractmethod
+    def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the figures of some rows from their sums."""
+
+    @abstractmethod
+    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
+        """Return the sums over a batch, by name."""
+
+    def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
+        """Return the sums over all rows of a set, on all processes together, by name."""
+        rows, sums = self.held_out[name], dict[str, float]()
         num_rounds = count_rounds(len(rows), self.batch_size, self.group)
         with preserve_training_state(model):
             shares = share_rows(len(rows), self.batch_size, self.group)
-            for numbers, is_counted in self.progress.track(shares, what, num_rounds):
-                for name, value in score(model, self.collate([rows[number] for number in numbers])).items():
+            for numbers, is_counted in self.progress.track(shares, self.name_work(name), num_rounds):
+                scores = self._score(model, self.collate([rows[number] for number in numbers]))
+                for figure, value in scores.items():
                     # Added up as Python numbers: exact counts, and a double for the nats on every kind of device.
-                    sums[name] = sums.get(name, 0) + (value if is_counted else 0)
+                    sums[figure] = sums.get(figure, 0) + (value if is_counted else 0)
         # Sorted: processes add column by column, and their dictionaries need not have one order.
         names = sorted(sums)
-        return dict(zip(names, sum_over_processes([sums[name] for name in names], self.sums_group), strict=True))
+        return dict(zip(names, sum_over_processes([sums[figure] for figure in names], self.sums_group), strict=True))
 
 
 @dataclass(kw_only=True)
@@ -163,31 +161,22 @@ class EvaluateLoss(_HeldOutEvaluation):
 
     byte_lengths: Tensor | None = None
 
-    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return ``loss`` (nats per target), ``perplexity``, ``bits_per_byte``, ``token_accuracy``, and what it took.
+    def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return ``loss`` (nats per target), ``perplexity``, ``token_accuracy``, and ``bits_per_byte`` if known."""
+        loss = sums["nll"] / sums["num_targets"]
+        in_bytes = {"bits_per_byte": sums["nll"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
+        accuracy = sums["num_correct"] / sums["num_targets"]
+        figures = {"loss": loss, "perplexity": _exp(loss), "token_accuracy": accuracy, **in_bytes}
+        return {**figures, NUM_TARGETS: sums["num_targets"]}
 
-        Of a set that is told by name the same, as ``NAME_loss``.
-
-        Raises:
-            DataError: No token of a held-out set is a target.
-        """
-        began = time.perf_counter()
-        sums = {name: self._sum(model, name) for name in self.held_out}
-        own = [sums[name] for name in self.find_own()]
-        together = _Sums(*(sum(column) for column in zip(*own, strict=True)))
-        figures = {**together.describe(), "num_target_tokens": together.num_targets}
-        for name in self.find_told():
-            figures |= {f"{name}_{figure}": value for figure, value in sums[name].describe().items()}
-        return {**figures, "seconds": time.perf_counter() - began}
-
-    def _sum(self, model: nn.Module, name: str) -> _Sums:
+    def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
         """Score one set, on all processes together.
 
         Raises:
             DataError: None of its tokens is a target.
         """
-        sums = _Sums(**self.sum_scores(model, self.held_out[name], self.name_work(name), self._score))
-        if sums.num_targets == 0:
+        sums = super().sum_scores(model, name)
+        if sums["num_targets"] == 0:
             raise DataError(Problem(name, "no token is a target", "see it with `recipes preview`"))
         return sums
 
@@ -199,8 +188,8 @@ class EvaluateLoss(_HeldOutEvaluation):
         if self.byte_lengths is not None:
             labels: Tensor = batch["labels"].cpu()
             num_bytes = int(self.byte_lengths[labels[labels >= 0]].sum())
-        sums = _Sums(float(scored.nll_sum), int(scored.num_targets), int(scored.num_correct), num_bytes)
-        return sums._asdict()
+        counts = {"num_targets": int(scored.num_targets), "num_correct": int(scored.num_correct)}
+        return {"nll": float(scored.nll_sum), **counts, "num_bytes": num_bytes}
 
 
 def _exp(value: float) -> float:
@@ -222,27 +211,15 @@ class EvaluatePairs(_HeldOutEvaluation):
 
     score: Callable[[nn.Module, Batch], PairScores]
 
-    def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return the mean over pairs of the loss and of every figure of the objective, and the error of accuracy.
-
-        Of a set that is told by name the same, as ``NAME_loss``.
-        """
-        began = time.perf_counter()
-        totals = {
-            name: self.sum_scores(model, rows, self.name_work(name), self._sum) for name, rows in self.held_out.items()
-        }
-        figures = self._average([totals[name] for name in self.find_own()], self.find_own())
-        for name in self.find_told():
-            figures |= {f"{name}_{figure}": value for figure, value in self._average([totals[name]], [name]).items()}
-        return {**figures, "seconds": time.perf_counter() - began}
-
-    def _average(self, totals: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, float]:
-        num_pairs = sum(len(self.held_out[name]) for name in names)
-        figures = {name: sum(total[name] for total in totals) / num_pairs for name in totals[0]}
+    def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean over pairs of the loss and of every figure of the objective, and the error of accuracy."""
+        num_pairs = sums["num_pairs"]
+        figures = {name: total / num_pairs for name, total in sums.items() if name != "num_pairs"}
         share = figures.get("rewards/accuracies")
         if share is not None:
             figures["rewards/accuracies_stderr"] = math.sqrt(share * (1 - share) / num_pairs)
         return {**figures, "num_pairs": num_pairs}
 
-    def _sum(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
-        return {name: float(value) for name, value in self.score(model, batch).sums().items()}
+    def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
+        scores = self.score(model, batch)
+        return {name: float(value) for name, value in scores.sums().items()} | {"num_pairs": len(scores.losses)}

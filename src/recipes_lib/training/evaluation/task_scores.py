@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import EvaluationConfig
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.inference import RandomStates, preserve_training_state
+from recipes_lib.models.inference import preserve_random_states, preserve_training_state
 from recipes_lib.training.collectives import compute_on_main
 from recipes_lib.training.guards.watchdog import WATCHDOG
 
@@ -43,14 +43,12 @@ def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[Eva
     asked = EvalConfig(
         tasks=config.eval_tasks or [], include_path=config.eval_tasks_include_path, limit=config.eval_tasks_limit
     )
-    states = RandomStates.read()
     try:
-        loaded = load_tasks(asked)
+        with preserve_random_states():
+            loaded = load_tasks(asked)
     except ConfigError as error:
         named = (Problem(f"eval_{problem.where}", problem.found, problem.remedy) for problem in error.problems)
         raise ConfigError(*named) from error
-    finally:
-        states.restore()
     problems = []
     for name, task in loaded["tasks"].items():
         if task.get_config("output_type") == "generate_until":
