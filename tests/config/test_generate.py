@@ -8,10 +8,15 @@ import re
 import pytest
 from trl import SFTConfig
 
+from recipes_lib.config.corpus_keys import CORPUS_SECTIONS
+from recipes_lib.config.evaluation import EVAL_SECTIONS
 from recipes_lib.config.generate import build_documents, build_tables
 from recipes_lib.config.recipes import read_defaults, read_refused
 from recipes_lib.config.schema import SECTIONS
-from recipes_lib.config.table import RECIPE_NAMES, load_table, table_path
+from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
+from recipes_lib.config.table import RECIPE_NAMES, TABLES, load_table, table_path
+
+SECTIONS_OF = {"corpus": CORPUS_SECTIONS, "eval": EVAL_SECTIONS, "synthesize": SYNTHESIS_SECTIONS}
 
 
 def test_the_committed_files_are_what_the_installed_dataclasses_give() -> None:
@@ -28,16 +33,17 @@ def test_honoured_upstream_defaults_are_the_installed_ones() -> None:
             assert (key.upstream_default if key.reason else key.default) == default, key.name
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", TABLES)
 def test_our_fields_are_in_the_table_with_their_defaults(recipe: str) -> None:
-    keys = load_table(recipe).keys
-    for group, section in SECTIONS.items():
-        fields = [field for field in dataclasses.fields(section) if field.name not in read_refused(recipe)]
-        assert [field.name for field in fields] == [key.name for key in keys.values() if key.group == group]
+    table, is_recipe = load_table(recipe), recipe in RECIPE_NAMES
+    refused, defaults = (read_refused(recipe), read_defaults(recipe)) if is_recipe else ({}, {})
+    for group, section in SECTIONS_OF.get(recipe, SECTIONS).items():
+        fields = [field for field in dataclasses.fields(section) if field.name not in refused]
+        assert [field.name for field in fields] == [key.name for key in table.keys.values() if key.group == group]
         for field in fields:
-            expected = read_defaults(recipe).get(field.name, (field.default,))[0]
-            assert keys[field.name].default == expected
-            assert keys[field.name].owner == "recipes_lib"
+            if is_recipe or field.name not in table.required:
+                assert table.keys[field.name].default == defaults.get(field.name, (field.default,))[0]
+            assert table.keys[field.name].owner == "recipes_lib"
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "dataset_mixture", "packing", "output_dir"])

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.config.conftest import PARSERS
 from tests.forked import ROOT
 
-from recipes_lib.config.corpus_keys import parse_corpus_command
-from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.config.table import TABLES, load_table
 from recipes_lib.config.values import Entry, read_entries
 from recipes_lib.errors import ConfigError
@@ -42,8 +40,7 @@ def recipe_of(path: Path) -> str:
 def load(path: Path, file: Path) -> object:
     """Load a file as the recipe ``path`` would be."""
     argv, recipe = ["--config", str(file)], recipe_of(path)
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
-    return commands[recipe](argv) if recipe in commands else load_config(recipe, argv)
+    return PARSERS[recipe](argv) if recipe in PARSERS else load_config(recipe, argv)
 
 
 def entries_of(path: Path) -> list[Entry]:

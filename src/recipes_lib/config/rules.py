@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from recipes_lib.config.paths import check_paths
+from recipes_lib.config.paths import check_folders, check_paths
 from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import AdapterConfig, DatasetFormat, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
@@ -417,10 +417,7 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
         if not _FUNCTION.fullmatch(metric.partition("(")[0]):
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield settings.problem("metrics", found, "write package.module:Class")
-    for folder in settings["eval_tasks_include_path"] or []:
-        if not (is_local(folder) and Path(folder).is_dir()):
-            found = f"there is no folder {folder[:120]!r}"
-            yield settings.problem("eval_tasks_include_path", found, "correct the path")
+    yield from check_folders("eval_tasks_include_path", settings)
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:
