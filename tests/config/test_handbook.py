@@ -85,6 +85,9 @@ def test_a_recipe_of_the_handbook_keeps_its_method_and_its_values(name: str, mig
         assert Path(keys["chat_template_path"]).read_text(encoding="utf-8") == old["chat_template"]
     datasets = old.get("dataset_mixture", {}).get("datasets", [])
     assert [entry["name"] for entry in keys["dataset_mixture"] or []] == [entry["id"] for entry in datasets]
+    path.write_text(migration.text)
+    again = migrate(path, migration.recipe)
+    assert (again.text, [change for change in again.changes if change.line]) == (migration.text, [])
 
 
 def test_with_the_recipe_given_orpo_is_orpo_still(migrated) -> None:
