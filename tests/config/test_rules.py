@@ -14,6 +14,10 @@ COMMIT = "a" * 40
 AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
 REFUSED: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
+        ("eval_datasets: {a b: x}", 5, "part of metric names"),
+        ("eval_datasets: {a: {name: x, weight: 2}}", 5, "it has 'weight'"),
+        ("eval_datasets: {a: 3}", 5, "is no dataset"),
+        ("metric_for_best_model: eval_loss_web", 5, "write `eval_web_loss`"),
         ("dataset_mixture: [{name: a/b}]", 5, "recipe.yaml:2) are both set"),
         ("dataset_test_split: test\ntest_split_size: 10", 6, "recipe.yaml:5"),
         ("fp16: true\nbf16: true", 6, "fp16"),
@@ -300,7 +304,7 @@ def test_ppo_needs_a_reward_and_pretraining_a_model(problems_of) -> None:
 
 
 def test_missing_keys_are_named_together(problems_of) -> None:
-    problems = problems_of(text="learning_rate: 1e-5\n")
+    problems = problems_of(text="{}\n")
     assert [problem.found.split("`")[1] for problem in problems] == ["model_name_or_path", "output_dir", "dataset_name"]
     assert {problem.where for problem in problems} == {"recipe.yaml"}
 
