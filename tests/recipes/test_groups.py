@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from tests.distributed import sharding
 from tests.forked import run_script
 from tests.rows import read_events, write_rows
@@ -15,22 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 REWARDS = """
-import os, signal
-from pathlib import Path
-
-calls = [0]
-
 def prefer_short(*, prompts, completions, completion_ids, answer, **_):
     assert prompts[0][0]["role"] == "user" and answer[0].isdigit()
     return [-len(set(ids)) / 16 for ids in completion_ids]
-
-def stopping(**given):
-    calls[0] += 1
-    flag = Path(__file__).with_name("stopped")
-    if calls[0] == 3 and not flag.exists():  # The evaluation at the start is the first.
-        flag.touch()
-        os.kill(os.getpid(), signal.SIGTERM)
-    return prefer_short(**given)
 """
 
 
@@ -98,27 +84,3 @@ def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert set(AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id) == ends
     assert not (out / "training_args.bin").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rloo", "grpo"])
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tiny_model_dir, folder, recipe):
-    straight = run(recipe, tiny_model_dir, folder, f"{recipe} straight")
-    assert straight.returncode == 0, straight.stderr
-    (folder / "stopped").unlink(missing_ok=True)
-    keys = {"reward_funcs": "[my_rewards:stopping]"}
-    assert run(recipe, tiny_model_dir, folder, f"{recipe} stopped", **keys).returncode == 75
-    done = run(recipe, tiny_model_dir, folder, f"{recipe} stopped", **keys)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((folder / f"{recipe} stopped" / "run.json").read_text())["resumed_from"] == "checkpoint-1"
-    models = (AutoModelForCausalLM.from_pretrained(folder / f"{recipe} {name}") for name in ("straight", "stopped"))
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-def test_what_is_the_users_to_mend_exits_with_2(tiny_model_dir, folder):
-    done = run("grpo", tiny_model_dir, folder, "broken", num_generations=3)
-    assert done.returncode == 2
-    assert "4 answers at a time are not divisible into groups of num_generations 3" in done.stderr
-    assert "Traceback" not in done.stderr

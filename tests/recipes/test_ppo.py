@@ -75,12 +75,6 @@ def test_it_leaves_a_model_its_record_and_a_report(finished):
     assert not (finished / "training_args.bin").exists()
 
 
-def test_the_same_command_does_nothing_more(finished, tiny_model_dir, folder):
-    before = (finished / "metrics.jsonl").read_text()
-    assert run(tiny_model_dir, folder).returncode == 0
-    assert (finished / "metrics.jsonl").read_text() == before
-
-
 def test_a_killed_run_goes_on_to_the_same_weights(finished, tiny_model_dir, folder):
     """The reward kills its own process in the third iteration, as a scheduler would."""
     (folder / "deadly.py").write_text(

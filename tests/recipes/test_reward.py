@@ -135,17 +135,3 @@ def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     (out / "reward_scale.json").unlink()
     with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
         RewardModel.load(out)
-
-
-def test_the_same_command_again_trains_nothing(folder, tiny_model_dir):
-    before = (folder / "out put" / "model.safetensors").stat().st_mtime_ns
-    assert run(tiny_model_dir, folder).returncode == 0
-    assert (folder / "out put" / "model.safetensors").stat().st_mtime_ns == before
-
-
-def test_a_padding_token_that_ends_answers_is_one_clear_error(tiny_model_dir, tmp_path):
-    write_pairs(tmp_path / "pairs.jsonl")
-    done = run(tiny_model_dir, tmp_path, pad_token="<|im_end|>")
-    assert done.returncode == 2
-    assert "pad_token" in done.stderr
-    assert "Traceback" not in done.stderr
