@@ -35,13 +35,12 @@ def test_honoured_upstream_defaults_are_the_installed_ones() -> None:
 
 @pytest.mark.parametrize("recipe", TABLES)
 def test_our_fields_are_in_the_table_with_their_defaults(recipe: str) -> None:
-    table, is_recipe = load_table(recipe), recipe in RECIPE_NAMES
-    refused, defaults = (read_refused(recipe), read_defaults(recipe)) if is_recipe else ({}, {})
+    table, refused, defaults = load_table(recipe), read_refused(recipe), read_defaults(recipe)
     for group, section in SECTIONS_OF.get(recipe, SECTIONS).items():
         fields = [field for field in dataclasses.fields(section) if field.name not in refused]
         assert [field.name for field in fields] == [key.name for key in table.keys.values() if key.group == group]
         for field in fields:
-            if is_recipe or field.name not in table.required:
+            if recipe in RECIPE_NAMES or field.name not in table.required:
                 assert table.keys[field.name].default == defaults.get(field.name, (field.default,))[0]
             assert table.keys[field.name].owner == "recipes_lib"
 

@@ -14,6 +14,7 @@ COMMIT = "a" * 40
 AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
 REFUSED: dict[str, list[tuple[str, int, str]]] = {
     "sft": [
+        ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),
         ("eval_datasets: {a: {name: x, weight: 2}}", 5, "it has 'weight'"),
         ("eval_datasets: {a: 3}", 5, "is no dataset"),

@@ -410,9 +410,6 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
     if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
         found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
         yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
-    if settings["early_stopping_patience"] is not None and settings["eval_strategy"] == "no":
-        found = "`early_stopping_patience` counts evaluations, and `eval_strategy` is no"
-        yield settings.problem("early_stopping_patience", found, "write `eval_strategy: steps`")
     for metric in settings["metrics"] or []:
         if not _FUNCTION.fullmatch(metric.partition("(")[0]):
             found = f"a metric is not an import path: {metric[:60]!r}"
