@@ -13,42 +13,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.faults import recipe_runs
 from tests.forked import ROOT, Launch
-from tests.rows import read_rows, write_rows
+from tests.rows import read_rows
 
 PAUSED = Path(__file__).with_name("paused.py")
 NUM_STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def keys(tiny_model_dir, tmp_path_factory):
+def keys(inputs):
     """A run of six steps on a few chats; three rounds of evaluation before the first and after every third step."""
-    folder = tmp_path_factory.mktemp("preempted")
-    rows = (
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes. " * (n % 7)}]}
-        for n in range(1, 60)
-        if n % 7
-    )
-    data = folder / "chats.jsonl"
-    write_rows(data, rows)
-    return {
-        "model_name_or_path": tiny_model_dir,
-        "dataset_name": data,
-        "prepared_dir": folder / "prepared",
-        "test_split_size": 6,
-        "packing": "false",
-        "bf16": "false",
-        "use_cpu": "true",
-        "max_steps": NUM_STEPS,
-        "save_steps": 100,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 1,
-        "learning_rate": 1e-3,
-        "num_sample_prompts": 1,
-        "sample_max_new_tokens": 16,
-    }
+    sizes = {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1, "sample_max_new_tokens": 16}
+    steps = {"max_steps": NUM_STEPS, "save_steps": 100, "eval_steps": 3}
+    return recipe_runs.make_keys(inputs, "sft", packing="false", **sizes, **steps)
 
 
 def start(keys, output_dir, *, pause=None, **more):
