@@ -212,12 +212,12 @@ def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Prob
             problems.append(Problem(flag, "is repeated", "keep one of the two"))
         elif name == "print_config":
             command.wants = command.wants or "print"
-        elif name == "config" and not text:
-            problems.append(Problem(flag, "has no value", "write `--config FILE`"))
-        elif name == "config":
+        elif name == "config" and text:
             command.config = find_shipped(Path(expand_home(text)))
+        elif name == "config":
+            problems.append(Problem(flag, "has no value", "write `--config FILE`"))
         elif (node := _read_node(flag, text, table.keys.get(name), problems)) is not None:
-            command.entries.append(Entry(name, node, flag, lambda _, flag=flag: flag, flag=True))
+            command.entries.append(Entry(name, node, flag, functools.partial(_locate_flag, flag), flag=True))
         seen.add(name)
     return command
 
@@ -242,6 +242,10 @@ def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
         if name not in names:
             kept += before[: len(before) - len(arguments)]
     return kept
+
+
+def _locate_flag(flag: str, _: yaml.Node) -> str:
+    return flag
 
 
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:
