@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from tests.recipes.preferences import make_rows
 from trl import DPOConfig
 
 ROWS = [
@@ -38,8 +39,9 @@ def test_prompts_that_are_not_shared_are_told_with_the_reason(look):
     assert "a prompt is computed once for each answer: `shared_prompt` is false" in told
 
 
-def test_a_padding_token_that_ends_answers_is_found_for_a_reward_model(look):
-    problems, _ = look("reward", ROWS, pad_token="<|endoftext|>")
+@pytest.mark.parametrize(("rows", "token"), [(ROWS, "<|endoftext|>"), (make_rows(), "<|im_end|>")])
+def test_a_padding_token_that_ends_answers_is_found_for_a_reward_model(look, rows, token):
+    problems, _ = look("reward", rows, pad_token=token)
     assert [problem.where for problem in problems] == ["pad_token"]
     assert "read the score before the end" in problems[0].found
     assert look("dpo", ROWS, pad_token="<|endoftext|>")[0] == []
