@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes_lib.config.loader import check_text, drop_flags, load_config, parse_command, split_recipe
+from recipes_lib.config.loader import check_text, drop_flags, load_config, split_recipe
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
@@ -73,13 +73,6 @@ def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(write) ->
 def test_flags_are_dropped_with_their_values_in_any_spelling(typed: list[str], left: list[str]) -> None:
     assert drop_flags(typed, {"seed"}) == left
     assert drop_flags(["--num-seeds", "1"], {"num_seeds"}) == []
-
-
-def test_help_and_printing_are_texts_and_a_run_is_a_config(write, sound: str) -> None:
-    path = str(write(sound))
-    assert "--learning_rate" in parse_command("sft", ["--config", "/gone", "--help"])
-    assert "learning_rate: 1e-05" in parse_command("sft", ["--config", path, "--print-config"])
-    assert parse_command("sft", ["--config", path]) == load_config("sft", ["--config", path])
 
 
 def assert_sound_or_explained(load: Callable[[], object]) -> None:
