@@ -4,7 +4,8 @@ accelerate launch --config_file accelerate_configs/ddp.yaml recipes/lora.py --co
 python recipes/lora.py --config recipes/configs/llama3-8b/lora_4bit.yaml --lora_r 64      # QLoRA, on one process
 
 `--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
-a stopped run. `recipes merge --adapter DIR --output DIR` merges the adapter into its base model.
+a stopped run. `recipes merge --adapter DIR --output DIR` merges the adapter into its base model. The code is that of
+recipes/sft.py: only the weights differ that are trained.
 """
 
 import sys
@@ -14,58 +15,7 @@ from recipes_lib.boundary import parse_or_exit, run_command
 if __name__ == "__main__":
     CONFIG = parse_or_exit("lora", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
 
-from recipes_lib.data.packed.collators import PackedCollator
-from recipes_lib.data.packed.training_data import load_training_data
-from recipes_lib.models.adapters.lora import describe_adapter
-from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
-from recipes_lib.models.generation import set_stop_tokens
-from recipes_lib.models.heads.loss_head import verify_loss_head
-from recipes_lib.models.loading import load_tokenizer
-from recipes_lib.publish.final_model import export_model, recipe
-from recipes_lib.training.evaluation.build import build_observer
-from recipes_lib.training.forgetting.base_divergence import load_base
-from recipes_lib.training.run import Run
-from recipes_lib.training.trainers.arguments import build_training_arguments
-from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
-from recipes_lib.training.trainers.trained_model import load_policy, load_verified_config
-
-
-@recipe
-def main(run: Run) -> None:
-    """Train an adapter of ``config.model`` on ``config.data``; write adapter, run record and report."""
-    config = run.config
-    # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
-    tokenizer = load_tokenizer(config.model, config.tokens)
-    data = load_training_data(config, tokenizer, local_rank=run.launch.local_rank)
-    run.record(data=data.record)
-    args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
-
-    # The model's own weights are loaded, quantised if asked for, and frozen; the adapter begins as nothing.
-    model_config = load_verified_config(config, tokenizer, data.longest)
-    attention = choose_attention(config.model, model_config, args, packing=config.tokens.packing, flattens=True)
-    model = load_policy(config, attention.implementation, args, run.launch)
-    run.record(adapter=describe_adapter(model))
-    set_stop_tokens(model, tokenizer, data.audit.terminators)
-    collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-    observer = build_observer(config, data, args, model, tokenizer, collate)
-    trainer = SFTTrainer(
-        model=model,
-        args=args,
-        train_dataset=data.train,
-        order=data.order,
-        base=load_base(config, attention.implementation),
-        eval_dataset=data.held_out or None,
-        data_collator=collate,
-        processing_class=tokenizer,
-        observer=observer,
-        adapter=config.adapter,
-    )
-    if config.tokens.packing or attention.layout == "flat":
-        prove_isolation(model, attention.layout)
-    verify_loss_head(model)
-    trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-    export_model(trainer, run.output_dir)
-
+from sft import main
 
 if __name__ == "__main__":
     sys.exit(run_command(lambda: main(CONFIG)))

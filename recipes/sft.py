@@ -4,7 +4,7 @@ accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/sft.py --c
 python recipes/sft.py --config recipes/configs/llama3-8b/sft.yaml --learning_rate 1e-5      # the same on one process
 
 `--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
-a stopped run.
+a stopped run. recipes/lora.py is the same under an adapter.
 """
 
 import sys
@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
+from recipes_lib.models.adapters.lora import describe_adapter
 from recipes_lib.models.attention.kernels import choose_attention, prove_isolation
 from recipes_lib.models.generation import set_stop_tokens
 from recipes_lib.models.heads.loss_head import verify_loss_head
@@ -28,29 +29,29 @@ from recipes_lib.training.layouts.context_rows import join_context
 from recipes_lib.training.run import Run
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
-from recipes_lib.training.trainers.trained_model import load_language_model, load_verified_config
+from recipes_lib.training.trainers.trained_model import load_language_model, load_policy, load_verified_config
 
 
 @recipe
 def main(run: Run) -> None:
-    """Fine-tune ``config.model`` on ``config.data``; write model, run record and report."""
+    """Fine-tune ``config.model``, or an adapter of it, on ``config.data``; write it, run record and report."""
     config = run.config
     # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_training_data(config, tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
     args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
-
     # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
     model_config = load_verified_config(config, tokenizer, data.longest)
-    context = join_context(run.launch, args)
-    attention = choose_attention(
-        config.model, model_config, args, packing=config.tokens.packing, flattens=True, context=context
-    )
-    model = load_language_model(config, model_config, attention.implementation, args, run.launch)
+    context, packing = join_context(run.launch, args), config.tokens.packing
+    attention = choose_attention(config.model, model_config, args, packing=packing, flattens=True, context=context)
+    if config.adapter.use_peft:  # Over the model's own weights, which are frozen, and quantised if asked for.
+        model = load_policy(config, attention.implementation, args, run.launch)
+        run.record(adapter=describe_adapter(model))
+    else:
+        model = load_language_model(config, model_config, attention.implementation, args, run.launch)
     set_stop_tokens(model, tokenizer, data.audit.terminators)
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id, layout=attention.layout)
-    observer = build_observer(config, data, args, model, tokenizer, collate, context=context)
     trainer = SFTTrainer(
         model=model,
         args=args,
@@ -61,12 +62,12 @@ def main(run: Run) -> None:
         eval_dataset=data.held_out or None,
         data_collator=collate,
         processing_class=tokenizer,
-        observer=observer,
+        observer=build_observer(config, data, args, model, tokenizer, collate, context=context),
+        adapter=config.adapter,
     )
-    if config.tokens.packing or attention.layout == "flat":
+    if packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)
-
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
     export_model(trainer, run.output_dir)
 

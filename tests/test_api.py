@@ -7,9 +7,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.faults import recipe_runs
 
 import recipes_lib
 from recipes_lib import check, load_run, train
@@ -17,32 +19,16 @@ from recipes_lib.errors import ConfigError
 
 
 @pytest.fixture
-def keys(tiny_model_dir: Path, tmp_path: Path) -> dict[str, object]:
-    rows = [
-        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"{n}."}]}
-        for n in range(16)
-    ]
-    (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+def keys(tmp_path: Path) -> dict[str, Any]:
+    recipe_runs.write_inputs(tmp_path)
+    more = {"max_steps": 2, "eval_steps": 1, "logging_steps": 1, "save_strategy": "no", "num_sample_prompts": 0}
+    made = recipe_runs.make_keys(tmp_path, "sft", **more, output_dir=tmp_path / "run")
     return {
-        "model_name_or_path": str(tiny_model_dir),
-        "dataset_name": str(tmp_path / "chats.jsonl"),
-        "prepared_dir": str(tmp_path / "prepared"),
-        "output_dir": str(tmp_path / "run"),
-        "max_length": 64,
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "test_split_size": 4,
-        "eval_steps": 1,
-        "eval_strategy": "steps",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
+        name: str(value) if isinstance(value, Path) else value for name, value in made.items() if name != "save_steps"
     }
 
 
-def test_train_returns_the_run_with_its_metrics_and_its_model(keys: dict[str, object], tmp_path: Path) -> None:
+def test_train_returns_the_run_with_its_metrics_and_its_model(keys: dict[str, Any], tmp_path: Path) -> None:
     assert check("sft", keys) == []
     run = train("sft", keys, learning_rate=1e-3)
     losses = [event["loss"] for event in run.metrics if event["kind"] == "train"]
@@ -56,7 +42,7 @@ def test_train_returns_the_run_with_its_metrics_and_its_model(keys: dict[str, ob
     assert load_run(str(tmp_path / "run")).metrics == run.metrics
 
 
-def test_a_file_and_overrides_are_as_on_the_command_line(keys: dict[str, object], tmp_path: Path) -> None:
+def test_a_file_and_overrides_are_as_on_the_command_line(keys: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "sft.yaml"
     path.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in keys.items()))
     assert check("lora", path, lora_target_modules=["q_proj"], max_steps=3) == []

@@ -94,21 +94,10 @@ def test_anything_else_is_a_bug_and_keeps_its_traceback(capsys: pytest.CaptureFi
     assert "This is a bug" in told.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("code", "name", "begin"),
-    [
-        (errno.ENOSPC, "out/metrics.jsonl", "out/metrics.jsonl: the disk is full"),
-        (errno.ENAMETOOLONG, "a" * 300, f"{'a' * 120}: no file can be there: File name too long"),
-        (errno.ENOTDIR, "run.yaml/out", "run.yaml/out: no file can be there: Not a directory"),
-        (errno.EMFILE, "rows.jsonl", "rows.jsonl: this process may open no more files"),
-    ],
-)
-def test_what_the_machine_refuses_is_no_bug(
-    code: int, name: str, begin: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_command(raising(OSError(code, os.strerror(code), name))) == 2
+def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "out/metrics.jsonl"))) == 2
     told = capsys.readouterr().err
-    assert told.startswith(begin)
+    assert told.startswith("out/metrics.jsonl: the disk is full")
     assert "Traceback" not in told
     assert "bug" not in told
 
@@ -233,10 +222,14 @@ def test_a_question_is_answered_and_nothing_runs(
     assert "learning_rate" in capsys.readouterr().out
 
 
-def test_parsing_a_recipe_imports_nothing_slow(recipe: list[str]) -> None:
+def test_nothing_slow_is_imported_for_help_an_error_or_a_sound_recipe(recipe: list[str]) -> None:
     code = (
-        "import json, sys; from recipes_lib.boundary import parse_or_exit; parse_or_exit('sft', sys.argv[1:]);"
-        "print(json.dumps([name for name in ('torch', 'transformers', 'trl', 'numpy') if name in sys.modules]))"
+        "import contextlib, io, json, sys; from recipes_lib.boundary import parse_or_exit\n"
+        "for more in (['--help'], ['--print-config'], ['--config', '/gone'], ['--learning_rte', '1'], []):\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        assert parse_or_exit('sft', [*sys.argv[1:], *more]).recipe == 'sft'\n"
+        "heavy = {'torch', 'transformers', 'trl', 'datasets', 'numpy', 'accelerate', 'huggingface_hub'}\n"
+        "print(json.dumps(sorted(heavy & set(sys.modules))))"
     )
     done = subprocess.run([sys.executable, "-c", code, *recipe], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == []

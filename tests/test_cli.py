@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import os
 import subprocess
@@ -96,16 +94,6 @@ def test_arguments_and_exit_code_pass_through(echo: None, capsys: pytest.Capture
 def test_a_command_runs_inside_the_boundary(echo: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "fail"]) == 2
     assert capsys.readouterr().err == str(ConfigError(Problem("here", "wrong"))) + "\n"
-
-
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_exists(name: str) -> None:
-    module, _, function = cli.COMMANDS[name].target.partition(":")
-    spec = importlib.util.find_spec(module, "recipes_lib")
-    assert spec is not None, f"there is no module {module}"
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
+import runpy
 import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from recipes_lib.config.schema import RecipeConfig
     from recipes_lib.report.run_files import RunFiles
 
-_MAIN: Final = {"rloo": "grpo"}
+_MAIN: Final = {"rloo": "grpo", "lora": "sft"}
 """Recipe -> the recipe whose script defines its main function."""
 
 
@@ -104,13 +104,8 @@ def _load(recipe: str, config: str | Path | Mapping[str, Any] | None, overrides:
 def _importing_recipe(recipe: str) -> Iterator[Callable[[RecipeConfig], None]]:
     """Yield the main function of a recipe's script; reward functions beside it can be imported while it runs."""
     path = find_recipe(recipe)
-    spec = importlib.util.spec_from_file_location(f"_recipe_{recipe}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
-        yield module.main
+        yield runpy.run_path(str(path))["main"]
     finally:
         sys.path.remove(str(path.parent))

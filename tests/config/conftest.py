@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from recipes_lib.config.corpus_keys import parse_corpus_command
+from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.config.table import RECIPE_NAMES
 from recipes_lib.errors import ConfigError, Problem
 
+PARSERS = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
 SOUND = """\
 model_name_or_path: owner/model
 dataset_name: owner/dataset
@@ -42,6 +47,18 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
         return path
 
     return write_text
+
+
+@pytest.fixture
+def parse(tmp_path: Path) -> Callable[..., Any]:
+    """Parse the file of a command that trains nothing, and flags."""
+
+    def parse_text(command: str, text: str, *flags: str) -> Any:
+        path = tmp_path / f"{command}.yaml"
+        path.write_text(text, encoding="utf-8")
+        return PARSERS[command](["--config", str(path), *flags])
+
+    return parse_text
 
 
 @pytest.fixture

@@ -1,30 +1,62 @@
-"""Keys of a command: flags over the file, each problem with its place; values are adapted once they are valid."""
+"""Keys of the commands that train nothing: flags over the file, each problem with its place, printed and read again."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
+from tests.config.conftest import PARSERS
 
-from recipes_lib.config.loader import Given, expand_paths, read_given
+from recipes_lib.config.loader import expand_paths
+from recipes_lib.errors import ConfigError
 
-
-def test_flags_over_the_file_with_their_places(tmp_path: Path) -> None:
-    path = tmp_path / "eval.yaml"
-    path.write_text("limit: 3\nseed: 1\nlimt: 2\n")
-    given = read_given("eval", ["--config", str(path), "--seed", "2"], lambda key, value: (key, value))
-    assert isinstance(given, Given)
-    assert given.values == {"limit": ("limit", 3), "seed": ("seed", 2)}
-    assert (given.where("limit"), given.where("seed"), given.where("tasks")) == (f"{path}:1", "--seed", str(path))
-    given.require(limit="no", tasks="write them")
-    assert [problem.where for problem in given.problems] == [f"{path}:3", str(path)]
-
-
-def test_a_secret_is_refused_and_not_repeated() -> None:
-    given = read_given("eval", ["--system_instruction", "hf_" + "a" * 34], lambda _, value: value)
-    assert isinstance(given, Given)
-    assert not given.values
-    assert "a" * 34 not in str(given.problems)
+SOUND = {
+    "corpus": "sources: [{name: web.jsonl}]\noutput_dir: o\nnum_samples: 1\n",
+    "eval": "model_name_or_path: a/b\ntasks: [core]\noutput_dir: o\nseed: 1\n",
+    "synthesize": "model_name_or_path: a/b\ndataset_name: c/d\noutput_dir: o\nseed: 1\n",
+}
+REQUIRED = {
+    "corpus": {"sources", "output_dir"},
+    "eval": {"model_name_or_path", "tasks"},
+    "synthesize": {"model_name_or_path", "dataset_name", "output_dir"},
+}
 
 
-def test_the_home_folder_is_found_in_lists_too(monkeypatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", SOUND)
+class TestCommand:
+    def test_flags_go_over_the_file_and_what_is_printed_loads_again(
+        self, parse, monkeypatch, tmp_path, command
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        name = "num_samples" if command == "corpus" else "seed"
+        flags = [f"--{name}=2", "--output_dir=~/x"]
+        config = parse(command, SOUND[command], *flags)
+        assert (getattr(config, name), config.output_dir) == (2, f"{tmp_path}/x")
+        assert config.path == tmp_path / f"{command}.yaml"
+        printed = parse(command, SOUND[command], *flags, "--print-config")
+        lines = {line.partition(":")[0]: line for line in printed.splitlines()}
+        assert lines[name].endswith(f"# --{name}")
+        assert lines["model_name_or_path" if "model" in SOUND[command] else "sources"].endswith(f"{config.path}:1")
+        assert parse(command, printed) == config
+
+    def test_every_problem_is_told_with_its_place_and_no_secret_is_repeated(self, parse, tmp_path, command) -> None:
+        with pytest.raises(ConfigError) as caught:
+            parse(command, "outptu_dir: x\n", "--seeed", "1", "--tokenizer_name_or_path", "hf_" + "a" * 34)
+        problems = caught.value.problems
+        path = str(tmp_path / f"{command}.yaml")
+        assert [problem.where for problem in problems[:2]] == [f"{path}:1", "--seeed"]
+        assert "did you mean `output_dir`" in problems[0].remedy
+        assert {problem.found for problem in problems if problem.where == path} >= {
+            f"`{key}` is missing" for key in REQUIRED[command]
+        }
+        assert "a" * 34 not in str(caught.value)
+
+    def test_help_is_a_text_and_a_file_that_cannot_be_read_is_the_only_problem(self, tmp_path, command) -> None:
+        assert f"usage: recipes/{command}.py --config FILE" in PARSERS[command](["--config", "/gone", "--help"])
+        for name in ("gone.yaml", "."):
+            with pytest.raises(ConfigError) as caught:
+                PARSERS[command](["--config", str(tmp_path / name)])
+            assert len(caught.value.problems) == 1
+
+
+def test_the_home_folder_is_found_in_lists_too(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert expand_paths(["~/a", "b", None]) == [f"{tmp_path}/a", "b", None]

@@ -23,6 +23,7 @@ def problems(*flags: str):
 @pytest.mark.parametrize("flags", [["--learning_rate", "1e-5"], ["--learning_rate=1e-5"], ["--learning-rate", "1e-5"]])
 def test_a_flag_has_three_spellings(flags: list[str]) -> None:
     config = load(*flags)
+    assert config.path is None
     assert config.training["learning_rate"] == 1e-5
     assert config.provenance["learning_rate"] == "--learning_rate"
 
@@ -46,15 +47,6 @@ def test_lists_and_mappings_are_json() -> None:
 def test_text_is_taken_as_it_stands() -> None:
     assert load("--run_name", "a: [b").training["run_name"] == "a: [b"
     assert load("--pad_token", "null").tokens.pad_token is None
-
-
-def test_flags_override_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "f.yaml"
-    path.write_text("model_name_or_path: a/b\nlearning_rate: 1e-4\ndataset_name: c/d\noutput_dir: o\n")
-    config = load_config("sft", ["--config", str(path), "--learning_rate", "1e-6"])
-    assert config.training["learning_rate"] == 1e-6
-    assert config.provenance["learning_rate"] == "--learning_rate"
-    assert config.provenance["dataset_name"] == f"{path}:3"
 
 
 def test_a_line_of_the_file_that_a_flag_overrides_is_not_judged(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes_lib.config.loader import check_text, drop_flags, load_config, parse_command, split_recipe
+from recipes_lib.config.loader import check_text, drop_flags, load_config, split_recipe
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.table import load_table
 from recipes_lib.errors import ConfigError, Problem
@@ -62,11 +60,6 @@ def test_everything_wrong_is_reported_at_once_in_the_order_of_the_file(write) ->
     assert caught.value.exit_code == 2
 
 
-def test_flags_alone_make_a_recipe() -> None:
-    config = load_config("sft", ["--model_name_or_path", "a/b", "--dataset_name", "c/d", "--output_dir", "o"])
-    assert config.path is None
-
-
 @pytest.mark.parametrize(
     ("typed", "left"),
     [
@@ -80,39 +73,6 @@ def test_flags_alone_make_a_recipe() -> None:
 def test_flags_are_dropped_with_their_values_in_any_spelling(typed: list[str], left: list[str]) -> None:
     assert drop_flags(typed, {"seed"}) == left
     assert drop_flags(["--num-seeds", "1"], {"num_seeds"}) == []
-
-
-def test_a_missing_file_is_the_only_problem(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config("sft", ["--config", str(tmp_path / "gone.yaml")])
-    assert len(caught.value.problems) == 1
-
-
-def test_an_empty_mapping_lacks_what_is_required(write) -> None:
-    with pytest.raises(ConfigError, match="output_dir"):
-        load_config("sft", ["--config", str(write("{}\n"))])
-
-
-def test_help_and_printing_are_texts_and_a_run_is_a_config(write, sound: str) -> None:
-    path = str(write(sound))
-    assert "--learning_rate" in parse_command("sft", ["--config", "/gone", "--help"])
-    assert "learning_rate: 1e-05" in parse_command("sft", ["--config", path, "--print-config"])
-    assert parse_command("sft", ["--config", path]) == load_config("sft", ["--config", path])
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["--config", "/gone"], ["--learning_rte", "1"], ["--print-config"]])
-def test_no_heavy_library_is_imported_for_help_or_an_error(arguments: list[str]) -> None:
-    program = (
-        "import sys\n"
-        "from recipes_lib.config.loader import parse_command\n"
-        "from recipes_lib.errors import ConfigError\n"
-        "try: parse_command('sft', sys.argv[1:])\n"
-        "except ConfigError: pass\n"
-        "heavy = {'torch', 'transformers', 'trl', 'datasets', 'numpy', 'accelerate', 'huggingface_hub'}\n"
-        "sys.exit(' '.join(heavy & set(sys.modules)) or None)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def assert_sound_or_explained(load: Callable[[], object]) -> None:

@@ -1,3 +1,5 @@
+"""Keys that contradict each other, or that a recipe has not, are one problem each, at its line and with the way out."""
+
 from __future__ import annotations
 
 import re
@@ -5,79 +7,230 @@ import re
 import pytest
 
 from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import WEIGHTS, LayersConfig
 from recipes_lib.errors import ConfigError
 
-
-@pytest.mark.parametrize(
-    ("lines", "line", "words"),
-    [
-        ("dataset_mixture: [{name: a/b}]", 5, ["dataset_name", "recipe.yaml:2"]),
-        ("dataset_test_split: test\ntest_split_size: 10", 6, ["recipe.yaml:5"]),
-        ("fp16: true\nbf16: true", 6, ["fp16"]),
-        ("dataset_streaming: true\nmax_length: 64", 5, ["max_steps"]),
+COMMIT = "a" * 40
+AHEAD = "use_vllm: true\nvllm_mode: server\nmax_staleness: 1"
+REFUSED: dict[str, list[tuple[str, int, str]]] = {
+    "sft": [
+        ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
+        ("eval_datasets: {a b: x}", 5, "part of metric names"),
+        ("eval_datasets: {a: {name: x, weight: 2}}", 5, "it has 'weight'"),
+        ("eval_datasets: {a: 3}", 5, "is no dataset"),
+        ("metric_for_best_model: eval_loss_web", 5, "write `eval_web_loss`"),
+        ("dataset_mixture: [{name: a/b}]", 5, "recipe.yaml:2) are both set"),
+        ("dataset_test_split: test\ntest_split_size: 10", 6, "recipe.yaml:5"),
+        ("fp16: true\nbf16: true", 6, "fp16"),
+        ("dataset_streaming: true\nmax_length: 64", 5, "max_steps"),
         (
             "max_steps: 5\ndataset_streaming: true\ntest_split_size: 0.1\nwarmup_steps: 0\nmax_length: 64",
             7,
-            ["held out of a stream"],
+            "held out of a stream",
         ),
-        ("overlong: truncate", 5, ["max_length"]),
-        ("max_length: null\noverlong: drop", 6, ["max_length"]),
-        ("trust_remote_code: true", 5, ["trust_remote_code"]),
+        ("overlong: truncate", 5, "max_length"),
+        ("max_length: null\noverlong: drop", 6, "max_length"),
+        ("trust_remote_code: true", 5, "trust_remote_code"),
         (
-            f"trust_remote_code: true\nmodel_revision: {'a' * 40}\ntokenizer_name_or_path: org/tokens",
+            f"trust_remote_code: true\nmodel_revision: {COMMIT}\ntokenizer_name_or_path: org/tokens",
             5,
-            ["trust_remote_code", "repository org/"],
+            "repository org/tokens",
         ),
         (
-            f"trust_remote_code: true\nmodel_revision: {'a' * 40}\ntokenizer_revision: main",
+            f"trust_remote_code: true\nmodel_revision: {COMMIT}\ntokenizer_revision: main",
             5,
-            ["trust_remote_code", "repository"],
+            "`tokenizer_revision:` as a commit",
         ),
-        ("trust_remote_code: true\nmodel_revision: main", 5, ["trust_remote_code"]),
-        ("fp16: true\ndtype: float16", 5, ["dtype"]),
-        ("eval_strategy: epoch\neval_steps: 10", 6, ["eval_strategy"]),
-        ("eval_strategy: no\neval_steps: 10", 6, ["eval_strategy"]),
-        ("save_strategy: epoch\nsave_steps: 10", 6, ["save_strategy"]),
-        ("eval_strategy: no\neval_on_start: true", 6, ["eval_strategy"]),
-        ("max_steps: 10\nnum_train_epochs: 2", 6, ["max_steps"]),
-        ("max_broken_fraction: 0.1", 5, ['no effect: `broken_rows` is "error"']),
-        ("max_steps: 0", 5, ["max_steps"]),
-        ("max_steps: 10\nwarmup_steps: 10", 6, ["warm-up"]),
-        ("warmup_steps: 1.0", 5, ["neither a share nor a count"]),
-        ("logging_steps: 2.5", 5, ["neither a share nor a count"]),
-        ("lr_scheduler_type: warmup_stable_decay", 5, ["num_decay_steps"]),
-        ("lr_scheduler_type: cosine_with_min_lr", 5, ["min_lr"]),
-        ("lr_scheduler_type: reduce_lr_on_plateau\neval_strategy: no", 5, ["held-out"]),
-        ("metrics: [accuracy]", 5, ["import path"]),
-        ("num_sample_prompts: 0\nsample_prompts: [hi]", 6, ["num_sample_prompts"]),
-        ("load_best_model_at_end: true\nsave_strategy: epoch", 5, ["checkpoint wherever"]),
-        ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20", 5, ["multiple"]),
-        ("load_best_model_at_end: true\nsave_steps: 30", 5, ["multiple"]),
-        ("dataloader_prefetch_factor: 2", 5, ["workers"]),
-        ("max_rollbacks: 2\nsave_strategy: no", 5, ["no effect: `save_strategy` is"]),
+        ("trust_remote_code: true\nmodel_revision: main", 5, "trust_remote_code"),
+        ("fp16: true\ndtype: float16", 5, "dtype"),
+        ("eval_strategy: epoch\neval_steps: 10", 6, "eval_strategy"),
+        ("eval_strategy: no\neval_steps: 10", 6, "eval_strategy"),
+        ("save_strategy: epoch\nsave_steps: 10", 6, "save_strategy"),
+        ("eval_strategy: no\neval_on_start: true", 6, "eval_strategy"),
+        ("max_steps: 10\nnum_train_epochs: 2", 6, "max_steps"),
+        ("max_broken_fraction: 0.1", 5, 'no effect: `broken_rows` is "error"'),
+        ("max_steps: 0", 5, "max_steps"),
+        ("max_steps: 10\nwarmup_steps: 10", 6, "warm-up"),
+        ("warmup_steps: 1.0", 5, "neither a share nor a count"),
+        ("logging_steps: 2.5", 5, "neither a share nor a count"),
+        ("lr_scheduler_type: warmup_stable_decay", 5, "num_decay_steps"),
+        ("lr_scheduler_type: cosine_with_min_lr", 5, "min_lr"),
+        ("lr_scheduler_type: reduce_lr_on_plateau\neval_strategy: no", 5, "held-out"),
+        ("metrics: [accuracy]", 5, "import path"),
+        ("num_sample_prompts: 0\nsample_prompts: [hi]", 6, "num_sample_prompts"),
+        ("load_best_model_at_end: true\nsave_strategy: epoch", 5, "checkpoint wherever"),
+        ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20", 5, "multiple"),
+        ("load_best_model_at_end: true\nsave_steps: 30", 5, "multiple"),
+        ("dataloader_prefetch_factor: 2", 5, "workers"),
+        ("max_rollbacks: 2\nsave_strategy: no", 5, "no effect: `save_strategy` is"),
         (
             "max_rollbacks: 2\nmax_steps: 9\ndataset_streaming: true\nwarmup_steps: 0\nmax_length: 64",
             5,
-            ["dataset_streaming"],
+            "dataset_streaming",
         ),
-        ("save_keep_steps: 100", 5, ["save_keep_steps", "multiple"]),
-        ("save_keep_steps: 100\nsave_steps: 30", 5, ["save_keep_steps", "multiple"]),
-        ("save_keep_steps: 100\nsave_strategy: no", 5, ["no effect: `save_strategy` is"]),
+        ("save_keep_steps: 100", 5, "is not a multiple of"),
+        ("save_keep_steps: 100\nsave_steps: 30", 5, "is not a multiple of"),
+        ("save_keep_steps: 100\nsave_strategy: no", 5, "no effect: `save_strategy` is"),
+        ("replay_dataset: me/old\nreplay_from: .", 6, "rows of one source"),
+        ("replay_share: 0.1", 5, "has no effect"),
+        ("replay_dataset: me/old\nreplay_share: 1.0", 6, "below 1"),
+        ("replay_from: ./nowhere", 5, "does not exist"),
+        (
+            "max_length: 64\nmax_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nreplay_dataset: me/old",
+            9,
+            "no rows to count",
+        ),
+        ("ewc_fisher: identity", 5, "has no effect"),
+        ("ewc_lambda: -1", 5, "at least 0"),
+        ("ewc_lambda: 1\nverify_steps: 5", 5, "without the penalty"),
+        ("feature_weight: 1.0", 5, "`distill` recipe"),
     ],
-)
-def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: int, words: list[str]) -> None:
-    (problem,) = problems_of(lines + "\n")
-    assert problem.where == f"recipe.yaml:{line}"
-    assert all(word in problem.found for word in words)
-    assert problem.remedy
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [
+    "lora": [
+        ("use_peft: false", 5, "`use_peft` is false"),
+        ("load_in_4bit: true\nload_in_8bit: true", 5, "are both set"),
+        ("adapter_name_or_path: owner/adapter\nlora_r: 8", 6, "`lora_r` has no effect"),
+        ("bnb_4bit_quant_type: fp4", 5, "`bnb_4bit_quant_type` has no effect: `load_in_4bit` is false"),
+        ("load_in_8bit: true\nuse_bnb_nested_quant: false", 6, "has no effect: `load_in_4bit` is false"),
+        ("ewc_lambda: 1", 5, "full fine-tuning"),
+        ("kl_to_base: 0.1\nlora_modules_to_save: [lm_head]", 5, "must be the base's"),
+        ("kl_to_base: 0.1\nadapter_name_or_path: me/adapter", 5, "not where it starts"),
+        ("kl_to_base: 0.1\ninit_lora_weights: pissa", 6, "changes the base"),
+    ],
+    "dpo": [
+        ("f_alpha_divergence_coef: 0.3", 5, "`f_alpha_divergence_coef` has no effect: `f_divergence_type` is"),
+        ("lora_r: 8", 5, "`lora_r` has no effect: `use_peft` is false"),
+        ("use_peft: true\nlora_dropout: 0.1", 6, "scores random"),
+        ("loss_type: [sigmoid, sft]\nloss_weights: [1.0]", 6, "1 numbers for 2 losses"),
+        ("simpo_gamma: 1.0", 5, "`simpo_gamma` has no effect: `loss_type` is"),
+        ("loss_type: sigmoid\nlabel_smoothing: 0.1", 6, "`label_smoothing` has no effect: `loss_type` is"),
+        ("loss_type: exo_pair", 5, "needs `label_smoothing`"),
+        ("loss_type: orpo\nref_model_name_or_path: a/b", 6, 'no effect: `loss_type` is ["orpo"]'),
+        ("loss_type: sigmiod", 5, "`loss_type` is 'sigmiod'"),
+        ("beta: 0", 5, "makes the loss constant"),
+        ("ewc_lambda: 1\nuse_peft: true", 5, "do not change"),
+        ("kl_to_base: 1", 5, "raise `beta`"),
+    ],
+    "reward": [
+        ("load_in_4bit: true", 5, "`load_in_4bit` has no effect: `use_peft` is false"),
+        ("max_length: 64\noverlong: truncate", 6, "truncate the prompts or answers"),
+        ("replay_dataset: me/old", 5, "pretraining, fine-tuning and DPO"),
+    ],
+    "pretrain": [
+        ("model_config: {model_type: llama}\ntokenizer_name_or_path: a/b", 5, "are both set"),
+        ("max_tokens: 1000\nmax_steps: 5", 6, "`max_steps` has no effect"),
+        ("max_tokens: 1000\nnum_train_epochs: 2", 6, "`num_train_epochs` has no effect"),
+        ("warmup_tokens: 10\nwarmup_steps: 5", 6, "`warmup_steps` has no effect"),
+        ("warmup_tokens: 1000\nmax_tokens: 1000", 5, "as long as the run"),
+        ("decay_steps: 5", 5, "`decay_steps` has no effect"),
+        ("batch_ramp_start: 0.5", 5, "no effect: `batch_ramp_tokens` is null"),
+        ("dtype: bfloat16", 5, "rounded away"),
+        ("optim_args: bf16_stochastic_round=True", 5, "belongs to `optim: adamw_torch_4bit"),
+        ("optim: adamw_bf16_stochastic", 5, "rounds bfloat16 weights"),
+        ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]", 5, "needs a mixture"),
+        ("dataset_streaming: true", 5, "needs `max_steps`"),
+        ("lr_scheduler_type: warmup_stable_decay\ndecay_type: exponential\nmin_lr_ratio: 0", 7, "from its first step"),
+    ],
+    "ppo": [
+        ("reward_weights: [1, 2]", 5, "2 numbers for 1 rewards"),
+        ("reward_model_revision: main", 5, "no effect: `reward_model_name_or_path` is null"),
+        ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
+        ("max_length: 1024\noverlong: truncate", 6, "truncate the prompts"),
+        ("kl_horizon: 100", 5, "no effect: `kl_target_per_sequence` is null"),
+        ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
+        ("use_peft: true\ninit_lora_weights: pissa", 6, "the reference"),
+        ("use_peft: true\nlora_modules_to_save: [lm_head]", 6, "not supported in this recipe"),
+        ("use_vllm: true\nuse_transformers_continuous_batching: true", 5, "one engine samples"),
+        ("vllm_enable_sleep_mode: true", 5, "no effect: `use_vllm` is false"),
+        ("use_vllm: true\nvllm_group_port: 5000", 6, "write `vllm_mode: server`"),
+        ("use_vllm: true\nvllm_mode: server\nvllm_gpu_memory_utilization: 0.5", 7, "write `vllm_mode: colocate`"),
+        ("use_vllm: true\nvllm_gpu_memory_utilization: 0", 6, "vllm_gpu_memory_utilization"),
+        (
+            "transformers_continuous_batching_config: {page_size: 16}",
+            5,
+            "no effect: `use_transformers_continuous_batching`",
+        ),
+        ("use_transformers_continuous_batching: true\nattn_implementation: varlen", 6, "not known to transformers"),
+        ("use_vllm: true\nuse_peft: true\nload_in_4bit: true", 5, "weights of few bits"),
+        ("use_vllm: true\nvllm_mode: colocated", 6, "colocate"),
+        ("use_vllm: true\nvllm_tensor_parallel_size: 2", 6, "--tensor-parallel-size"),
+        ("use_vllm: true\nmax_staleness: 1", 6, "server"),
+        ("use_vllm: true\nvllm_mode: server\nmax_staleness: 2", 7, "max_staleness"),
+        ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
+        ("push_to_hub: true\nhub_strategy: every_save", 6, "are no model folders"),
+        ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
+        ("reward_model_path: a/b", 5, "was renamed to `reward_model_name_or_path`"),
+        ("num_generations: 4", 5, "not a key of this recipe"),
+    ],
+    "grpo": [
+        ("scale_rewards: groups", 5, "write one of group, batch, none or true or false"),
+        ("delta: 4\nloss_type: cispo", 5, "write `loss_type: grpo or dr_grpo"),
+        ("vespo_k_pos: 3", 5, "write `loss_type: vespo`"),
+        ("entropy_target: 0.3", 5, "the loss has no entropy term"),
+        ("num_generations: 1", 5, "num_generations"),
+        ("top_p: 0.9", 5, "another distribution"),
+        ("vllm_importance_sampling_cap: 3", 5, "vllm_importance_sampling_clip_max"),
+        ("vllm_importance_sampling_clip_min: 2", 5, "write less than 2"),
+        ("vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask", 6, "effect"),
+        ("loss_type: vespo\nvllm_importance_sampling_mode: sequence_mask", 6, "weighs whole answers"),
+        (f"{AHEAD}\nmax_num_gen_batches: 3", 7, "which prompts come next"),
+        (f"{AHEAD}\nvllm_importance_sampling_correction: false", 7, "pass for those of the policy"),
+    ],
+    "rloo": [
+        ("use_vllm: true\nvllm_structured_outputs_regex: a+", 6, "another distribution"),
+        ("max_completion_length: 64", 5, "is `response_length` here"),
+        ("kl_coef: 0.1", 5, "is a key of PPO"),
+        ("critic_learning_rate: 1e-5", 5, "there is no critic"),
+        ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
+        ("loss_type: dapo", 5, "another loss"),
+    ],
+    "distill": [
+        *((f"teacher_top_k: 64\nattn_implementation: eager\n{key}: 0.1", 7, "the teacher's layers") for key in WEIGHTS),
+        ("attention_weight: 1.0", 5, "write `attn_implementation: eager`"),
+        ("attention_weight: 1.0\nattn_implementation: sdpa", 5, "write `attn_implementation: eager`"),
+        ("feature_loss: cosine", 5, "`feature_loss` has no effect: `feature_weight` is 0.0"),
+        ("angle_weight: 1.0\nfeature_layers: [1]", 6, "`feature_layers` has no effect"),
+        ("feature_weight: 1.0\nrelation_layers: [1]", 6, "`relation_layers` has no effect"),
+        ("projection_learning_rate: 0.1", 5, "has no effect"),
+        ("feature_weight: -1.0", 5, "feature_weight"),
+        ("feature_weight: 1.0\nfeature_layers: [0, 1]", 6, "indices start at 1"),
+        ("feature_weight: 1.0\nfeature_layers: [2, 2]", 6, "must be distinct"),
+        ("feature_weight: 1.0\nfeature_layers: []", 6, "indices start at 1"),
+        ("similarity_weight: 1.0\ntorch_compile: true", 6, "drops the forward hooks of `similarity_weight`"),
+        ("feature_weight: 1.0\nfeature_loss: mae", 6, "mse, cosine"),
+        (
+            "teacher_top_k: 64\nmax_steps: 9\nwarmup_steps: 0\ndataset_streaming: true\nmax_length: 64",
+            5,
+            "looked up by row",
+        ),
+        ("beta: 0.5", 5, "`distillation_beta`"),
+        ("temperature: 2.0", 5, "`distillation_temperature`"),
+        ("max_completion_length: 64", 5, "`response_length`"),
+        ("lmbda: 0.5\nteacher_top_k: 64", 6, "sampled answers are new"),
+        ("lmbda: 1.5", 5, "lmbda"),
+        ("lmbda: 0.5\nsampling_temperature: 0", 6, "sampling_temperature"),
+        ("distillation_beta: 1.5", 5, "distillation_beta"),
+        ("distillation_alpha: 1.0", 5, "distillation_alpha"),
+        ("teacher_top_k: 0", 5, "teacher_top_k"),
+    ],
+}
+"""Recipe -> lines after the sound ones, the line of the one problem, and words of it."""
+SOUND = {
+    "ppo": ["kl_target_per_sequence: 6\nkl_horizon: 100\nreward_weights: [2]"],
+    "rloo": ["beta: 0.1\nnum_iterations: 2\nsteps_per_generation: 4\nuse_peft: true"],
+    "grpo": [
+        "beta: 0\nloss_type: dr_grpo\ndelta: 2\nscale_rewards: none",
+        "scale_rewards: true",
+        "scale_rewards: false",
+        "sapo_temperature_pos: 1.1\nloss_type: sapo\nnum_generations: 4",
+    ],
+    "pretrain": [
+        "dtype: bfloat16\noptim: adamw_torch_4bit\noptim_args: bf16_stochastic_round=True",
+        "dtype: bfloat16\noptim: adamw_torch_8bit\noptim_args: bf16_stochastic_round=True",
+    ],
+    "sft": [
         "max_steps: 10\nwarmup_steps: 0.1\ndataset_streaming: true\nmax_length: 64",
         "max_steps: -1\nnum_train_epochs: 1",
-        f"trust_remote_code: true\nmodel_revision: {'a' * 40}",
+        f"trust_remote_code: true\nmodel_revision: {COMMIT}",
         "load_best_model_at_end: true",
         "load_best_model_at_end: true\nsave_steps: 40\neval_steps: 20",
         "load_best_model_at_end: true\nsave_strategy: best",
@@ -89,14 +242,70 @@ def test_what_contradicts_is_refused_at_its_line(problems_of, lines: str, line: 
         "dataloader_num_workers: 2\ndataloader_prefetch_factor: 2",
         "metrics: [my.module:Exact]",
         "fp16: true\nbf16: false",
+        "replay_dataset: me/old\newc_lambda: 1\nkl_to_base: 0.1",
+        "ewc_lambda: 0.01\newc_fisher: identity\newc_reference: me/model",
     ],
+    "lora": [
+        "load_in_4bit: true\nlora_dropout: 0.05",
+        "load_in_4bit: true\nbnb_4bit_quant_type: fp4",
+        "kl_to_base: 0.1\nreplay_dataset: me/old",
+    ],
+    "reward": [
+        "label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]",
+    ],
+    "dpo": [
+        "loss_type: sigmoid",
+        "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]",
+        "f_divergence_type: alpha_divergence\nf_alpha_divergence_coef: 0.5",
+        "loss_type: simpo\nsimpo_gamma: 1.0\nbeta: 2.5",
+        "use_peft: true\nlora_r: 8\nload_in_8bit: true",
+        "ewc_lambda: 1\nreplay_dataset: me/old\nreplay_share: 0.2",
+    ],
+    "distill": [
+        "feature_weight: 0.1\nfeature_loss: cosine\nfeature_layers: [2, 4]\nprojection_learning_rate: 0.01",
+        "attention_weight: 1.0\nattn_implementation: eager",
+        "similarity_weight: 1\ndistance_weight: 2\nangle_weight: 0.5\nrelation_layers: [3]",
+        "teacher_top_k: 64",
+        "distillation_beta: 0",
+        "distillation_beta: 1",
+        "lmbda: 1\nresponse_length: 64",
+        "lmbda: 0\nteacher_top_k: 64",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "lines", "line", "words"), [(recipe, *row) for recipe, rows in REFUSED.items() for row in rows]
 )
-def test_what_agrees_passes(problems_of, lines: str) -> None:
-    assert not problems_of(lines + "\n")
+def test_what_contradicts_is_refused_at_its_line(problems_of, recipe: str, lines: str, line: int, words: str) -> None:
+    (problem,) = problems_of(f"{lines}\n", recipe=recipe)
+    assert problem.where == f"recipe.yaml:{line}"
+    assert words in problem.found + problem.remedy
+    assert problem.remedy
+
+
+@pytest.mark.parametrize(("recipe", "lines"), [(recipe, lines) for recipe in SOUND for lines in SOUND[recipe]])
+def test_what_agrees_passes(problems_of, recipe: str, lines: str) -> None:
+    assert not problems_of(f"{lines}\n", recipe=recipe)
+
+
+def test_no_part_of_what_is_learnt_from_layers_is_on_unasked() -> None:
+    assert not any(getattr(LayersConfig(), key) for key in WEIGHTS)
+
+
+def test_ppo_needs_a_reward_and_pretraining_a_model(problems_of) -> None:
+    text = "model_name_or_path: owner/model\ndataset_name: owner/dataset\noutput_dir: out\n"
+    (problem,) = problems_of(text=text, recipe="ppo")
+    assert "no reward: neither" in problem.found
+    (problem,) = problems_of("reward_funcs: [length]\n", text=text, recipe="ppo")
+    assert "not an import path" in problem.found
+    text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
+    (problem,) = problems_of(text=text, recipe="pretrain")
+    assert "neither `model_config` nor" in problem.found
 
 
 def test_missing_keys_are_named_together(problems_of) -> None:
-    problems = problems_of(text="learning_rate: 1e-5\n")
+    problems = problems_of(text="{}\n")
     assert [problem.found.split("`")[1] for problem in problems] == ["model_name_or_path", "output_dir", "dataset_name"]
     assert {problem.where for problem in problems} == {"recipe.yaml"}
 
@@ -169,35 +378,6 @@ def test_a_mixture_goes_by_shares_or_by_repeats(recipe: str) -> None:
         load_config(recipe, [mixture, "--model_name_or_path=a/b", "--output_dir=o", "--max_length=64"])
 
 
-PRETRAIN_CASES = [
-    ("model_config: {model_type: llama}\n", "are both set", "keep one"),
-    ("model_name_or_path: null\n", "neither `model_config` nor", "write `model_config"),
-    ("max_tokens: 1000\nmax_steps: 5\n", "`max_steps` has no effect", "keep one"),
-    ("max_tokens: 1000\nnum_train_epochs: 2\n", "`num_train_epochs` has no effect", "keep one"),
-    ("warmup_tokens: 10\nwarmup_steps: 5\n", "`warmup_steps` has no effect", "keep one"),
-    ("warmup_tokens: 1000\nmax_tokens: 1000\n", "as long as the run", "lower it"),
-    ("decay_steps: 5\n", "`decay_steps` has no effect", "warmup_stable_decay"),
-    ("batch_ramp_start: 0.5\n", "no effect: `batch_ramp_tokens` is null", "write `batch_ramp_tokens"),
-    ("dtype: bfloat16\n", "rounded away", "adamw_bf16_stochastic"),
-    ("dtype: bfloat16\noptim_args: bf16_stochastic_round=True\n", "rounded away", "adamw_bf16_stochastic"),
-    ("optim_args: bf16_stochastic_round=True\n", "belongs to `optim: adamw_torch_4bit", "choose one of those"),
-    ("optim: adamw_bf16_stochastic\n", "rounds bfloat16 weights", "write `dtype: bfloat16`"),
-    ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]\n", "needs a mixture", "write `dataset_mixture`"),
-    ("dataset_streaming: true\n", "needs `max_steps`", "write `max_steps"),
-]
-
-
-@pytest.mark.parametrize(("lines", "found", "remedy"), PRETRAIN_CASES)
-def test_a_contradiction_in_pretraining_is_named_with_its_remedy(
-    problems_of, lines: str, found: str, remedy: str
-) -> None:
-    text = "dataset_name: owner/dataset\noutput_dir: out\nmax_length: 64\n"
-    text += "" if "model_name_or_path" in lines else "model_name_or_path: owner/model\n"
-    problems = problems_of(lines, text=text, recipe="pretrain")
-    assert [problem.found for problem in problems if found in problem.found], problems
-    assert [problem.remedy for problem in problems if remedy in problem.remedy], problems
-
-
 @pytest.mark.parametrize(
     ("phases", "found"),
     [
@@ -217,63 +397,6 @@ def test_a_curriculum_starts_at_zero_rises_and_weighs_every_source(problems_of, 
     assert [problem.found for problem in problems if found and found in problem.found] or (
         found is None and not problems
     )
-
-
-def test_an_exponential_decay_to_zero_is_refused(problems_of) -> None:
-    lines = "lr_scheduler_type: warmup_stable_decay\ndecay_type: exponential\nmin_lr_ratio: 0\n"
-    (problem,) = problems_of(lines, recipe="pretrain")
-    assert "from its first step" in problem.found
-
-
-@pytest.mark.parametrize(
-    ("recipe", "lines", "told"),
-    [
-        ("lora", "use_peft: false\n", "`use_peft` is false"),
-        ("lora", "load_in_4bit: true\nload_in_8bit: true\n", "are both set"),
-        ("lora", "adapter_name_or_path: owner/adapter\nlora_r: 8\n", "`lora_r` has no effect"),
-        ("lora", "bnb_4bit_quant_type: fp4\n", "`bnb_4bit_quant_type` has no effect: `load_in_4bit` is false"),
-        ("lora", "load_in_8bit: true\nuse_bnb_nested_quant: false\n", "has no effect: `load_in_4bit` is false"),
-        ("dpo", "f_alpha_divergence_coef: 0.3\n", "`f_alpha_divergence_coef` has no effect: `f_divergence_type` is"),
-        ("dpo", "lora_r: 8\n", "`lora_r` has no effect: `use_peft` is false"),
-        ("reward", "load_in_4bit: true\n", "`load_in_4bit` has no effect: `use_peft` is false"),
-        ("dpo", "use_peft: true\nlora_dropout: 0.1\n", "scores random"),
-        ("reward", "max_length: 64\noverlong: truncate\n", "truncate the prompts or answers"),
-        ("dpo", "loss_type: [sigmoid, sft]\nloss_weights: [1.0]\n", "1 numbers for 2 losses"),
-        ("dpo", "simpo_gamma: 1.0\n", "`simpo_gamma` has no effect: `loss_type` is"),
-        ("dpo", "loss_type: sigmoid\nlabel_smoothing: 0.1\n", "`label_smoothing` has no effect: `loss_type` is"),
-        ("dpo", "loss_type: exo_pair\n", "needs `label_smoothing`"),
-        ("dpo", "loss_type: orpo\nref_model_name_or_path: a/b\n", 'no effect: `loss_type` is ["orpo"]'),
-        ("dpo", "loss_type: sigmiod\n", "`loss_type` is 'sigmiod'"),
-    ],
-)
-def test_adapters_and_preferences_are_refused_where_an_option_would_do_nothing(
-    problems_of, recipe, lines, told
-) -> None:
-    problems = problems_of(lines, recipe=recipe)
-    assert any(told in problem.found for problem in problems), problems
-
-
-@pytest.mark.parametrize(
-    ("recipe", "lines"),
-    [
-        ("lora", "load_in_4bit: true\nlora_dropout: 0.05\n"),
-        ("reward", "label_smoothing: 0.1\nuse_peft: true\nlora_modules_to_save: [score]\n"),
-        ("dpo", "loss_type: sigmoid\n"),
-        ("dpo", "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\n"),
-        ("dpo", "f_divergence_type: alpha_divergence\nf_alpha_divergence_coef: 0.5\n"),
-        ("lora", "load_in_4bit: true\nbnb_4bit_quant_type: fp4\n"),
-        ("dpo", "loss_type: simpo\nsimpo_gamma: 1.0\nbeta: 2.5\n"),
-        ("dpo", "use_peft: true\nlora_r: 8\nload_in_8bit: true\n"),
-    ],
-)
-def test_sound_adapters_and_preferences_load(problems_of, recipe, lines) -> None:
-    assert problems_of(lines, recipe=recipe) == []
-
-
-@pytest.mark.parametrize("optim", ["adamw_torch_4bit", "adamw_torch_8bit"])
-def test_optimizers_that_round_at_random_may_hold_bfloat16(problems_of, optim: str) -> None:
-    lines = f"dtype: bfloat16\noptim: {optim}\noptim_args: bf16_stochastic_round=True\n"
-    assert not problems_of(lines, recipe="pretrain")
 
 
 def test_a_single_loss_may_be_a_scalar(write) -> None:

@@ -12,11 +12,6 @@ def test_every_decision_is_between_keys_of_the_table() -> None:
     assert all(decision.key in keys and decision.decider in keys for decision in DECISIONS)
 
 
-def test_the_defaults_void_nothing(write, sound: str) -> None:
-    config = load_config("sft", ["--config", str(write(sound))])
-    assert not [key for key, origin in config.provenance.items() if origin.startswith("derived")]
-
-
 def test_no_text_makes_the_existence_check_fail() -> None:
     assert not any(is_local(text) for text in ("", "\0", "x" * 5000, None, 3))
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from tests.config.conftest import PARSERS
 from tests.forked import ROOT
 
-from recipes_lib.config.corpus_keys import parse_corpus_command
-from recipes_lib.config.evaluation import parse_eval_command
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.synthesis_keys import parse_synthesis_command
 from recipes_lib.config.table import TABLES, load_table
 from recipes_lib.config.values import Entry, read_entries
 from recipes_lib.errors import ConfigError
@@ -42,8 +41,7 @@ def recipe_of(path: Path) -> str:
 def load(path: Path, file: Path) -> object:
     """Load a file as the recipe ``path`` would be."""
     argv, recipe = ["--config", str(file)], recipe_of(path)
-    commands = {"corpus": parse_corpus_command, "eval": parse_eval_command, "synthesize": parse_synthesis_command}
-    return commands[recipe](argv) if recipe in commands else load_config(recipe, argv)
+    return PARSERS[recipe](argv) if recipe in PARSERS else load_config(recipe, argv)
 
 
 def entries_of(path: Path) -> list[Entry]:
@@ -73,6 +71,21 @@ def break_line(path: Path, entry: Entry, new: str, tmp_path: Path) -> list[str]:
         load(path, broken)
     assert caught.value.exit_code == 2
     return [problem.where.removeprefix(f"{broken}:") for problem in caught.value.problems]
+
+
+def write_mistakes(path: Path, entry: Entry) -> Iterator[str]:
+    """Yield the line of an entry misspelt, with a value of another type, a path that is not there, one out of range."""
+    line = path.read_text(encoding="utf-8").splitlines()[entry.key_node.start_mark.line]
+    yield line.replace(entry.key, entry.key + "x", 1)
+    schema = load_table(recipe_of(path)).keys[entry.key].schema
+    kinds = set(schema["type"])
+    yield f"{entry.key}: {'[{a: b}]' if 'object' in kinds or 'items' in schema else '{a: b}'}"
+    if entry.key in PATHS:
+        yield f"{entry.key}: ./gone/{entry.key}"
+    if kinds & {"number", "integer"}:
+        yield f"{entry.key}: -2"
+    elif "enum" in schema or kinds == {"boolean"}:
+        yield f"{entry.key}: sometimes"
 
 
 @pytest.fixture(autouse=True)
@@ -116,34 +129,8 @@ class TestShippedConfig:
             if path.parent.name != "demo":
                 assert re.fullmatch("[0-9a-f]{40}", str(part.get("revision"))), part["name"]
 
-    def test_a_misspelt_key_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
+    def test_a_mistake_in_any_line_is_found_at_it(self, path: Path, tmp_path: Path) -> None:
         for entry in first_entries_of(path):
-            line = path.read_text(encoding="utf-8").splitlines()[entry.key_node.start_mark.line]
-            found = break_line(path, entry, line.replace(entry.key, entry.key + "x", 1), tmp_path)
-            assert str(entry.key_node.start_mark.line + 1) in found, entry.key
-
-    def test_a_value_of_the_wrong_type_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
-        for entry in first_entries_of(path):
-            schema = load_table(recipe_of(path)).keys[entry.key].schema
-            wrong = "[{a: b}]" if "object" in schema["type"] or "items" in schema else "{a: b}"
-            found = break_line(path, entry, f"{entry.key}: {wrong}", tmp_path)
-            assert str(entry.key_node.start_mark.line + 1) in found, entry.key
-
-    def test_a_path_that_does_not_exist_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
-        for entry in first_entries_of(path):
-            if entry.key in PATHS:
-                found = break_line(path, entry, f"{entry.key}: ./gone/{entry.key}", tmp_path)
-                assert str(entry.key_node.start_mark.line + 1) in found, entry.key
-
-    def test_a_value_out_of_range_is_found_at_its_line(self, path: Path, tmp_path: Path) -> None:
-        for entry in first_entries_of(path):
-            schema = load_table(recipe_of(path)).keys[entry.key].schema
-            kinds = set(schema["type"])
-            if kinds & {"number", "integer"}:
-                wrong = "-2"
-            elif "enum" in schema or kinds == {"boolean"}:
-                wrong = "sometimes"
-            else:
-                continue
-            found = break_line(path, entry, f"{entry.key}: {wrong}", tmp_path)
-            assert str(entry.key_node.start_mark.line + 1) in found, entry.key
+            for wrong in write_mistakes(path, entry):
+                found = break_line(path, entry, wrong, tmp_path)
+                assert str(entry.key_node.start_mark.line + 1) in found, wrong

@@ -2,70 +2,60 @@
 
 from __future__ import annotations
 
-import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
-from tests.rows import write_rows
 from tests.training.students import save_student
 from transformers import AutoTokenizer
 
-from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.recipe_checks import DistillationInspection
-from recipes_lib.training.layouts.launch_environment import plan_launch
+ROWS = [{"prompt": f"{n}?", "completion": f" {n}."} for n in range(4)]
 
 
-def look(folder: Path, student: Path, teacher: Path, **keys: Any) -> tuple[list[Any], str]:
-    rows = folder / "rows.jsonl"
-    write_rows(rows, ({"prompt": f"{n}?", "completion": f" {n}."} for n in range(4)))
-    keys = {
-        "model_name_or_path": student,
-        "teacher_model_name_or_path": teacher,
-        "dataset_name": rows,
-        "output_dir": folder / "out",
-        "prepared_dir": folder / "prepared",
-    } | keys
-    output = io.StringIO()
-    config = load_config("distill", [f"--{name}={value}" for name, value in keys.items()])
-    inspection = DistillationInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
-    inspection.look_at_everything()
-    return list(inspection.problems), output.getvalue()
-
-
-def test_a_sound_run_names_both_vocabularies(tmp_path, tiny_model_dir) -> None:
+def test_a_sound_run_names_both_vocabularies(look, tmp_path, tiny_model_dir) -> None:
     student = save_student(tmp_path / "student", tiny_model_dir, vocab_size=520)
-    problems, told = look(tmp_path, student, tiny_model_dir)
+    problems, told = look("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=tiny_model_dir)
     assert not problems
     assert "knows the student's 512 tokens by the same ids" in told
     assert "student 520, teacher 512" in told
 
 
 @pytest.mark.parametrize("fault", ["tokens", "length"])
-def test_a_teacher_that_cannot_read_the_rows_is_found(tmp_path, tiny_model_dir, fault) -> None:
+def test_a_teacher_that_cannot_read_the_rows_is_found(look, tmp_path, tiny_model_dir, fault) -> None:
     teacher = save_student(tmp_path / "teacher", tiny_model_dir)
     student = save_student(tmp_path / "student", tiny_model_dir, vocab_size=600)
     if fault == "tokens":
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
         tokenizer.add_tokens(["<new>"])
         tokenizer.save_pretrained(student)
-        problems, _ = look(tmp_path, student, teacher)
+        problems, _ = look("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=teacher)
         assert "the teacher has no token '<new>'" in problems[0].found
     else:
         path = teacher / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"max_position_embeddings": 3}))
-        problems, _ = look(tmp_path, student, teacher)
+        problems, _ = look("distill", ROWS, model_name_or_path=student, teacher_model_name_or_path=teacher)
         assert "3 positions" in problems[0].found
     assert len(problems) == 1
 
 
-def test_the_layers_that_are_compared_are_named_and_one_too_many_is_found(tmp_path, tiny_model_dir) -> None:
+def test_the_layers_that_are_compared_are_named_and_one_too_many_is_found(look, tmp_path, tiny_model_dir) -> None:
     student = save_student(tmp_path / "student", tiny_model_dir)
-    problems, told = look(tmp_path, student, tiny_model_dir, feature_weight=1.0, angle_weight=0.5)
+    problems, told = look(
+        "distill",
+        ROWS,
+        model_name_or_path=student,
+        teacher_model_name_or_path=tiny_model_dir,
+        feature_weight=1.0,
+        angle_weight=0.5,
+    )
     assert not problems
     assert "states of layers: the student's and the teacher's 1 and 2" in told
     assert "relations of layers: the student's and the teacher's 1 and 2" in told
-    (problem,), _ = look(tmp_path, student, tiny_model_dir, feature_weight=1.0, feature_layers="[1, 2]")
+    (problem,), _ = look(
+        "distill",
+        ROWS,
+        model_name_or_path=student,
+        teacher_model_name_or_path=tiny_model_dir,
+        feature_weight=1.0,
+        feature_layers="[1, 2]",
+    )
     assert "names layer 2, and the student has 1" in problem.found

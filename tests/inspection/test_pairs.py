@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 
 import pytest
-from rich.console import Console
-from tests.rows import write_rows
+from tests.recipes.preferences import make_rows
 from trl import DPOConfig
-
-from recipes_lib.commands.check import check
-from recipes_lib.config.loader import load_config
-from recipes_lib.training.layouts.launch_environment import plan_launch
 
 ROWS = [
     {"prompt": f"What is {n} plus {n}? " * 3, "chosen": f"It is {2 * n}.", "rejected": f"Maybe {n}, who knows."}
@@ -20,30 +14,9 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def look(tmp_path, tiny_model_dir):
-    def look_at(recipe, rows=ROWS, **keys):
-        data = tmp_path / "pairs.jsonl"
-        write_rows(data, rows)
-        given = {
-            "model_name_or_path": tiny_model_dir,
-            "dataset_name": data,
-            "output_dir": tmp_path / "out",
-            "prepared_dir": tmp_path / "prepared",
-            "per_device_train_batch_size": 2,
-            **keys,
-        }
-        config = load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
-        output = io.StringIO()
-        problems = check(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
-        return problems, output.getvalue()
-
-    return look_at
-
-
 @pytest.mark.parametrize("recipe", ["reward", "dpo"])
 def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, recipe):
-    problems, told = look(recipe, test_split_size=2)
+    problems, told = look(recipe, ROWS, test_split_size=2, per_device_train_batch_size=2)
     assert problems == []
     assert "10 pairs under 10 prompts" in told
     assert "held out: 2 pairs" in told
@@ -55,26 +28,27 @@ def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, recipe
 def test_the_rates_and_groups_that_are_told_are_those_of_the_recipe(look):
     """A preference run that names no rate has upstream's for the recipe, which is not that of fine-tuning."""
     rate = DPOConfig(output_dir="out", bf16=False).learning_rate
-    _, told = look("dpo", bf16="false", lr_scheduler_type="constant")
+    _, told = look("dpo", ROWS, bf16="false", lr_scheduler_type="constant")
     assert f"learning rate at 0, 25, 50, 75, 100 %: {', '.join([f'{rate:.2e}'] * 5)}" in told
     assert set(re.findall("rate ([0-9.e-]+):", told)) == {f"{rate:.1e}"}
 
 
 def test_prompts_that_are_not_shared_are_told_with_the_reason(look):
-    problems, told = look("dpo", shared_prompt="false")
+    problems, told = look("dpo", ROWS, shared_prompt="false")
     assert problems == []
     assert "a prompt is computed once for each answer: `shared_prompt` is false" in told
 
 
-def test_a_padding_token_that_ends_answers_is_found_for_a_reward_model(look):
-    problems, _ = look("reward", pad_token="<|endoftext|>")
+@pytest.mark.parametrize(("rows", "token"), [(ROWS, "<|endoftext|>"), (make_rows(), "<|im_end|>")])
+def test_a_padding_token_that_ends_answers_is_found_for_a_reward_model(look, rows, token):
+    problems, _ = look("reward", rows, pad_token=token)
     assert [problem.where for problem in problems] == ["pad_token"]
     assert "read the score before the end" in problems[0].found
-    assert look("dpo", pad_token="<|endoftext|>")[0] == []
+    assert look("dpo", ROWS, pad_token="<|endoftext|>")[0] == []
 
 
 def test_broken_rows_are_named(look):
-    problems, told = look("dpo", rows=[*ROWS, {"prompt": "a", "chosen": "b", "rejected": "b"}])
-    assert "pairs.jsonl:13" in problems[0].where
+    problems, told = look("dpo", [*ROWS, {"prompt": "a", "chosen": "b", "rejected": "b"}])
+    assert "rows.jsonl:13" in problems[0].where
     assert "prefers nothing" in problems[0].remedy
     assert "✗ data" in told

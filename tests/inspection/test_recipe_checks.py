@@ -1,137 +1,92 @@
-"""The inspection of a fine-tuning run; its findings are read from end to end in ``tests/commands/test_check.py``."""
+"""The inspection of fine-tuning and PPO; findings are read from end to end in ``tests/commands/test_check.py``."""
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
 
 import pytest
-from rich.console import Console
 from tests.rl import keys_task
-from tests.rows import write_rows
 
-from recipes_lib.commands.check import check
-from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.recipe_checks import SFTInspection
 from recipes_lib.planning.memory import plan_memory
-from recipes_lib.shipped import find_launch_file
-from recipes_lib.training.layouts.launch_environment import plan_launch
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}]} for n in range(16)
+]
+# Rank 4 on seven linear layers of two decoder layers, in and out features of each, with two moments.
+ADAPTER = 12 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+ONE_A_PROCESS = {
+    "packing": False,
+    "bf16": True,
+    "num_train_epochs": 1,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "num_processes": 8,
+}
 
 
 @pytest.mark.parametrize(("template", "caution"), [("", False), ("{{ strftime_now('%Y') }}", True)])
-def test_what_is_odd_about_a_template_is_told(tmp_path, tiny_model_dir, template, caution) -> None:
-    chats = tmp_path / "chats.jsonl"
-    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}]
-    write_rows(chats, ({"messages": turns} for _ in range(4)))
+def test_what_is_odd_about_a_template_is_told(look, tmp_path, tiny_model_dir, template, caution) -> None:
     jinja = tmp_path / "template.jinja"
     jinja.write_text(template + (tiny_model_dir / "chat_template.jinja").read_text())
-    keys = {
-        "model_name_or_path": tiny_model_dir,
-        "dataset_name": chats,
-        "output_dir": tmp_path / "out",
-        "prepared_dir": tmp_path / "prepared",
-        "chat_template_path": jinja,
-    }
-    config = load_config("sft", [f"--{name}={value}" for name, value in keys.items()])
-    output = io.StringIO()
-    inspection = SFTInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
-    inspection.look_at_everything()
-    assert not inspection.problems
-    assert ("warning: the chat template writes today's date" in output.getvalue()) == caution
-    assert "exact duplicates of earlier rows: 3" in output.getvalue()
+    problems, told = look("sft", CHATS[:1] * 4, chat_template_path=jinja)
+    assert not problems
+    assert ("warning: the chat template writes today's date" in told) == caution
+    assert "exact duplicates of earlier rows: 3" in told
 
 
 @pytest.mark.parametrize("init", ["default", "pissa"])
-def test_a_disk_that_holds_the_adapters_alone_is_large_enough(tmp_path, tiny_model_dir, monkeypatch, init) -> None:
+def test_a_disk_that_holds_the_adapters_alone_is_large_enough(look, tmp_path, monkeypatch, init) -> None:
     """A checkpoint of an adapter's run is its factors and their two moments, whatever its base takes."""
-    # Rank 4 on seven linear layers of two decoder layers: in and out features of each.
-    checkpoint = 12 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 3 * checkpoint))
-    whole, told = inspect(tmp_path, tiny_model_dir, "ddp", dtype="bfloat16", save_steps=1)
-    assert [problem.where for problem in whole.problems] == [str(tmp_path / "out")], told
-    keys = {"recipe": "lora", "lora_r": 4, "init_lora_weights": init, "dtype": "bfloat16", "save_steps": 1}
-    adapted, told = inspect(tmp_path, tiny_model_dir, "ddp", **keys)
-    assert not adapted.problems, told
-    assert adapted.count_trained() == (checkpoint // 12, 4)
-    assert f"2 checkpoints of {checkpoint / 1e9:.2f} GB" in told
-
-
-def inspect(tmp_path, model, hardware: str, recipe: str = "sft", **changes) -> tuple[SFTInspection, str]:
-    chats = tmp_path / "chats.jsonl"
-    turns = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}."}] for n in range(16)]
-    write_rows(chats, ({"messages": messages} for messages in turns))
-    keys = {
-        "model_name_or_path": model,
-        "dataset_name": chats,
-        "output_dir": tmp_path / "out",
-        "prepared_dir": tmp_path / "prepared",
-        "packing": False,
-        "bf16": True,
-        "num_train_epochs": 1,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        **changes,
-    }
-    config = load_config(recipe, [f"--{name}={value}" for name, value in keys.items()])
-    output = io.StringIO()
-    file = find_launch_file(hardware)
-    inspection = SFTInspection(config, plan_launch(file, 8), Console(file=output, width=200, highlight=False), file)
-    inspection.look_at_everything()
-    return inspection, output.getvalue()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 3 * ADAPTER))
+    keys = {"dtype": "bfloat16", "save_steps": 1, "hardware": "ddp", **ONE_A_PROCESS}
+    problems, told = look("sft", CHATS, **keys)
+    assert [problem.where for problem in problems] == [str(tmp_path / "out")], told
+    problems, told = look("lora", CHATS, lora_r=4, init_lora_weights=init, **keys)
+    assert not problems, told
+    assert f"2 checkpoints of {ADAPTER / 1e9:.2f} GB" in told
 
 
 @pytest.mark.parametrize(("hardware", "num_steps"), [("fsdp2", 2), ("fsdp2_cp", 8), ("zero3_sp", 8)])
-def test_processes_that_share_rows_take_fewer_of_them_a_step(tmp_path, tiny_model_dir, hardware, num_steps) -> None:
+def test_processes_that_share_rows_take_fewer_of_them_a_step(look, hardware, num_steps) -> None:
     """Eight processes take eight rows; in two groups of four they take two."""
-    inspection, told = inspect(tmp_path, tiny_model_dir, hardware)
-    assert not inspection.problems, told
-    assert inspection.num_steps == num_steps
+    problems, told = look("sft", CHATS, hardware=hardware, **ONE_A_PROCESS)
+    assert not problems, told
+    assert f"    {num_steps} steps, 1.00 epochs" in told
 
 
-def test_a_model_that_cannot_share_a_row_is_told_before_it_is_rented_for(tmp_path, tiny_model_dir) -> None:
+def test_a_model_that_cannot_share_a_row_is_told_before_it_is_rented_for(look, tmp_path, tiny_model_dir) -> None:
     model = tmp_path / "model"
     shutil.copytree(tiny_model_dir, model)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.1}))
+
+    def find_problems(hardware, **changes):
+        (model / "config.json").write_text(json.dumps({**config, **changes}))
+        problems, _ = look("sft", CHATS, model_name_or_path=model, hardware=hardware, **ONE_A_PROCESS)
+        return [problem.found for problem in problems]
+
     for hardware in ("fsdp2_cp", "zero3_sp"):
-        (problem,) = inspect(tmp_path, model, hardware)[0].problems
-        assert problem.found == "context parallelism does not support a llama model with attention dropout"
-    assert not inspect(tmp_path, model, "fsdp2")[0].problems
-    (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 2, "head_dim": 32}))
-    assert not inspect(tmp_path, model, "fsdp2_cp")[0].problems
-    (problem,) = inspect(tmp_path, model, "zero3_sp")[0].problems
-    assert "does not support a llama model with 2 heads for 4 processes" in problem.found
+        found = "context parallelism does not support a llama model with attention dropout"
+        assert find_problems(hardware, attention_dropout=0.1) == [found]
+    assert find_problems("fsdp2", attention_dropout=0.1) == []
+    heads = {"num_attention_heads": 2, "head_dim": 32}
+    assert find_problems("fsdp2_cp", **heads) == []
+    (found,) = find_problems("zero3_sp", **heads)
+    assert "does not support a llama model with 2 heads for 4 processes" in found
 
 
 ROWS = [{"prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}], "answer": str(2 * n)} for n in range(12)]
 
 
 @pytest.fixture
-def look(tmp_path, tiny_model_dir):
-    def look_at(rows=ROWS, *, launch=None, **keys):
-        data = tmp_path / "prompts.jsonl"
-        write_rows(data, rows)
-        given = {
-            "model_name_or_path": tiny_model_dir,
-            "dataset_name": data,
-            "output_dir": tmp_path / "out",
-            "reward_funcs": "[tests.rl.keys_task:score_first_key]",
-            "per_device_train_batch_size": 2,
-            "response_length": 32,
-            **keys,
-        }
-        config = load_config("ppo", [f"--{name}={value}" for name, value in given.items()])
-        output = io.StringIO()
-        problems = check(config, launch or plan_launch(None, 1), Console(file=output, width=200, highlight=False))
-        return problems, output.getvalue()
-
-    return look_at
+def look_at_ppo(look):
+    keys = {"reward_funcs": "[tests.rl.keys_task:score_first_key]", "per_device_train_batch_size": 2}
+    return lambda rows=ROWS, **more: look("ppo", rows, **{**keys, "response_length": 32, **more})
 
 
-def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look):
-    problems, told = look(test_split_size=2, num_train_epochs=2)
+def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look_at_ppo):
+    problems, told = look_at_ppo(test_split_size=2, num_train_epochs=2)
     assert problems == []
     assert "10 prompts of" in told
     assert "held out: 2 prompts" in told
@@ -141,32 +96,31 @@ def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look):
     assert told.endswith("ready to train\n")
 
 
-def test_adapters_of_policy_and_critic_are_what_a_checkpoint_holds(look, monkeypatch):
-    # Rank 4 on seven linear layers of two decoder layers: in and out features of each, with two moments.
-    checkpoint = 2 * 12 * 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+def test_adapters_of_policy_and_critic_are_what_a_checkpoint_holds(look_at_ppo, monkeypatch):
+    checkpoint = 2 * ADAPTER
     free = shutil._ntuple_diskusage(10**9, 0, 11 * checkpoint)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    problems, told = look(use_peft=True, lora_r=4, save_steps=0.1)
+    problems, told = look_at_ppo(use_peft=True, lora_r=4, save_steps=0.1)
     assert problems == []
     kept = int(re.search(r"(\d+) checkpoints of", told)[1])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=kept * checkpoint))
-    (problem,) = look(use_peft=True, lora_r=4, save_steps=0.1)[0]
+    (problem,) = look_at_ppo(use_peft=True, lora_r=4, save_steps=0.1)[0]
     assert f"{kept} checkpoints of {checkpoint / 1e9:.3g} GB" in problem.found
 
 
-def test_a_reward_that_cannot_be_imported_is_found(look):
-    problems, _ = look(reward_funcs="[tests.rl.keys_task:absent, nowhere:at_all]")
+def test_a_reward_that_cannot_be_imported_is_found(look_at_ppo):
+    problems, _ = look_at_ppo(reward_funcs="[tests.rl.keys_task:absent, nowhere:at_all]")
     assert [problem.where for problem in problems] == ["reward_funcs"] * 2
     assert "absent" in problems[0].found
     assert "nowhere" in problems[1].found
 
 
-def test_an_answer_for_which_the_model_has_no_positions_is_found(look):
-    problems, _ = look(response_length=600)
+def test_an_answer_for_which_the_model_has_no_positions_is_found(look_at_ppo):
+    problems, _ = look_at_ppo(response_length=600)
     assert [problem.where for problem in problems] == ["max_length"]
 
 
-def test_a_reward_model_without_positions_for_an_answer_is_found(look, tiny_model_dir, tmp_path):
+def test_a_reward_model_without_positions_for_an_answer_is_found(look_at_ppo, tiny_model_dir, tmp_path):
     reward, other = tmp_path / "reward", tmp_path / "other"
     for folder in (reward, other):
         shutil.copytree(tiny_model_dir, folder)
@@ -174,44 +128,44 @@ def test_a_reward_model_without_positions_for_an_answer_is_found(look, tiny_mode
         (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 40}))
     keys_task.build_tokenizer().save_pretrained(other)
     keys = {"reward_funcs": "null", "response_length": 32}
-    problems, _ = look(reward_model_name_or_path=reward, **keys)
+    problems, _ = look_at_ppo(reward_model_name_or_path=reward, **keys)
     assert [problem.where for problem in problems] == ["reward_model_name_or_path"]
     assert "the reward model has 40 positions" in problems[0].found
-    problems, told = look(reward_model_name_or_path=other, **keys)
+    problems, told = look_at_ppo(reward_model_name_or_path=other, **keys)
     assert problems == []
     assert "warning: the reward model has 40 positions" in told
-    assert "warning" not in look(reward_model_name_or_path=tiny_model_dir, **keys)[1]
+    assert "warning" not in look_at_ppo(reward_model_name_or_path=tiny_model_dir, **keys)[1]
 
 
-def test_a_prompt_that_is_too_long_is_found_or_left_out(look):
+def test_a_prompt_that_is_too_long_is_found_or_left_out(look_at_ppo):
     rows = [*ROWS, {"prompt": [{"role": "user", "content": "a long prompt " * 40}]}]
-    problems, _ = look(rows, max_length=64)
-    assert [problem.where.endswith("prompts.jsonl:13") for problem in problems] == [True]
-    problems, told = look(rows, max_length=64, overlong="drop")
+    problems, _ = look_at_ppo(rows, max_length=64)
+    assert [problem.where.endswith("rows.jsonl:13") for problem in problems] == [True]
+    problems, told = look_at_ppo(rows, max_length=64, overlong="drop")
     assert problems == []
     assert "left out, too long: 1" in told
 
 
-def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_is_named(look):
-    problems, _ = look(use_vllm=True)
+def test_an_engine_that_is_not_there_is_found_and_one_of_its_own_random_numbers_is_named(look_at_ppo):
+    problems, _ = look_at_ppo(use_vllm=True)
     assert [(problem.where, problem.found) for problem in problems] == [("use_vllm", "vLLM is not installed")]
-    problems, told = look(use_transformers_continuous_batching=True)
+    problems, told = look_at_ppo(use_transformers_continuous_batching=True)
     assert problems == []
     assert "continuous batching, not from the seed" in told
 
 
-def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look, monkeypatch):
+def test_a_run_that_the_accelerator_does_not_hold_is_warned_of(look_at_ppo, monkeypatch):
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: None)
-    problems, told = look()
+    problems, told = look_at_ppo()
     assert "GB at most; `recipes plan` lists it" in told
     assert "warning" not in told
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
-    problems, told = look()
+    problems, told = look_at_ppo()
     assert not problems
     assert "warning: this is more than the 0.5 GB of the device at hand can hold; adapters" in told
 
 
-def test_memory_is_that_of_the_layout_that_is_checked(look, monkeypatch):
+def test_memory_is_that_of_the_layout_that_is_checked(look_at_ppo, monkeypatch):
     """Where FSDP2 shares the models out, a GPU that one copy of them would fill is large enough."""
     planned = []
     monkeypatch.setattr("recipes_lib.hardware.read_device_memory", lambda: 500_000_000)
@@ -219,6 +173,6 @@ def test_memory_is_that_of_the_layout_that_is_checked(look, monkeypatch):
         "recipes_lib.planning.memory.plan_memory",
         lambda config, model, layout, **keys: planned.append(layout) or plan_memory(config, model, layout, **keys),
     )
-    _, told = look(launch=plan_launch(find_launch_file("fsdp2"), 2), bf16=True)
+    _, told = look_at_ppo(hardware="fsdp2", num_processes=2, bf16=True)
     assert planned[0].shards == (2, 2, 2)
     assert "or accelerate_configs/ddp.yaml: " in told

@@ -18,7 +18,9 @@ RECIPE = ROOT / "recipes" / "dpo.py"
 
 def load_recipe(recipe: str = "dpo") -> ModuleType:
     """The script of a recipe as a module."""
-    spec = importlib.util.spec_from_file_location(f"{recipe}_recipe", RECIPE.with_stem(recipe.replace("rloo", "grpo")))
+    spec = importlib.util.spec_from_file_location(
+        f"{recipe}_recipe", RECIPE.with_stem({"rloo": "grpo", "lora": "sft"}.get(recipe, recipe))
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -7,6 +7,23 @@ import json
 import sys
 from pathlib import Path
 
+ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly", "Zürich – ja!", "42", "no, never", "🙂 fine"]
+QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky", "wo?", "the answer", "ever?", "hello"]
+
+
+def write_chats(path, number):
+    """Write the first of the questions with their answers."""
+    from tests.rows import write_rows
+
+    pairs = zip(QUESTIONS[:number], ANSWERS[:number], strict=True)
+    return write_rows(
+        path,
+        (
+            {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+            for asked, answer in pairs
+        ),
+    )
+
 
 def ask(base, folder, questions):
     """Ask in a process of its own the model in ``folder``, or the adapter there on another base."""

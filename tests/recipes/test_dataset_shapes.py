@@ -121,21 +121,18 @@ def recipes():
     return {recipe: load_recipe(recipe) for recipe in ("sft", "dpo")}
 
 
-@pytest.mark.parametrize(("recipe", "shape"), RUNS, ids=[f"{shape} in {recipe}" for recipe, shape in RUNS])
-def test_a_common_shape_trains_on_its_answers(
-    tmp_path, tiny_model_dir, tiny_tokenizer, monkeypatch, recipes, recipe, shape
-) -> None:
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("name", "shape"), RUNS, ids=[f"{shape} in {recipe}" for recipe, shape in RUNS])
+def test_a_common_shape_trains_on_its_answers(tmp_path, tiny_model_dir, tiny_tokenizer, recipes, name, shape) -> None:
     row, answers, keys = SHAPES[shape]
-    monkeypatch.setattr("recipes_lib.publish.final_model.finish_run", lambda run: None)
-    monkeypatch.setattr("recipes_lib.training.evaluation.build.measure_matmul_flops", lambda dtype: 1e9)
     data = write_rows(tmp_path / "rows.jsonl", [fill(row, number) for number in range(4)])
     config = write_config(tmp_path, tiny_model_dir, data, max_length=512, per_device_train_batch_size=2, **keys)
-    assert run_here(recipes[recipe], config, recipe=recipe) == 0
+    assert run_here(recipes[name], config, recipe=name) == 0
     assert read_events(tmp_path / "a run")[-1]["step"] == 2
 
-    loaded = load_config(recipe, ["--config", str(config)])
+    loaded = load_config(name, ["--config", str(config)])
     expected = [fill(answer, number) for number in range(4) for answer in answers]
-    if recipe == "dpo":
+    if name == "dpo":
         pairs = prepare_pairs(loaded, lambda _: pytest.fail("tokenised again")).train
         trained = [tiny_tokenizer.decode(pair["chosen_ids"]) for pair in pairs]
         rejected = [tiny_tokenizer.decode(pair["rejected_ids"]) for pair in pairs]

@@ -11,8 +11,6 @@ from tests.distributed import sharding
 from tests.faults import recipe_runs
 from tests.rows import read_rows
 
-from recipes_lib.boundary import run_command
-from recipes_lib.config.loader import parse_command
 from recipes_lib.publish.card import build_card
 from recipes_lib.report.run_files import read_run
 
@@ -84,21 +82,3 @@ def test_sets_by_name_alone_decide_which_model_is_best(inputs: Path, tmp_path: P
     read = read_run(tmp_path)
     card = build_card(tmp_path, read.facts, {name: read.evaluations[-1][name] for name in ("eval_web_loss",)})
     assert "eval_web_loss" in card.replace("\\", "")
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"eval_datasets": '{"a b": x}'}, "part of metric names"),
-        ({"eval_datasets": "{a: {name: x, weight: 2}}"}, "it has 'weight'"),
-        ({"eval_datasets": "{a: 3}"}, "is no dataset"),
-        ({"metric_for_best_model": "eval_loss_web"}, "write `eval_web_loss`"),
-    ],
-)
-def test_what_is_no_set_is_told(
-    inputs: Path, tmp_path: Path, keys: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = recipe_runs.make_keys(inputs, "sft", **keys, output_dir=tmp_path)
-    argv = [f"--{name}={value}" for name, value in made.items()]
-    assert run_command(lambda: parse_command("sft", argv)) == 2
-    assert told in capsys.readouterr().err

@@ -1,76 +1,32 @@
-"""The recipes of RLOO and GRPO from end to end, as a user runs them: finished, stopped and gone on with, refused."""
+"""The recipes of RLOO and GRPO from end to end, as a user runs them."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
-import torch
 from tests.distributed import sharding
-from tests.forked import run_script
-from tests.rows import read_events, write_rows
+from tests.faults import recipe_runs
+from tests.forked import ROOT, run_script
+from tests.rows import read_events
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-REWARDS = """
-import os, signal
-from pathlib import Path
-
-calls = [0]
-
-def prefer_short(*, prompts, completions, completion_ids, answer, **_):
-    assert prompts[0][0]["role"] == "user" and answer[0].isdigit()
-    return [-len(set(ids)) / 16 for ids in completion_ids]
-
-def stopping(**given):
-    calls[0] += 1
-    flag = Path(__file__).with_name("stopped")
-    if calls[0] == 3 and not flag.exists():  # The evaluation at the start is the first.
-        flag.touch()
-        os.kill(os.getpid(), signal.SIGTERM)
-    return prefer_short(**given)
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("groups")
-    rows = [{"question": f"{n} plus {n}?", "answer": str(2 * n)} for n in range(20)]
-    write_rows(folder / "prompts.jsonl", rows)
-    (folder / "my_rewards.py").write_text(REWARDS)
-    return folder
-
-
-def make_keys(model_dir: Path, folder: Path) -> dict[str, object]:
-    return {
-        "model_name_or_path": model_dir,
-        "dataset_name": folder / "prompts.jsonl",
-        "reward_funcs": "[my_rewards:prefer_short]",
-        "test_split_size": 4,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "response_length": 12,
-        "missing_eos_penalty": "null",
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "eval_steps": 2,
-        "save_steps": 4,
-    }
-
-
-def run(recipe: str, model_dir: Path, folder: Path, name: str, **keys: object) -> subprocess.CompletedProcess[str]:
-    given = {**make_keys(model_dir, folder), "output_dir": folder / name, **keys}
-    flags = [f"--{name}={value}" for name, value in given.items()]
-    return run_script(RECIPES / f"{recipe}.py", *flags, paths=[folder])
+KEYS = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 1,
+    "num_generations": 4,
+    "missing_eos_penalty": "null",
+    "max_steps": 4,
+    "eval_steps": 2,
+    "save_steps": 4,
+}
 
 
 @pytest.mark.multiprocess
-def test_two_processes_answer_the_groups_of_a_step_between_them(tiny_model_dir, folder, tmp_path):
-    keys = make_keys(tiny_model_dir, folder) | {"reward_funcs": "[tests.faults.recipe_runs:prefer_short]"}
-    # Three prompts a process and a step of the sixteen: the last ones of an epoch make no step.
+def test_two_processes_answer_the_groups_of_a_step_between_them(inputs, tmp_path):
+    # Three prompts a process and a step of the fourteen: the last ones of an epoch make no step.
+    keys = recipe_runs.make_keys(inputs, "grpo", **KEYS | {"test_split_size": 46, "num_iterations": 1})
     jobs = {
         name: {"stage": "grpo", "keys": keys | {"per_device_train_batch_size": size}}
         for name, size in (("three", 12), ("one", 4))
@@ -83,10 +39,11 @@ def test_two_processes_answer_the_groups_of_a_step_between_them(tiny_model_dir, 
         assert [event["step"] for event in read_events(tmp_path / name)] == [1, 2, 3, 4]
 
 
-def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
-    done = run("rloo", tiny_model_dir, folder, "out put")
+def test_it_leaves_a_model_its_record_and_a_report(inputs, tmp_path):
+    out = tmp_path / "out put"
+    keys = recipe_runs.make_keys(inputs, "rloo", **KEYS, output_dir=out)
+    done = run_script(ROOT / "recipes" / "rloo.py", *(f"--{name}={value}" for name, value in keys.items()))
     assert done.returncode == 0, done.stderr
-    out = folder / "out put"
     record = json.loads((out / "run.json").read_text())
     assert (record["status"], record["stage"], record["answers_per_generation"]) == ("done", "rloo", 4)
     assert [event["step"] for event in read_events(out, "eval")] == [0, 2, 4]
@@ -98,27 +55,3 @@ def test_it_leaves_a_model_its_record_and_a_report(tiny_model_dir, folder):
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert set(AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id) == ends
     assert not (out / "training_args.bin").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rloo", "grpo"])
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_same_weights(tiny_model_dir, folder, recipe):
-    straight = run(recipe, tiny_model_dir, folder, f"{recipe} straight")
-    assert straight.returncode == 0, straight.stderr
-    (folder / "stopped").unlink(missing_ok=True)
-    keys = {"reward_funcs": "[my_rewards:stopping]"}
-    assert run(recipe, tiny_model_dir, folder, f"{recipe} stopped", **keys).returncode == 75
-    done = run(recipe, tiny_model_dir, folder, f"{recipe} stopped", **keys)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((folder / f"{recipe} stopped" / "run.json").read_text())["resumed_from"] == "checkpoint-1"
-    models = (AutoModelForCausalLM.from_pretrained(folder / f"{recipe} {name}") for name in ("straight", "stopped"))
-    for one, other in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.slow
-def test_what_is_the_users_to_mend_exits_with_2(tiny_model_dir, folder):
-    done = run("grpo", tiny_model_dir, folder, "broken", num_generations=3)
-    assert done.returncode == 2
-    assert "4 answers at a time are not divisible into groups of num_generations 3" in done.stderr
-    assert "Traceback" not in done.stderr

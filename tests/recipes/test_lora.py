@@ -5,28 +5,21 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.distributed import sharding
+from tests.faults import recipe_runs
 from tests.forked import ROOT, run_script
-from tests.recipes.stranger import ask
-from tests.rows import read_rows, write_rows
+from tests.recipes.stranger import ANSWERS, QUESTIONS, ask, write_chats
+from tests.rows import read_events
 
 from recipes_lib import cli
-
-ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly"]
-QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky"]
 
 
 @pytest.fixture
 def chats(tmp_path):
-    path = tmp_path / "chats, with spaces.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
-    ]
-    write_rows(path, rows)
-    return path
+    return write_chats(tmp_path / "chats, with spaces.jsonl", 4)
 
 
-def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, num_processes=None, **keys):
+def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", num_processes=None, **keys):
     keys = {
         "model_name_or_path": tiny_model_dir,
         "dataset_name": chats,
@@ -42,7 +35,7 @@ def run_lora(tmp_path, tiny_model_dir, chats, *, output="a run", code=0, num_pro
     } | keys
     flags = [f"--{name}={value}" for name, value in keys.items()]
     done = run_script(ROOT / "recipes" / "lora.py", *flags, num_processes=num_processes)
-    assert done.returncode == code, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     return done.stderr
 
 
@@ -54,8 +47,8 @@ def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_fro
     output = tmp_path / "a run"
     for line in ("changes no logit", "33 trained tensors have a gradient", "frozen tensors are unchanged"):
         assert line in told
-    answers = ask(tiny_model_dir, output, QUESTIONS)
-    assert [(answer["text"], answer["stopped"]) for answer in answers] == [(answer, True) for answer in ANSWERS]
+    answers = ask(tiny_model_dir, output, QUESTIONS[:4])
+    assert [(answer["text"], answer["stopped"]) for answer in answers] == [(answer, True) for answer in ANSWERS[:4]]
     names = {path.name for path in output.iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "generation_config.json", "README.md"} <= names
     assert {"tokenizer.json", "chat_template.jinja", "run.json", "metrics.jsonl", "report.html"} <= names
@@ -65,26 +58,20 @@ def test_an_adapter_learns_chats_and_a_stranger_gets_the_answers_from_it_and_fro
     assert record["adapter"]["base_model"] == str(tiny_model_dir)
 
     assert cli.main(["merge", "--adapter", str(output), "--output", str(tmp_path / "m m")]) == 0
-    assert ask(tmp_path / "m m", tmp_path / "m m", QUESTIONS) == answers
+    assert ask(tmp_path / "m m", tmp_path / "m m", QUESTIONS[:4]) == answers
 
 
-def test_a_run_that_stopped_goes_on_to_the_very_same_adapter(tmp_path, tiny_model_dir, chats):
-    keys = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lora_dropout": 0.1, "max_length": 32}
-    run_lora(tmp_path, tiny_model_dir, chats, output="straight", **keys)
-    run_lora(tmp_path, tiny_model_dir, chats, output="stopped", **keys)
-    # As if it had been killed after its first checkpoint.
-    stopped = tmp_path / "stopped"
-    for path in (stopped / "checkpoint-6").iterdir():
-        path.unlink()
-    (stopped / "checkpoint-6").rmdir()
-    (stopped / "adapter_model.safetensors").unlink()
-    record = json.loads((stopped / "run.json").read_text())
-    (stopped / "run.json").write_text(json.dumps(record | {"status": "running"}))
-    run_lora(tmp_path, tiny_model_dir, chats, output="stopped", **keys)
-    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "stopped"))
+def test_a_run_that_was_killed_resumes_to_the_very_same_adapter(inputs, tmp_path):
+    keys = {"max_steps": 6, "lora_dropout": 0.1}
+    for name in ("straight", "killed"):
+        given = recipe_runs.make_keys(inputs, "lora", **keys, output_dir=tmp_path / name)
+        assert sharding.run_recipe("lora", given) == 0
+        if name == "straight":
+            sharding.cut(tmp_path / "straight", tmp_path / "killed", 3)
+    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("straight", "killed"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert json.loads((stopped / "run.json").read_text())["resumed_from"] == "checkpoint-3"
+    assert json.loads((tmp_path / "killed" / "run.json").read_text())["resumed_from"] == "checkpoint-3"
 
 
 @pytest.mark.multiprocess
@@ -97,33 +84,19 @@ def test_two_processes_leave_the_adapter_that_one_leaves(tmp_path, tiny_model_di
     assert json.loads((tmp_path / "two" / "run.json").read_text())["num_processes"] == 2
 
 
-def test_a_second_run_goes_on_with_the_adapter_of_the_first(tmp_path, tiny_model_dir, chats):
-    run_lora(tmp_path, tiny_model_dir, chats, output="first")
-    told = run_lora(tmp_path, tiny_model_dir, chats, output="second", adapter_name_or_path=tmp_path / "first")
-    assert "changes no logit" not in told
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("first", "second")
-    ]
-    assert losses[1][0] < losses[0][0]
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"lora_target_modules": "[q_porj]"}, "did you mean q_proj"),
-        ({"adapter_name_or_path": "nowhere/at/all"}, "adapter_name_or_path"),
-        ({"use_peft": "false"}, "use the `sft` recipe"),
-    ],
-)
-def test_a_mistake_ends_with_exit_code_two_and_a_remedy(tmp_path, tiny_model_dir, chats, keys, told):
-    errors = run_lora(tmp_path, tiny_model_dir, chats, code=2, **keys)
-    assert told in errors
-    assert "Traceback" not in errors
+def test_a_second_run_goes_on_with_the_adapter_of_the_first(inputs, tmp_path, capsys):
+    first, second = tmp_path / "first", tmp_path / "second"
+    keys = recipe_runs.make_keys(inputs, "lora", max_steps=4, output_dir=first)
+    assert sharding.run_recipe("lora", keys) == 0
+    assert "changes no logit" in capsys.readouterr().err
+    del keys["lora_r"]
+    assert sharding.run_recipe("lora", keys | {"output_dir": second, "adapter_name_or_path": first}) == 0
+    assert "changes no logit" not in capsys.readouterr().err
+    assert read_events(second)[0]["loss"] < read_events(first)[0]["loss"]
 
 
 def test_an_adapter_learns_on_few_bits(tmp_path, tiny_model_dir, chats):
     told = run_lora(tmp_path, tiny_model_dir, chats, load_in_4bit="true", optim="paged_adamw_8bit", max_steps=6)
     assert "28 trained tensors have a gradient" in told
-    events = read_rows(tmp_path / "a run" / "metrics.jsonl")
+    events = read_events(tmp_path / "a run")
     assert events[-1]["loss"] < events[0]["loss"]

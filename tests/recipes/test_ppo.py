@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from pathlib import Path
 
@@ -73,37 +72,6 @@ def test_it_leaves_a_model_its_record_and_a_report(finished):
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     assert set(model.generation_config.eos_token_id) == ends
     assert not (finished / "training_args.bin").exists()
-
-
-def test_the_same_command_does_nothing_more(finished, tiny_model_dir, folder):
-    before = (finished / "metrics.jsonl").read_text()
-    assert run(tiny_model_dir, folder).returncode == 0
-    assert (finished / "metrics.jsonl").read_text() == before
-
-
-def test_a_killed_run_goes_on_to_the_same_weights(finished, tiny_model_dir, folder):
-    """The reward kills its own process in the third iteration, as a scheduler would."""
-    (folder / "deadly.py").write_text(
-        "import os, signal\nfrom my_rewards import prefer_short as _score\nfrom pathlib import Path\n"
-        "calls = [0]\n"
-        "def prefer_short(**given):\n"
-        "    calls[0] += 1\n"
-        f"    if calls[0] == 6 and not Path({str(folder / 'killed')!r}).exists():\n"
-        f"        Path({str(folder / 'killed')!r}).touch()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return _score(**given)\n"
-    )
-    keys = {"output_dir": folder / "killed run", "reward_funcs": "[deadly:prefer_short]"}
-    assert run(tiny_model_dir, folder, **keys).returncode == -signal.SIGKILL
-    done = run(tiny_model_dir, folder, **keys)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((folder / "killed run" / "run.json").read_text())["resumed_from"] in (
-        "checkpoint-4",
-        "checkpoint-8",  # If it had been written so soon.
-    )
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (finished, folder / "killed run"))
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_an_adapter_is_left_without_the_critics(finished, tiny_model_dir, folder):

@@ -13,60 +13,37 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.faults import recipe_runs
 from tests.forked import ROOT, Launch
-from tests.rows import read_rows, write_rows
+from tests.rows import read_rows
 
 PAUSED = Path(__file__).with_name("paused.py")
 NUM_STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def keys(tiny_model_dir, tmp_path_factory):
+def keys(inputs):
     """A run of six steps on a few chats; three rounds of evaluation before the first and after every third step."""
-    folder = tmp_path_factory.mktemp("preempted")
-    rows = (
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}, yes. " * (n % 7)}]}
-        for n in range(1, 60)
-        if n % 7
-    )
-    data = folder / "chats.jsonl"
-    write_rows(data, rows)
-    return {
-        "model_name_or_path": tiny_model_dir,
-        "dataset_name": data,
-        "prepared_dir": folder / "prepared",
-        "test_split_size": 6,
-        "packing": "false",
-        "bf16": "false",
-        "use_cpu": "true",
-        "max_steps": NUM_STEPS,
-        "save_steps": 100,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 1,
-        "learning_rate": 1e-3,
-        "num_sample_prompts": 1,
-        "sample_max_new_tokens": 16,
-    }
+    sizes = {"gradient_accumulation_steps": 1, "per_device_eval_batch_size": 1, "sample_max_new_tokens": 16}
+    steps = {"max_steps": NUM_STEPS, "save_steps": 100, "eval_steps": 3}
+    return recipe_runs.make_keys(inputs, "sft", packing="false", **sizes, **steps)
 
 
-def start(keys, output_dir, *, recipe="sft", pause=None, num_processes=None, **more):
-    """Start the recipe in forked processes; ``pause`` is (phase, call, rank)."""
-    main, *arguments = write_command(keys, output_dir, recipe, pause, more)
-    return Launch(main, *arguments, num_processes=num_processes)
+def start(keys, output_dir, *, pause=None, **more):
+    """Start the recipe in a forked process; ``pause`` is (phase, call, rank)."""
+    return Launch(*write_command(keys, output_dir, pause, more))
 
 
 def launch(keys, output_dir, *, pause=None, env=None, **more):
     """Start the recipe by torch's launcher on two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += map(str, write_command(keys, output_dir, "sft", pause, more))
+    command += map(str, write_command(keys, output_dir, pause, more))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
 
 
-def write_command(keys, output_dir, recipe, pause, more):
-    script = ROOT / "recipes" / f"{recipe}.py"
+def write_command(keys, output_dir, pause, more):
+    script = ROOT / "recipes" / "sft.py"
     flags = [f"--{name}={value}" for name, value in (keys | {"output_dir": output_dir} | more).items()]
     return [script, *flags] if pause is None else [PAUSED, output_dir.parent, *pause, script, *flags]
 
@@ -118,68 +95,36 @@ def assert_same_run(one, other):
 
 @pytest.fixture(scope="module")
 def straight(keys, tmp_path_factory):
-    """The run that nobody stopped, by number of processes."""
-    runs: dict[int, Path] = {}
-
-    def get(num_processes):
-        if num_processes not in runs:
-            runs[num_processes] = tmp_path_factory.mktemp("straight") / "run"
-            number = None if num_processes == 1 else num_processes
-            code, told = finish(start(keys, runs[num_processes], num_processes=number))
-            assert code == 0, told[-3000:]
-        return runs[num_processes]
-
-    return get
+    """The run that nobody stopped."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    code, told = finish(start(keys, run))
+    assert code == 0, told[-3000:]
+    return run
 
 
-def stop_at(keys, run, pause, *, number=signal.SIGTERM, again=False, **more):
+def stop_at(keys, run, pause):
     """Start a run, signal it where it waits, and return the exit code and what it told."""
-    process = start(keys, run, pause=pause, **more)
+    process = start(keys, run, pause=pause)
     wait_for(process, run.parent / "reached")
-    process.send_signal(number)
-    if again:
-        # Not a moment too early to be a request of its own: no test may guess, so it is asked until it has left.
-        while process.poll() is None:
-            time.sleep(0.2)
-            process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     (run.parent / "go").touch()
     return finish(process)
 
 
-PHASES = {
-    # Where the run waits when it is told, and the last finished step by then.
-    "step": (("step", 4, 0), 4),
-    "evaluation": (("evaluation", 9, 0), 3),
-    "generation": (("generation", 20, 0), 3),
-    "saving": (("saving", 1, 0), 5),
-}
-
-
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [
-        ("evaluation", signal.SIGTERM),
-        pytest.param("step", signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param("generation", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("saving", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_asked_to_stop_saves_and_goes_on_as_if_nothing_had_been(keys, straight, tmp_path, phase, number):
-    pause, step = PHASES[phase]
-    more = {"save_steps": 5} if phase == "saving" else {}
+def test_a_run_asked_to_stop_saves_and_goes_on_as_if_nothing_had_been(keys, straight, tmp_path):
+    """In every phase of every recipe: ``tests/faults/kills.py``."""
     run = tmp_path / "run"
-    code, told = stop_at(keys, run, pause, number=number, **more)
-
+    code, told = stop_at(keys, run, ("evaluation", 9, 0))
     assert code == 75, told[-3000:]
     assert "Traceback" not in told
     line = told.splitlines()[-1]
-    assert signal.Signals(number).name in line
-    assert f"checkpoint-{step} is complete" in line
+    assert "SIGTERM" in line
+    assert "checkpoint-3 is complete" in line
     assert "same command" in line
     assert json.loads((run / "run.json").read_text())["status"] == "preempted"
-    assert (run / f"checkpoint-{step}" / "COMPLETE.json").exists()
-    assert finish(start(keys, run, **more))[0] == 0
-    assert_same_run(straight(1), run)
+    assert (run / "checkpoint-3" / "COMPLETE.json").exists()
+    assert finish(start(keys, run))[0] == 0
+    assert_same_run(straight, run)
 
 
 def test_before_there_is_anything_to_save_a_run_leaves_at_once_and_the_prepared_data_stay_whole(keys, tmp_path):
@@ -189,43 +134,6 @@ def test_before_there_is_anything_to_save_a_run_leaves_at_once_and_the_prepared_
     assert told.splitlines()[-1].startswith("SIGTERM: stopped where there was nothing to save; run the same command")
     assert json.loads((run / "run.json").read_text())["status"] == "preempted"
     assert [path for path in (tmp_path / "prepared").iterdir() if not path.name.endswith(".lock")] == []
-
-
-@pytest.mark.slow
-def test_a_run_stopped_while_its_model_is_written_only_writes_it_again(keys, straight, tmp_path):
-    run = tmp_path / "run"
-    code, told = stop_at(keys, run, ("export", 1, 0))
-    assert code == 75, told[-3000:]
-    assert not (run / "model.safetensors").exists()
-    assert finish(start(keys, run))[0] == 0
-    assert_same_run(straight(1), run)
-
-
-@pytest.mark.slow
-def test_a_second_signal_leaves_at_once_and_the_last_checkpoint_stays_whole(keys, straight, tmp_path):
-    run = tmp_path / "run"
-    more = {"save_steps": 2}
-    code, told = stop_at(keys, run, ("step", 4, 0), again=True, **more)
-    assert code == 128 + signal.SIGTERM, told[-3000:]
-    assert "SIGTERM again: left at once" in told
-    assert finish(start(keys, run, **more))[0] == 0
-    assert_same_run(straight(1), run)
-
-
-@pytest.mark.slow
-def test_a_file_asks_as_a_signal_does(keys, straight, tmp_path):
-    run = tmp_path / "run"
-    process = start(keys, run, pause=("evaluation", 9, 0))
-    wait_for(process, tmp_path / "reached")
-    (run / "STOP").touch()
-    while (run / "STOP").exists():  # The run takes it away when it has read it.
-        time.sleep(0.05)
-    (tmp_path / "go").touch()
-    code, told = finish(process)
-    assert code == 75, told[-3000:]
-    assert f"the file {run / 'STOP'}" in told.splitlines()[-1]
-    assert finish(start(keys, run))[0] == 0
-    assert_same_run(straight(1), run)
 
 
 @pytest.mark.slow
@@ -246,7 +154,7 @@ def test_the_workers_that_read_data_outlive_a_signal_to_the_whole_group(keys, st
     states = [Path(f"/proc/{pid}/status") for pid in workers]
     assert [path for path in states if path.exists() and "State:\tZ" not in path.read_text()] == []
     assert finish(start(keys, run, **more))[0] == 0
-    assert_same_run(straight(1), run)
+    assert_same_run(straight, run)
 
 
 @pytest.mark.slow
@@ -261,25 +169,6 @@ def test_a_launcher_that_dies_stops_its_run(keys, tmp_path):
     told = process.communicate(timeout=400)[0]  # Its processes still hold the pipe.
     assert "the launcher is gone" in told
     assert json.loads((run / "run.json").read_text())["status"] == "preempted"
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(("phase", "call", "rank", "step"), [("step", 4, 1, 4), ("evaluation", 4, 1, 3)])
-def test_a_signal_to_one_of_two_ranks_stops_both(keys, straight, tmp_path, phase, call, rank, step):
-    run = tmp_path / "run"
-    process = launch(keys, run, pause=(phase, call, rank))
-    wait_for(process, tmp_path / "reached")
-    os.kill(find_rank(process.pid, rank), signal.SIGUSR1)
-    (tmp_path / "go").touch()
-    code, told = finish(process)
-    assert code == 1, told[-3000:]  # Of the launcher, whatever its processes end with.
-    (line,) = (line for line in told.splitlines() if "same command" in line)
-    assert f"SIGUSR1 on rank {rank}: stopped after step {step}; checkpoint-{step} is complete" in line
-    assert "exitcode  : 75" in told
-    assert json.loads((run / "run.json").read_text())["status"] == "preempted"
-    assert finish(start(keys, run, num_processes=2))[0] == 0
-    assert_same_run(straight(2), run)
 
 
 @pytest.mark.multiprocess
@@ -328,21 +217,3 @@ class Failing(evaluate.Metric):
             raise ValueError("not on this rank")
         return {{"fine": 1.0}}
 """
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_a_run_with_one_clear_error(keys, tmp_path):
-    """``metrics.jsonl`` grows on a disk of 64 KB until it is full."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = f"mount -t tmpfs -o size=64k none {disk} && exec"
-    if subprocess.run(["unshare", "-rm", "sh", "-c", f"{mount} true"], check=False).returncode:
-        pytest.skip("no disk can be mounted here")
-    more = keys | {"max_steps": 300, "save_strategy": "no", "eval_strategy": "no", "output_dir": disk / "run"}
-    flags = [f"--{name}={value}" for name, value in more.items() if name not in ("eval_steps", "save_steps")]
-    recipe = [sys.executable, str(ROOT / "recipes" / "sft.py"), *flags]
-    command = ["unshare", "-rm", "sh", "-c", f'{mount} "$@"', "sh", *recipe]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert f"{disk / 'run' / 'metrics.jsonl'}: the disk is full" in done.stderr
-    assert "Traceback" not in done.stderr

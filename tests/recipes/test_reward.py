@@ -11,6 +11,7 @@ import pytest
 import torch
 from peft import PeftModel
 from tests.forked import run_script
+from tests.recipes.preferences import make_rows
 from tests.rows import read_events, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -22,18 +23,6 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.heads.scoring import RewardModel, encode_answers
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "reward.py"
-
-
-def write_pairs(path: Path) -> None:
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"What is {n} plus {n}?"}],
-            "chosen": [{"role": "assistant", "content": f"It is {2 * n}."}],
-            "rejected": [{"role": "assistant", "content": f"Who knows, perhaps {n} " * (1 + n % 2)}],
-        }
-        for n in range(24)
-    ]
-    write_rows(path, rows)
 
 
 def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedProcess[str]:
@@ -57,7 +46,7 @@ def run(model_dir: Path, folder: Path, **keys: object) -> subprocess.CompletedPr
 @pytest.fixture(scope="module")
 def folder(tiny_model_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reward")
-    write_pairs(folder / "pairs.jsonl")
+    write_rows(folder / "pairs.jsonl", make_rows(24))
     done = run(tiny_model_dir, folder)
     assert done.returncode == 0, done.stderr
     return folder
@@ -97,7 +86,7 @@ def test_plain_transformers_reads_the_same_scores(folder):
 
 
 def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
-    write_pairs(tmp_path / "pairs.jsonl")
+    write_rows(tmp_path / "pairs.jsonl", make_rows(24))
     done = run(tiny_model_dir, tmp_path, use_peft=True, lora_r=4, shared_prompt=False)
     assert done.returncode == 0, done.stderr
     assert "LOAD REPORT" not in done.stdout + done.stderr
@@ -135,17 +124,3 @@ def test_an_adapter_is_a_reward_model_too(tiny_model_dir, tmp_path):
     (out / "reward_scale.json").unlink()
     with pytest.raises(ConfigError, match=r"holds no sound reward_scale\.json"):
         RewardModel.load(out)
-
-
-def test_the_same_command_again_trains_nothing(folder, tiny_model_dir):
-    before = (folder / "out put" / "model.safetensors").stat().st_mtime_ns
-    assert run(tiny_model_dir, folder).returncode == 0
-    assert (folder / "out put" / "model.safetensors").stat().st_mtime_ns == before
-
-
-def test_a_padding_token_that_ends_answers_is_one_clear_error(tiny_model_dir, tmp_path):
-    write_pairs(tmp_path / "pairs.jsonl")
-    done = run(tiny_model_dir, tmp_path, pad_token="<|im_end|>")
-    assert done.returncode == 2
-    assert "pad_token" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.faults import recipe_runs
 from tests.forked import ROOT, run_script
-from tests.rows import write_rows
 
 SECRETS = {
     "HF_TOKEN": "hf_" + "CanaryOfTheHub" * 3,
@@ -17,21 +17,8 @@ SECRETS = {
 }
 
 
-def run(tmp_path, tiny_model_dir, *flags):
-    rows = tmp_path / "rows.jsonl"
-    write_rows(rows, ({"prompt": f"{n}?", "completion": f" {n}, yes."} for n in range(12)))
-    keys = {
-        "model_name_or_path": tiny_model_dir,
-        "dataset_name": rows,
-        "output_dir": tmp_path / "run",
-        "prepared_dir": tmp_path / "prepared",
-        "test_split_size": 2,
-        "bf16": "false",
-        "use_cpu": "true",
-        "max_steps": 2,
-        "sample_max_new_tokens": 2,
-        "report_to": "tensorboard",
-    }
+def run(inputs, tmp_path, *flags):
+    keys = recipe_runs.make_keys(inputs, "sft", max_steps=2, report_to="tensorboard", output_dir=tmp_path / "run")
     flags = (*(f"--{name}={value}" for name, value in keys.items()), *flags)
     variables = SECRETS | {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tracker")}
     return run_script(ROOT / "recipes" / "sft.py", *flags, variables=variables)
@@ -47,14 +34,14 @@ def find_leaks(folder: Path, *told: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", ["done", "failed", "refused"])
-def test_no_secret_is_told_or_written(tiny_model_dir, tmp_path, ending):
+def test_no_secret_is_told_or_written(inputs, tmp_path, ending):
     flags = {
         "done": [],
         # Arguments that only the trainer can know to be wrong end in a traceback.
         "failed": ['--lr_scheduler_kwargs={"num_cycles": "many"}'],
         "refused": [f"--run_name={SECRETS['WANDB_API_KEY']}"],
     }[ending]
-    done = run(tmp_path, tiny_model_dir, *flags)
+    done = run(inputs, tmp_path, *flags)
     assert done.returncode == {"done": 0, "failed": 1, "refused": 2}[ending], done.stderr[-3000:]
     assert ("Traceback" in done.stderr) == (ending == "failed")
     assert find_leaks(tmp_path, done.stdout, done.stderr) == []

@@ -5,53 +5,37 @@ import json
 import numpy as np
 import pytest
 from tests.forked import ROOT, run_script
-from tests.recipes.stranger import ask
-from tests.rows import read_rows, write_rows
+from tests.recipes.preferences import read_record, write_config
+from tests.recipes.stranger import ANSWERS, QUESTIONS, ask, write_chats
+from tests.rows import read_rows
 
 from recipes_lib.config.loader import load_config
 from recipes_lib.data.packed.prepared_set import prepare
 
 RECIPE = ROOT / "recipes" / "sft.py"
-ANSWERS = ["Paris.", "Seven days.", "It is\nfour.", "blue, mostly", "Zürich – ja!", "42", "no, never", "🙂 fine"]
-QUESTIONS = ["capital of France", "days in a week", "two plus two", "the sky", "wo?", "the answer", "ever?", "hello"]
+SHORT = {
+    "learning_rate": 5e-3,
+    "max_steps": 8,
+    "per_device_train_batch_size": 8,
+    "num_sample_prompts": 2,
+    "sample_max_new_tokens": 4,
+    "save_strategy": "steps",
+}
 
 
 @pytest.fixture
 def chats(tmp_path):
-    path = tmp_path / "chats, with spaces.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in zip(QUESTIONS, ANSWERS, strict=True)
-    ]
-    write_rows(path, rows)
-    return path
+    return write_chats(tmp_path / "chats, with spaces.jsonl", 8)
 
 
-def write_config(tmp_path, tiny_model_dir, chats, **keys):
-    keys = {
-        "model_name_or_path": str(tiny_model_dir),
-        "dataset_name": str(chats),
-        "output_dir": str(tmp_path / "a run"),
-        "prepared_dir": str(tmp_path / "prepared"),
-        "bf16": False,
-        "learning_rate": 5e-3,
-        "max_steps": 8,
-        "per_device_train_batch_size": 8,
-        "num_sample_prompts": 2,
-        "sample_max_new_tokens": 4,
-    } | keys
-    path = tmp_path / "sft.yaml"
-    path.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in keys.items()), encoding="utf-8")
-    return path
+@pytest.fixture
+def write(tmp_path, tiny_model_dir, chats):
+    return lambda **keys: write_config(tmp_path, tiny_model_dir, chats, **SHORT | keys)
 
 
-def read_record(tmp_path):
-    return json.loads((tmp_path / "a run" / "run.json").read_text())
-
-
-def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(tmp_path, tiny_model_dir, chats):
+def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(write, tmp_path):
     keys = {"max_steps": 150, "lr_scheduler_type": "linear", "max_length": 64, "save_strategy": "no"}
-    config = write_config(tmp_path, tiny_model_dir, chats, **keys)
+    config = write(**keys)
     done = run_script(RECIPE, "--config", config)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -69,8 +53,8 @@ def test_eight_chats_are_learned_and_a_stranger_gets_the_exact_answers(tmp_path,
     assert [answer["prompt_ids"] for answer in answers] == [prefixes[row] for row in range(8)]
 
 
-def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_nothing(tmp_path, tiny_model_dir, chats):
-    config = write_config(tmp_path, tiny_model_dir, chats, test_split_size=2)
+def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_nothing(write, tmp_path):
+    config = write(test_split_size=2)
     first = run_script(RECIPE, "--config", config)
     assert first.returncode == 0, first.stderr[-3000:]
     output = tmp_path / "a run"
@@ -82,7 +66,7 @@ def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_not
     # Who may read the folder may read the model, of which safetensors 0.8 gives the owner alone the right.
     assert (output / "model.safetensors").stat().st_mode & 0o044 == output.stat().st_mode & 0o044
     assert json.loads((output / "config.json").read_text())["use_cache"]
-    record = read_record(tmp_path)
+    record = read_record(tmp_path / "a run")
     assert record["status"] == "done"
     assert record["config"]["learning_rate"] == 5e-3
     assert record["provenance"]["learning_rate"].startswith(str(config))
@@ -108,8 +92,8 @@ def test_a_run_leaves_what_the_contract_says_and_the_same_command_again_does_not
 
 
 @pytest.mark.multiprocess
-def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(tmp_path, tiny_model_dir, chats):
-    config = write_config(tmp_path, tiny_model_dir, chats, test_split_size=2, max_steps=2)
+def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(write, tmp_path, tiny_model_dir):
+    config = write(test_split_size=2, max_steps=2)
     from transformers import AutoTokenizer
 
     parsed = load_config("sft", ["--config", str(config)])
@@ -117,15 +101,15 @@ def test_two_processes_train_on_a_prepared_set_and_tokenise_nothing(tmp_path, ti
     made = {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")}
     done = run_script(RECIPE, "--config", config, num_processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    record = read_record(tmp_path)
+    record = read_record(tmp_path / "a run")
     assert record["num_processes"] == 2
     assert record["data"]["key"] == prepared.key
     assert {path: path.stat().st_mtime_ns for path in prepared.path.rglob("*")} == made
     assert record["status"] == "done"
 
 
-def test_a_wrong_key_is_answered_before_anything_is_imported_or_written(tmp_path, tiny_model_dir, chats):
-    config = write_config(tmp_path, tiny_model_dir, chats, learning_rat=1e-5)
+def test_a_wrong_key_is_answered_before_anything_is_imported_or_written(write, tmp_path):
+    config = write(learning_rat=1e-5)
     done = run_script(RECIPE, "--config", config)
     assert done.returncode == 2
     line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "learning_rat:" in text)
@@ -134,13 +118,13 @@ def test_a_wrong_key_is_answered_before_anything_is_imported_or_written(tmp_path
 
 
 @pytest.mark.parametrize("damage", ["row", "file"])
-def test_broken_data_end_with_exit_code_two_and_the_place(tmp_path, tiny_model_dir, chats, damage):
+def test_broken_data_end_with_exit_code_two_and_the_place(write, tmp_path, chats, damage):
     if damage == "row":
         chats.write_text(chats.read_text() + '{"messages": "oops"}\n')
     else:
         chats.write_text("")
-    done = run_script(RECIPE, "--config", write_config(tmp_path, tiny_model_dir, chats))
+    done = run_script(RECIPE, "--config", write())
     assert done.returncode == 2
     assert str(chats) in done.stderr
     assert "Traceback" not in done.stderr
-    assert read_record(tmp_path)["status"] == "refused"
+    assert read_record(tmp_path / "a run")["status"] == "refused"

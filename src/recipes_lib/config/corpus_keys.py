@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, Required, TypedDict, get_args
 
-from recipes_lib.config.loader import Given, parse_keys
-from recipes_lib.config.paths import looks_local
-from recipes_lib.config.settings import is_local
+from recipes_lib.config.loader import parse_keys
+from recipes_lib.config.paths import check_exists, looks_local
+from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
 
 Mode = Literal["off", "annotate", "apply"]
@@ -263,12 +263,7 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
     return parse_keys("corpus", argv, CorpusConfig, paths, _find_problems, **required)
 
 
-def _find_problems(config: CorpusConfig, given: Given) -> Iterator[Problem]:
-    yield from _find_contradictions(config, given.where)
-    yield from _find_source_problems(config, given.where)
-
-
-def _find_contradictions(config: CorpusConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+def _find_problems(config: CorpusConfig, settings: Settings) -> Iterator[Problem]:
     classifies = config.toxicity_classifier_path and config.toxicity_classifier_label
     bounds = config.perplexity_bounds or []
     for key, is_missing, remedy in (
@@ -277,29 +272,30 @@ def _find_contradictions(config: CorpusConfig, where: Callable[[str], str]) -> I
         ("toxicity", not (config.toxic_words or classifies), "write toxic_words: [words.txt], or path and label"),
         ("perplexity", not config.perplexity_model_path, "write perplexity_model_path"),
     ):
-        if getattr(config, key) != "off" and is_missing:
-            yield Problem(where(key), f"`{key}: {getattr(config, key)}` does not say by what", remedy)
+        if settings[key] != "off" and is_missing:
+            yield settings.problem(key, f"`{key}: {settings[key]}` does not say by what", remedy)
     if config.perplexity == "apply" and not bounds:
         remedy = "write perplexity_bounds: [1.0, 1.4]; `perplexity: annotate` without them counts documents by tenths"
-        yield Problem(where("perplexity"), "`perplexity: apply` has no bounds", remedy)
+        yield settings.problem("perplexity", "`perplexity: apply` has no bounds", remedy)
     if bounds and (len(bounds) != 2 or not 0 < bounds[0] < bounds[1]):
         remedy = "write two ascending numbers above 0, such as [1.0, 1.4]"
-        yield Problem(where("perplexity_bounds"), f"`perplexity_bounds` is {bounds}", remedy)
+        yield settings.problem("perplexity_bounds", f"`perplexity_bounds` is {bounds}", remedy)
     for key in _PATHS[1:]:
-        path = getattr(config, key)
-        if path and not is_local(path) and (key in _MODELS or looks_local(path)):
-            yield Problem(where(key), f"`{key}` does not exist: {path[:120]!r}", "correct the path")
+        path = settings[key]
+        if path and (key in _MODELS or looks_local(path)):
+            yield from check_exists(settings.where(key), key, path)
+    yield from _find_source_problems(config, settings)
 
 
-def _find_source_problems(config: CorpusConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+def _find_source_problems(config: CorpusConfig, settings: Settings) -> Iterator[Problem]:
     labels = [label_entry(entry) for entry in config.sources]
     for label, entry in zip(labels, config.sources, strict=True):
         if labels.count(label) > 1:
-            yield Problem(where("sources"), f"two sources are called `{label}`", "give each a `label` of its own")
+            yield settings.problem("sources", f"two sources are called `{label}`", "give each a `label` of its own")
         if entry.get("html") and entry.get("kind") == "chat":
-            yield Problem(where("sources"), f"`{label}` has chats, and its text is HTML", "leave one of the two out")
+            yield settings.problem("sources", f"`{label}` has chats, and its text is HTML", "leave one of the two out")
         if config.mixture == "weights" and not entry.get("weight", 0) > 0:
-            yield Problem(where("mixture"), f"`{label}` has no weight above 0", "give each source a `weight`")
+            yield settings.problem("mixture", f"`{label}` has no weight above 0", "give each source a `weight`")
 
 
 def label_entry(entry: Mapping[str, Any]) -> str:

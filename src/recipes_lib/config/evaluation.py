@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import Given, parse_keys
-from recipes_lib.config.paths import looks_local
-from recipes_lib.config.settings import is_local
+from recipes_lib.config.loader import parse_keys
+from recipes_lib.config.paths import check_exists, check_folders, looks_local
+from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import Problem
 
 
@@ -131,25 +131,18 @@ def read_evaluated_tasks(path: str) -> EvalConfig:
     return config
 
 
-def _find_contradictions(config: EvalConfig, given: Given) -> Iterator[Problem]:
-    where, name = given.where, config.model_name_or_path
-    for folder in config.include_path or ():
-        if not (is_local(folder) and Path(folder).is_dir()):
-            yield Problem(where("include_path"), f"there is no folder {folder[:120]!r}", "correct the path")
-    yield from _find_problems_of_place(config, where)
-    if config.output_dir is None and (config.base_url is not None or not is_local(name)):
-        yield Problem(where("output_dir"), "the model has no folder here for the results", "write output_dir: ...")
-
-
-def _find_problems_of_place(config: EvalConfig, where: Callable[[str], str]) -> Iterator[Problem]:
+def _find_contradictions(config: EvalConfig, settings: Settings) -> Iterator[Problem]:
     name = config.model_name_or_path
+    yield from check_folders("include_path", settings)
     if config.is_chat_endpoint:
         if not config.apply_chat_template:
             remedy = "write apply_chat_template: true, or name the endpoint's .../v1/completions"
-            yield Problem(where("base_url"), "a chat endpoint expects messages", remedy)
+            yield settings.problem("base_url", "a chat endpoint expects messages", remedy)
     elif config.base_url is not None:
         if config.tokenizer_name_or_path is None:
             remedy = "name the tokenizer of the model that the endpoint serves"
-            yield Problem(where("base_url"), "counting tokens needs the tokenizer of the endpoint's model", remedy)
-    elif name and looks_local(name) and not is_local(name):
-        yield Problem(where("model_name_or_path"), f"there is no {name[:120]!r}", "correct the path")
+            yield settings.problem("base_url", "counting tokens needs the tokenizer of the endpoint's model", remedy)
+    elif looks_local(name):
+        yield from check_exists(settings.where("model_name_or_path"), "model_name_or_path", name)
+    if config.output_dir is None and (config.base_url is not None or not is_local(name)):
+        yield settings.problem("output_dir", "the model has no folder here for the results", "write output_dir: ...")

@@ -17,7 +17,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,6 +41,8 @@ from recipes_lib.config.synthesis_keys import SYNTHESIS_SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, TABLES, Key, Retired, describe, load_table, table_path
 from recipes_lib.config.values import is_secret_key
 
+Item = typing.TypeVar("Item")
+Group = typing.TypeVar("Group", bound=Hashable)
 SHARED: Final = "shared"
 """Name of the page of keys that several recipes share."""
 _ROOT = Path(__file__).parents[3]
@@ -86,14 +88,13 @@ def build_documents() -> dict[Path, str]:
 def _build_table(recipe: str) -> dict[str, Any]:
     groups: dict[str, str] = {}
     keys: dict[str, Any] = {}
-    is_recipe = recipe in RECIPE_NAMES
-    refused = read_refused(recipe) if is_recipe else {}
+    refused = read_refused(recipe)
     for group, section in _SECTIONS[recipe].items():
         fields = {name: key for name, key in _read_section(section, recipe).items() if name not in refused}
         if fields:
             groups[group] = (section.__doc__ or "").split("\n")[0]
             keys |= {name: {"group": group} | key for name, key in fields.items()}
-    for name, key in (_read_upstream(recipe) if is_recipe else {}).items():
+    for name, key in (_read_upstream(recipe) if recipe in RECIPE_NAMES else {}).items():
         if name not in keys and name not in refused and not is_secret_key(name):
             keys[name] = key
             groups.setdefault(key["group"], "")
@@ -118,10 +119,10 @@ def _read_section(section: type, recipe: str) -> dict[str, dict[str, Any]]:
 
 def _choose_default(name: str, general: Any, recipe: str) -> dict[str, Any]:
     """Return the default of a key, and where the recipe has its own, the general one and why."""
-    ours = read_defaults(recipe).get(name) if recipe in RECIPE_NAMES else None
-    return (
-        {"default": general} if ours is None else {"default": ours[0], "upstream_default": general, "reason": ours[1]}
-    )
+    if name not in (defaults := read_defaults(recipe)):
+        return {"default": general}
+    ours, reason = defaults[name]
+    return {"default": ours, "upstream_default": general, "reason": reason}
 
 
 def _read_field_strings(section: type) -> dict[str, str]:
@@ -279,10 +280,9 @@ def format_migration() -> str:
 
 def _share_rows(table: Mapping[str, Retired]) -> dict[tuple[str, str], list[str]]:
     """Group keys by what migration does with them and why."""
-    shared: dict[tuple[str, str], list[str]] = {}
-    for key, retired in sorted(table.items()):
-        shared.setdefault((describe_fate(key, retired), f"{retired.found}; {retired.remedy}"), []).append(f"`{key}`")
-    return shared
+    return _group(
+        sorted(table), lambda key: (describe_fate(key, table[key]), f"{table[key].found}; {table[key].remedy}")
+    )
 
 
 def describe_fate(key: str, retired: Retired) -> str:
@@ -323,8 +323,8 @@ def build_reference() -> dict[str, str]:
         title="Keys that recipes share",
         recipe=None,
         touched=[],
-        groups=_group(shared.values()),
-        about=_describe_groups(),
+        groups=_group(shared.values(), lambda key: key.group),
+        about={group: about for recipe in RECIPE_NAMES for group, about in load_table(recipe).groups.items()},
         defaults=[key for key in shared.values() if key.reason],
         recipes={name: _name_recipes(name) for name in shared},
         required={name for name in shared if all(name in load_table(recipe).required for recipe in _having(name))},
@@ -361,7 +361,6 @@ def _render_recipe(recipe: str, shared: Mapping[str, Key], everywhere: Mapping[t
         for name, key in table.keys.items()
         if not (is_recipe and name in shared and _identify(shared[name]) == _identify(key))
     }
-    refused = dict(read_refused(recipe)) if is_recipe else {}
     named = {name for names in everywhere.values() for name in names}
     return render(
         "configs_page.md.jinja",
@@ -372,13 +371,13 @@ def _render_recipe(recipe: str, shared: Mapping[str, Key], everywhere: Mapping[t
             ((table.keys[name], "" if name in own else f"{SHARED}.md") for name in read_common(recipe)),
             key=lambda pair: pair[1],
         ),
-        groups=_group(own.values()),
+        groups=_group(own.values(), lambda key: key.group),
         about=table.groups,
         defaults=[key for name, key in table.keys.items() if key.reason and not _has_shared_default(key, shared)],
         recipes={},
         required=set(table.required),
-        linked=_group(key for name, key in table.keys.items() if name not in own),
-        refused=_group_refused({name: key for name, key in refused.items() if name not in named}),
+        linked=_group((key for name, key in table.keys.items() if name not in own), lambda key: key.group),
+        refused=_group_refused({name: key for name, key in read_refused(recipe).items() if name not in named}),
     )
 
 
@@ -402,22 +401,15 @@ def _name_recipes(name: str) -> str:
     return ", ".join(having) if len(having) <= len(missing) else f"all but {', '.join(missing)}"
 
 
-def _describe_groups() -> dict[str, str]:
-    return {group: about for recipe in RECIPE_NAMES for group, about in load_table(recipe).groups.items()}
-
-
-def _group(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    groups: dict[str, list[Key]] = {}
-    for key in keys:
-        groups.setdefault(key.group, []).append(key)
+def _group(items: Iterable[Item], describe_group: Callable[[Item], Group]) -> dict[Group, list[Item]]:
+    groups: dict[Group, list[Item]] = {}
+    for item in items:
+        groups.setdefault(describe_group(item), []).append(item)
     return groups
 
 
 def _group_refused(refused: Mapping[str, Retired]) -> dict[tuple[str, str], list[str]]:
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name, key in sorted(refused.items()):
-        groups.setdefault((key.found, key.remedy), []).append(name)
-    return groups
+    return _group(sorted(refused), lambda name: (refused[name].found, refused[name].remedy))
 
 
 def _index_keys(shared: Mapping[str, Key]) -> dict[str, list[str]]:

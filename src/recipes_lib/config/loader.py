@@ -56,8 +56,7 @@ def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
     """
-    table = load_table(recipe)
-    problems: list[Problem] = []
+    table, problems = load_table(recipe), list[Problem]()
     command = parse_command_line(argv, table, problems)
     return _build(command.config, _gather_entries(command, problems), table, problems)
 
@@ -69,12 +68,13 @@ def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
         ConfigError: As ``load_config``; ``--help`` never.
     """
     table = load_table(recipe)
-    problems: list[Problem] = []
-    command = parse_command_line(argv, table, problems)
-    if command.wants == "help":
+    wants = parse_command_line(argv, table, []).wants
+    if wants == "help":
         return format_help(table)
-    config = _build(command.config, _gather_entries(command, problems), table, problems)
-    return format_config(config, table) if command.wants == "print" else config
+    config = load_config(recipe, argv)
+    if wants == "print":
+        return _format_values(table, list_sections(config) | dict(config.training), config.provenance)
+    return config
 
 
 def format_help(table: KeyTable) -> str:
@@ -95,15 +95,11 @@ def format_help(table: KeyTable) -> str:
     return "\n".join(lines)
 
 
-def format_config(config: RecipeConfig, table: KeyTable) -> str:
+def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Mapping[str, str]) -> str:
     """Return all effective values as valid YAML, each with its provenance as a comment.
 
     A key that another one leaves without effect is a comment.
     """
-    return _format_values(table, list_sections(config) | dict(config.training), config.provenance)
-
-
-def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Mapping[str, str]) -> str:
     lines = []
     for group in table.groups:
         lines += ["", f"# {group}"]
@@ -207,20 +203,30 @@ class CommandLine:
 
 def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Problem]) -> CommandLine:
     """Parse the arguments after the script's name; errors are added to ``problems``."""
-    command = CommandLine()
-    seen: set[str] = set()
-    arguments = list(argv)
+    command, seen, arguments = CommandLine(), set[str](), list(argv)
     while arguments:
         argument = arguments.pop(0)
         if argument in ("-h", "--help"):
             command.wants = "help"
-        elif not argument.startswith("--") or argument == "--":
+            continue
+        if not argument.startswith("--") or argument == "--":
             remedy = "write `--config FILE`" if argument.endswith((".yaml", ".yml")) else "write `--key value`"
             shown = "an argument" if has_secret_shape(argument) else argument[:60] or "''"
             problems.append(Problem(shown, "is not a flag", f"{remedy}; lists are JSON: --key '[1, 2]'"))
-        else:
-            name, text = _take_value(argument, arguments)
-            _add(name, text, command, table, seen, problems)
+            continue
+        name, text = _take_value(argument, arguments)
+        flag = f"--{name}"
+        if name in seen:
+            problems.append(Problem(flag, "is repeated", "keep one of the two"))
+        elif name == "print_config":
+            command.wants = command.wants or "print"
+        elif name == "config" and text:
+            command.config = find_shipped(Path(expand_home(text)))
+        elif name == "config":
+            problems.append(Problem(flag, "has no value", "write `--config FILE`"))
+        elif (node := _read_node(flag, text, table.keys.get(name), problems)) is not None:
+            command.entries.append(Entry(name, node, flag, functools.partial(_locate_flag, flag), flag=True))
+        seen.add(name)
     return command
 
 
@@ -246,24 +252,8 @@ def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
     return kept
 
 
-def _add(
-    name: str, text: str | None, command: CommandLine, table: KeyTable, seen: set[str], problems: list[Problem]
-) -> None:
-    flag = f"--{name}"
-    if name in seen:
-        problems.append(Problem(flag, "is repeated", "keep one of the two"))
-    elif name == "print_config":
-        command.wants = command.wants or "print"
-    elif name == "config":
-        if text:
-            command.config = find_shipped(Path(expand_home(text)))
-        else:
-            problems.append(Problem(flag, "has no value", "write `--config FILE`"))
-    else:
-        node = _read_node(flag, text, table.keys.get(name), problems)
-        if node is not None:
-            command.entries.append(Entry(name, node, flag, lambda _: flag, flag=True))
-    seen.add(name)
+def _locate_flag(flag: str, _: yaml.Node) -> str:
+    return flag
 
 
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:
@@ -298,11 +288,7 @@ def _format_help_entry(key: Key, required: bool) -> list[str]:
 
 
 def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problems: list[Problem]) -> RecipeConfig:
-    given = {entry.key: entry for entry in entries}
-    values = _read_values(given, table, problems, _adapt)
-    # A wrong spelling stands for the right one, so that this is not reported as missing too.
-    meant = {key: entry for entry in given.values() if entry.key not in table.keys for key in _find_meant(entry, table)}
-    settings = Settings(table, str(path or "command line"), meant | given, values)
+    settings = _read_settings(path, entries, table, problems, _adapt)
     for rule in RULES[table.recipe]:
         problems.extend(rule(settings))
     if problems:
@@ -322,19 +308,28 @@ def _gather_entries(command: CommandLine, problems: list[Problem]) -> list[Entry
     return [*entries, *command.entries]
 
 
-def _read_values(given: Mapping[str, Entry], table: KeyTable, problems: list[Problem], adapt: Adapt) -> dict[str, Any]:
-    """Return the valid values by key; errors of the others are added to ``problems``."""
-    values = {}
+def _read_settings(
+    path: Path | None,
+    entries: Sequence[Entry],
+    table: KeyTable,
+    problems: list[Problem],
+    adapt: Callable[[str, Any], Any],
+) -> Settings:
+    """Return the entries with their valid values, transformed by ``adapt``; errors are added to ``problems``."""
+    given = {entry.key: entry for entry in entries}
+    # A wrong spelling stands for the right one, so that this is not reported as missing too.
+    meant, values = dict[str, Entry](), dict[str, Any]()
     for key, entry in given.items():
         if key not in table.keys:
             problems.append(explain_unknown(entry, table, set(given)))
+            meant |= dict.fromkeys(_find_meant(entry, table), entry)
         elif secret := refuse_secret_value(entry.where, key, entry.node):
             problems.append(secret)
         else:
             value = Reader(entry.locate, problems).read(key, entry.node, table.keys[key].schema)
             if value is not INVALID:
                 values[key] = adapt(key, value)
-    return values
+    return Settings(table, str(path or "command line"), meant | given, values)
 
 
 def _adapt(key: str, value: Any) -> Any:
@@ -436,60 +431,6 @@ def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     return f"did you mean `{names[near[0]]}`?" if near else f"see `--help` or docs/configs/{table.recipe}.md"
 
 
-Parsed = TypeVar("Parsed")
-Adapt = Callable[[str, Any], Any]
-"""Transforms a value after reading, such as ``~/`` to the home folder."""
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Keys given by the user.
-
-    Attributes:
-        path: The YAML file; ``None`` when everything came from flags.
-        wants_print: Whether ``--print-config`` is given.
-        entries: By key, flags over the file.
-        values: Valid values.
-        problems: Errors of the others; the command adds its own.
-    """
-
-    path: Path | None
-    wants_print: bool
-    entries: Mapping[str, Entry]
-    values: Mapping[str, Any]
-    problems: list[Problem]
-
-    def where(self, key: str) -> str:
-        """Return the location of a key, or the file if it is missing."""
-        return self.entries[key].where if key in self.entries else str(self.path or "command line")
-
-    def require(self, **remedies: str) -> None:
-        """Add a problem for each missing key; the values are the remedies."""
-        for key, remedy in remedies.items():
-            if key not in self.entries:
-                self.problems.append(Problem(str(self.path or "command line"), f"`{key}` is missing", remedy))
-
-
-def read_given(name: str, argv: Sequence[str], adapt: Adapt) -> Given | str:
-    """Parse ``--config F`` and ``--key value`` of a command, or return the text of ``--help``.
-
-    Args:
-        name: Of the key table.
-        argv: The arguments.
-        adapt: Of every valid value.
-
-    Raises:
-        ConfigError: The file cannot be read.
-    """
-    table, problems = load_table(name), list[Problem]()
-    command = parse_command_line(argv, table, problems)
-    if command.wants == "help":
-        return format_help(table)
-    given = {entry.key: entry for entry in _gather_entries(command, problems)}
-    values = _read_values(given, table, problems, adapt)
-    return Given(command.config, command.wants == "print", given, values, problems)
-
-
 def expand_paths(value: Any) -> Any:
     """Return a path, the ``name`` of a mapping, or a list of either, with ``~/`` replaced by the home folder."""
     if isinstance(value, list):
@@ -499,12 +440,15 @@ def expand_paths(value: Any) -> Any:
     return expand_home(value) if isinstance(value, str) else value
 
 
+Parsed = TypeVar("Parsed")
+
+
 def parse_keys(
     name: str,
     argv: Sequence[str],
     kind: Callable[..., Parsed],
     paths: Collection[str],
-    find_problems: Callable[[Parsed, Given], Iterable[Problem]],
+    find_problems: Callable[[Parsed, Settings], Iterable[Problem]],
     **required: str,
 ) -> Parsed | str:
     """Parse the arguments of a command into its configuration, or return the text of ``--help`` or ``--print-config``.
@@ -520,15 +464,22 @@ def parse_keys(
     Raises:
         ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
     """
-    given = read_given(name, argv, lambda key, value: expand_paths(value) if key in paths else value)
-    if isinstance(given, str):
-        return given
-    given.require(**required)
-    config = kind(path=given.path, **given.values)
-    if problems := [*given.problems, *find_problems(config, given)]:
+    table, problems = load_table(name), list[Problem]()
+    command = parse_command_line(argv, table, problems)
+    if command.wants == "help":
+        return format_help(table)
+    entries = _gather_entries(command, problems)
+    settings = _read_settings(
+        command.config, entries, table, problems, lambda key, value: expand_paths(value) if key in paths else value
+    )
+    for key, remedy in required.items():
+        if key not in settings.given:
+            problems.append(Problem(settings.name, f"`{key}` is missing", remedy))
+    config = kind(path=command.config, **settings.values)
+    problems += find_problems(config, settings)
+    if problems:
         raise ConfigError(*problems)
-    if not given.wants_print:
+    if command.wants != "print":
         return config
-    table = load_table(name)
-    origins = {key: given.where(key) if key in given.entries else "default" for key in table.keys}
-    return _format_values(table, given.values, origins)
+    origins = {key: settings.given[key].where if key in settings.given else "default" for key in table.keys}
+    return _format_values(table, settings.values, origins)

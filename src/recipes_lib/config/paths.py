@@ -60,7 +60,7 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
         yield from _check_reference(where, f"dataset_mixture[{index}].name", entry["name"])
     for key in ("replay_from", "dataset_test_split", "chat_template_path"):
         if settings.gives(key) and (key != "dataset_test_split" or names_path(settings[key])):
-            yield from _check_exists(settings.where(key), key, settings[key])
+            yield from check_exists(settings.where(key), key, settings[key])
     for key in _OUTPUTS:
         if settings.gives(key) and is_local(settings[key]) and not Path(settings[key]).is_dir():
             yield settings.problem(key, f"`{key}` is an existing file", "name a folder")
@@ -84,17 +84,25 @@ def looks_local(text: str) -> bool:
 
 def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
     if looks_local(text):
-        yield from _check_exists(where, key, text)
+        yield from check_exists(where, key, text)
     elif not is_local(text) and not _HUB_ID.fullmatch(text):
         remedy = _suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
         yield Problem(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)
 
 
-def _check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
+def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
+    """Yield a problem if a path does not exist."""
     # Templates of the package are found without a checkout of it: `recipes/configs/chat_templates/...`.
     if not is_local(str(find_shipped(Path(text)))):
         remedy = _suggest_sibling(text) or "correct the path; it is relative to the working directory"
         yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
+
+
+def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
+    """Yield a problem for each item of a list that is no folder."""
+    for folder in settings[key] or ():
+        if not (is_local(folder) and Path(folder).is_dir()):
+            yield settings.problem(key, f"there is no folder {folder[:120]!r}", "correct the path")
 
 
 def _suggest_sibling(text: str) -> str | None:

@@ -69,7 +69,9 @@ def read_bounds() -> Mapping[str, Mapping[str, float]]:
 
 @functools.cache
 def read_refused(recipe: str) -> Mapping[str, Retired]:
-    """Return the keys of upstream or other recipes that this recipe refuses, with their messages."""
+    """Return the keys of upstream or other recipes that this recipe refuses, with their messages; a corpus has none."""
+    if recipe not in RECIPE_NAMES:
+        return {}
     return build_retired(entry for entry in _read()["refused"] if recipe in entry.get("recipes", recipe).split())
 
 
@@ -98,7 +100,7 @@ def _gather(part: str, recipe: str) -> dict[str, Any]:
     return {
         key: value
         for names, keys in _read()[part].items()
-        if {"all", recipe} & set(names.split())
+        if recipe in RECIPE_NAMES and {"all", recipe} & set(names.split())
         for key, value in keys.items()
     }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from recipes_lib.config.paths import check_paths
+from recipes_lib.config.paths import check_folders, check_paths
 from recipes_lib.config.recipes import read_lists
 from recipes_lib.config.schema import AdapterConfig, DatasetFormat, QuantizationConfig
 from recipes_lib.config.settings import DECISIONS, Settings, is_local
@@ -410,17 +410,11 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
     if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
         found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
         yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
-    if settings["early_stopping_patience"] is not None and settings["eval_strategy"] == "no":
-        found = "`early_stopping_patience` counts evaluations, and `eval_strategy` is no"
-        yield settings.problem("early_stopping_patience", found, "write `eval_strategy: steps`")
     for metric in settings["metrics"] or []:
         if not _FUNCTION.fullmatch(metric.partition("(")[0]):
             found = f"a metric is not an import path: {metric[:60]!r}"
             yield settings.problem("metrics", found, "write package.module:Class")
-    for folder in settings["eval_tasks_include_path"] or []:
-        if not (is_local(folder) and Path(folder).is_dir()):
-            found = f"there is no folder {folder[:120]!r}"
-            yield settings.problem("eval_tasks_include_path", found, "correct the path")
+    yield from check_folders("eval_tasks_include_path", settings)
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from recipes_lib.config.loader import Given, parse_keys
-from recipes_lib.config.paths import looks_local
-from recipes_lib.config.settings import is_local
+from recipes_lib.config.loader import parse_keys
+from recipes_lib.config.paths import check_exists, looks_local
+from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
 
 
@@ -176,8 +176,7 @@ def parse_synthesis_command(argv: Sequence[str]) -> SynthesisConfig | str:
     return parse_keys("synthesize", argv, SynthesisConfig, _PATHS, _find_contradictions, **required)
 
 
-def _find_contradictions(config: SynthesisConfig, given: Given) -> Iterator[Problem]:
-    where = given.where
+def _find_contradictions(config: SynthesisConfig, settings: Settings) -> Iterator[Problem]:
     for key, is_missing, remedy in (
         ("max_cost", not (config.input_price or config.output_price), "write input_price and output_price"),
         ("min_score", config.judge is None, "name a judge"),
@@ -185,14 +184,16 @@ def _find_contradictions(config: SynthesisConfig, given: Given) -> Iterator[Prob
         ("judge_prompt", "#" not in (config.judge or ""), "name a judge as URL#NAME"),
     ):
         if getattr(config, key) is not None and is_missing:
-            yield Problem(where(key), f"`{key}` lacks what it is about", remedy)
+            yield settings.problem(key, f"`{key}` lacks what it is about", remedy)
     if config.base_url is not None and config.engine == "vllm":
-        yield Problem(where("engine"), "`engine` is of this machine, and `base_url` is set", "leave one of the two out")
+        yield settings.problem(
+            "engine", "`engine` is of this machine, and `base_url` is set", "leave one of the two out"
+        )
     is_url = (config.judge or "").startswith(("http://", "https://"))
     if is_url and "#" not in str(config.judge):
-        yield Problem(where("judge"), "does not name a model of the endpoint", f"write {config.judge}#NAME")
+        yield settings.problem("judge", "does not name a model of the endpoint", f"write {config.judge}#NAME")
     for key in _READ:
         place = getattr(config, key)
-        is_here = place is None or is_local(place) or not looks_local(place) or (key == "judge" and is_url)
-        if not is_here and not (key == "model_name_or_path" and config.base_url is not None):
-            yield Problem(where(key), f"`{key}` does not exist: {place[:120]!r}", "correct the path")
+        is_elsewhere = (key == "judge" and is_url) or (key == "model_name_or_path" and config.base_url is not None)
+        if place is not None and looks_local(place) and not is_elsewhere:
+            yield from check_exists(settings.where(key), key, place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -40,11 +40,6 @@ class SFTInspection(Inspection):
         self.say_audit(say, "tokens a row")
         for caution in build_encoder(self.config, self.tokenizer).cautions:
             say(f"warning: {caution}")
-
-    def look_at_agreement(self, say: Say) -> None:
-        """Vocabulary, special tokens, length, and what answers end with."""
-        longest = self._data.longest if self._data else self.config.tokens.max_length
-        self.say_agreement(say, longest, self._data.audit.terminators if self._data else ())
 
     def look_at_steps(self, say: Say) -> None:
         """As many steps as the Trainer will count, and its rates."""
@@ -86,9 +81,9 @@ class PretrainInspection(Inspection):
         for warning in self._data.warnings:
             say(f"warning: {warning}")
 
-    def look_at_agreement(self, say: Say) -> None:
-        """Vocabulary, special tokens and length."""
-        self.say_agreement(say, self.config.tokens.max_length, ())
+    def read_ends(self) -> tuple[int | None, Sequence[int]]:
+        """Rows are as long as configured, and there are no answers."""
+        return self.config.tokens.max_length, ()
 
     def look_at_steps(self, say: Say) -> None:
         """Steps, tokens, the batch, and the learning rates of the schedule that training uses."""
@@ -168,13 +163,13 @@ class PairInspection(Inspection):
             say(f"held out: {len(self._data.eval):,} pairs")
 
     def look_at_agreement(self, say: Say) -> None:
-        """Vocabulary, special tokens, length, what answers end with, and whether padding can be told from it."""
-        terminators = self._data.audit.terminators if self._data else ()
-        self.say_agreement(say, self._data.longest if self._data else self.config.tokens.max_length, terminators)
+        """Common checks, and whether padding can be told from what ends answers."""
+        super().look_at_agreement(say)
         if self.config.recipe == "reward":
             from recipes_lib.models.heads.score_head import set_pad_token
 
-            set_pad_token(SimpleNamespace(config=self.model_config), self.tokenizer, terminators)  # type: ignore[arg-type]
+            model: Any = SimpleNamespace(config=self.model_config)
+            set_pad_token(model, self.tokenizer, self.read_ends()[1])
             say(f"the score is read at the end; {self.tokenizer.pad_token!r} pads")
 
     def look_at_kernels(self, say: Say) -> None:
@@ -228,11 +223,13 @@ class PPOInspection(Inspection):
         if self._data.eval:
             say(f"held out: {len(self._data.eval):,} prompts")
 
+    def read_ends(self) -> tuple[int | None, Sequence[int]]:
+        """A prompt and its answer fill what a row may have."""
+        return (self._data.max_length, self._data.terminators) if self._data else super().read_ends()
+
     def look_at_agreement(self, say: Say) -> None:
-        """Vocabulary, special tokens, length and what ends answers; then whether every reward can be loaded."""
-        terminators = self._data.terminators if self._data else ()
-        max_length = self._data.max_length if self._data else self.config.tokens.max_length
-        self.say_agreement(say, max_length, terminators)
+        """Common checks; then whether every reward can be loaded."""
+        super().look_at_agreement(say)
         self._look_at_rewards(say)
         self._look_at_engine(say)
 

@@ -145,9 +145,26 @@ class Inspection(ABC):
         if self.corpus_kind is not None:
             say_corpus(self.config, self.corpus_kind, say)
 
-    @abstractmethod
+    def read_ends(self) -> tuple[int | None, Sequence[int]]:
+        """Return the tokens of the longest row, and those that end answers; as configured where data were not read."""
+        if self._data is None:
+            return self.config.tokens.max_length, ()
+        return self._data.longest, self._data.audit.terminators
+
     def look_at_agreement(self, say: Say) -> None:
-        """Whether model, tokenizer and data contradict each other."""
+        """Whether model, tokenizer and data agree: vocabulary, special tokens, length, and what answers end with.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        from recipes_lib.models.loading import describe_spare_tokens
+        from recipes_lib.training.trainers.trained_model import load_verified_config
+
+        longest, terminators = self.read_ends()
+        load_verified_config(self.config, self.tokenizer, longest, self.vocabulary)
+        ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
+        spare = describe_spare_tokens(self.model_config, self.tokenizer)
+        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
 
     @abstractmethod
     def look_at_steps(self, say: Say) -> None:
@@ -223,20 +240,6 @@ class Inspection(ABC):
         rates = compute_learning_rates(peak, self.config.training, self.num_steps, num_warmup_steps, steps)
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
         say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
-
-    def say_agreement(self, say: Say, longest: int | None, terminators: Sequence[int]) -> None:
-        """Print that model and tokenizer agree, and the end token of answers.
-
-        Raises:
-            ConfigError: They do not.
-        """
-        from recipes_lib.models.loading import describe_spare_tokens
-        from recipes_lib.training.trainers.trained_model import load_verified_config
-
-        load_verified_config(self.config, self.tokenizer, longest, self.vocabulary)
-        ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
-        spare = describe_spare_tokens(self.model_config, self.tokenizer)
-        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
 
     def look_at_packages(self, say: Say) -> None:
         """Parameter groups, and optional packages, which may be there where it will run: none is refused here."""
@@ -334,7 +337,8 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
     from recipes_lib.corpus.inputs import SpreadSource
     from recipes_lib.corpus.text_audit import audit_texts
 
-    evaluations = _find_evaluations(config)
+    # The configurations of `recipes eval` that lie beside that of the run.
+    evaluations = [] if config.path is None else sorted(map(str, config.path.parent.glob("eval*.yaml")))
     protected = _index_protected(config, evaluations, say)
     for entry in list_entries(config.data):
         # A stream is read to the end of the sample, and no further.
@@ -360,11 +364,6 @@ def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> N
             command += ["--output_dir", f"{entry['name'].rstrip('/')}-clean"]
             command += ["--benchmarks_of", json.dumps(evaluations, ensure_ascii=False)] if evaluations else []
             say(f"    {shlex.join(command)}")
-
-
-def _find_evaluations(config: RecipeConfig) -> list[str]:
-    """The configurations of ``recipes eval`` that lie beside that of the run."""
-    return [] if config.path is None else sorted(map(str, config.path.parent.glob("eval*.yaml")))
 
 
 def _index_protected(config: RecipeConfig, evaluations: list[str], say: Callable[[str], None]) -> Index:

@@ -278,30 +278,21 @@ def test_any_mix_of_old_lines_gives_a_file_whose_keys_are_all_known(tmp_path_fac
     assert all(problem == "`dataset_name` is missing" for problem in problems), text
 
 
-@pytest.mark.parametrize("recipe", ["sft", "dpo", "pretrain"])
-def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, recipe: str) -> None:
-    head = "model_name_or_path: a/b\noutput_dir: o\nmax_length: 64\noverlong: drop\n"
-    rest = "max_steps: 5\nwarmup_steps: 0\ntest_split_size: 10\n"
-    if recipe == "pretrain":
-        head = head.replace("overlong: drop\n", "")
-    passes = 'dataset_mixture:\n- name: a/weight  # weight: all\n  "weight": 1\n- {name: c/d, weight: 0.5, split: x}\n'
-    shares = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
-    migration = migrate(write(head + passes + rest), recipe)
-    text, changes = migration.text, migration.changes
-    if recipe == "pretrain":
-        assert text == head + passes + rest
-        return
-    assert (
-        text
-        == head
-        + passes.replace('"weight": 1', '"repeat": 1')
-        .replace("d, weight", "d, repeat")
-        .replace("# weight: all", "# repeat: all")
-        + rest
-    )
-    assert [change.line for change in changes if "became `repeat`" in change.what] == [5]
-    check_text(recipe, text, Path("new.yaml"))
-    migration = migrate(write(head + shares + rest), recipe)
-    text, changes = migration.text, migration.changes
-    assert text == head + shares + rest
-    assert [change.line for change in changes if change.by_hand and "`repeat` is how often" in change.what] == [5]
+HEAD = "model_name_or_path: a/b\noutput_dir: o\nmax_length: 64\nmax_steps: 5\nwarmup_steps: 0\n"
+PASSES = 'dataset_mixture:\n- name: a/weight  # weight: all\n  "weight": 1\n- {name: c/d, weight: 0.5, split: x}\n'
+REPEATS = 'dataset_mixture:\n- name: a/weight  # repeat: all\n  "repeat": 1\n- {name: c/d, repeat: 0.5, split: x}\n'
+SHARES = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "old", "new", "told"),
+    [
+        *(("sft", PASSES, REPEATS, "became `repeat`"), ("dpo", PASSES, REPEATS, "became `repeat`")),
+        *(("sft", SHARES, SHARES, "`repeat` is how often"), ("pretrain", PASSES, PASSES, None)),
+    ],
+)
+def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, recipe, old, new, told) -> None:
+    migration = migrate(write(f"{HEAD}{old}seed: 1\n"), recipe)
+    assert migration.text == f"{HEAD}{new}seed: 1\n"
+    check_text(recipe, migration.text, Path("new.yaml"))
+    assert [change.line for change in migration.changes if told and told in change.what] == [6] * (told is not None)

@@ -1,0 +1,42 @@
+"""What ``recipes check`` finds in a run over a few rows."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.rows import write_rows
+
+from recipes_lib.commands.check import check
+from recipes_lib.config.loader import load_config
+from recipes_lib.errors import Problem
+from recipes_lib.shipped import find_launch_file
+from recipes_lib.training.layouts.launch_environment import plan_launch
+
+
+@pytest.fixture
+def look(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., tuple[list[Problem], str]]:
+    """Check a run of the tiny model over ``rows`` by a launch file, and return the problems and what was told."""
+
+    def look_at(
+        recipe: str, rows: Iterable[Any], *, hardware: str | None = None, num_processes: int = 1, **keys: Any
+    ) -> tuple[list[Problem], str]:
+        given = {
+            "model_name_or_path": tiny_model_dir,
+            "dataset_name": write_rows(tmp_path / "rows.jsonl", rows),
+            "output_dir": tmp_path / "out",
+            **({} if recipe in ("ppo", "rloo", "grpo") else {"prepared_dir": tmp_path / "prepared"}),
+            **keys,
+        }
+        config = load_config(recipe, [f"--{name}={value}" for name, value in given.items()])
+        file = find_launch_file(hardware) if hardware else None
+        output = io.StringIO()
+        console = Console(file=output, width=200, highlight=False)
+        problems = check(config, plan_launch(file, num_processes), console, file)
+        return problems, output.getvalue()
+
+    return look_at
