@@ -155,8 +155,6 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
 
     is_pairs, is_rl = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
-    config = run.facts.get("config")
-    balances = bool(isinstance(config, dict) and config.get("router_aux_loss_coef"))
     is_distilled = bool(train("distillation/nll").curve)
     in_bytes = bool(held_out("bits_per_byte").curve)
     rate = train("target_tokens_per_second")
@@ -165,7 +163,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     parts = {
         "clipped surrogate, 0 on average": is_rl,
         "divergence and cross-entropy mixed": is_distilled,
-        "cross-entropy and load balancing of experts": balances,
+        "cross-entropy and load balancing of experts": bool(run.config.get("router_aux_loss_coef")),
     }
     # Held-out text is measured by cross-entropy only: other recipes have another definition of loss, with its own
     # chart.

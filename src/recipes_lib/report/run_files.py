@@ -40,6 +40,12 @@ class RunFiles:
     best: Record = field(default_factory=dict)
 
     @property
+    def config(self) -> Record:
+        """Value of each key; empty when none were recorded."""
+        config = self.facts.get("config")
+        return config if isinstance(config, dict) else {}
+
+    @property
     def held_out(self) -> list[Record]:
         """Evaluations up to the weights that are the result."""
         last = parse_number(self.best.get("best_step"))
