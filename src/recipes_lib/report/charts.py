@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -187,7 +187,8 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     rate = rate if has_targets else train("tokens_per_second")
     rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
-        *([*_plan_rl(run), loss] if is_rl else [loss]),
+        *(_plan_rl(train, held_out) if is_rl else ()),
+        loss,
         Plan(
             "heldout_loss",
             "Held-out bits per byte" if in_bytes else "Held-out loss",
@@ -196,7 +197,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
             held_out_alarms,
         ),
         Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
-        *(_plan_pairs(run) if is_pairs else ()),
+        *(_plan_pairs(train, held_out, is_scored=run.facts.get("stage") == "reward") if is_pairs else ()),
         Plan("nll", "Cost of the text", nll, "nats per target token"),
         *distillation,
         Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
@@ -213,15 +214,14 @@ def _held_out(run: RunFiles, name: str, label: str = "held-out") -> Line:
     return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
 
 
-def _plan_pairs(run: RunFiles) -> list[Plan]:
-    """Plan the charts of preference pairs."""
-    train = functools.partial(_trained, run)
+def _plan_pairs(train: Callable[..., Line], held_out: Callable[..., Line], *, is_scored: bool) -> list[Plan]:
+    """Plan the charts of preference pairs; ``is_scored`` by a reward model."""
 
     def both(name: str) -> list[Line]:
         return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
 
-    accuracy = [train("rewards/accuracies", "training"), _held_out(run, "rewards/accuracies")]
-    healthy = (0.65 if run.facts.get("stage") == "reward" else 0.6, 0.8)
+    accuracy = [train("rewards/accuracies", "training"), held_out("rewards/accuracies")]
+    healthy = (0.65 if is_scored else 0.6, 0.8)
     return [
         Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
         Plan("accuracy", "The chosen answer wins", accuracy, "share of pairs", from_zero=True, healthy=healthy),
@@ -229,9 +229,8 @@ def _plan_pairs(run: RunFiles) -> list[Plan]:
     ]
 
 
-def _plan_rl(run: RunFiles) -> list[Plan]:
+def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[Plan]:
     """Plan the RL charts."""
-    train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
     reward = [train("objective/score", "training"), held_out("reward", "samples")]
     finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
     length = [train("objective/length", "training"), held_out("mean_sample_tokens", "samples")]
