@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.structure import compute_sample_logits, prune_layers, verify_copy
+from recipes_lib.models.inference import compute_probe_logits
+from recipes_lib.models.structure import prune_layers, verify_copy
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
@@ -59,7 +60,7 @@ def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> 
     if make is make_qwen2:
         assert student.config.layer_types == [teacher.config.layer_types[number - 1] for number in layers]
     is_whole = layers == [1, 2, 3, 4]
-    assert torch.equal(compute_sample_logits(student), compute_sample_logits(teacher)) == is_whole
+    assert torch.equal(compute_probe_logits(student), compute_probe_logits(teacher)) == is_whole
 
 
 @pytest.mark.parametrize("layers", [[], [0], [5], [1, -1]])

@@ -68,6 +68,18 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
             inner.set_attn_implementation(kernel)
 
 
+def compute_probe_logits(model: Any) -> Tensor:
+    """Return the logits of eight fixed tokens, ``float32 (1, 8, V)``, on the CPU; scores ``(1, n)`` of a classifier.
+
+    For sharded weights every process must call; modes are restored.
+    """
+    config = model.config.get_text_config()
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    with evaluating(model), kernel_precision(model):
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits.float().cpu()
+
+
 def find_rounding_error(states: Tensor) -> float:
     """Return the relative rounding error of a matrix product on ``states``; larger under autocast.
 

@@ -15,7 +15,6 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import (
     adapters_off,
     add_adapter,
-    compute_probe_logits,
     describe_adapter,
     is_taken_out_of_weights,
     read_adapter_state,
@@ -23,6 +22,7 @@ from recipes_lib.models.adapters.lora import (
 from recipes_lib.models.adapters.saved import restate_for_original_base
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.inference import compute_probe_logits
 
 INITS = ["default", "gaussian", "pissa", "olora", "orthogonal"]
 
