@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.test_loss_head import SHAPE
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -54,19 +55,6 @@ from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WINDOW = {"sliding_window": 4}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),

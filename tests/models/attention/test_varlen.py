@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity.test_loss_head import SHAPE
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -20,15 +21,6 @@ from transformers import (
 
 from recipes_lib.models.attention.varlen import attend_documents, register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
-
-SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def make_pair(sliding: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
@@ -170,7 +162,7 @@ def test_rows_of_one_document_are_read_as_ever_and_sdpa_waits_for_nothing(kernel
     register_varlen()
     torch.manual_seed(0)
     window = {"sliding_window": 3} if kind is MistralConfig else {}
-    model = AutoModelForCausalLM.from_config(kind(**SHAPE, head_dim=8, **window, attn_implementation=kernel)).train()
+    model = AutoModelForCausalLM.from_config(kind(**SHAPE, **window, attn_implementation=kernel)).train()
     add_loss_head(model)
     ids = torch.arange(24).view(2, 12) % SHAPE["vocab_size"]
     batch = {"input_ids": ids, "position_ids": torch.arange(12).expand(2, -1)}
