@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -18,7 +19,7 @@ from recipes_lib.models.attention import varlen
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
+from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -127,6 +128,12 @@ def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_d
     assert "one moves by" in prove_shared_prompt(model)
     with pytest.raises(ConfigError, match="beside another: one moves by"):
         prove_isolation(model, "flat")
+
+
+def test_the_model_inside_a_wrapper_is_the_very_one_that_was_wrapped(tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert unwrap_adapter(model) is model
+    assert unwrap_adapter(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) is model
 
 
 def test_whole_weights_compute_where_they_are() -> None:
