@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from tests.losses.test_token_logps import LargestTensor
+from tests.losses.test_projection import LargestTensor
+from tests.losses.test_token_logps import dense_logits
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,22 +46,13 @@ def make_supervision(objective: Objective, dtype: torch.dtype = torch.float64, *
     return DistillationTargets(targets, TeacherHead(hidden, weight, bias, **options), objective)
 
 
-def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    logits = functional.linear(hidden, weight, bias) * options.get("logit_scale", 1.0)
-    cap = options.get("softcap")
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 def dense_loss(
     student: list[Tensor], supervision: DistillationTargets, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross-entropy and divergence from all logits at once, by torch's own functions."""
     objective, teacher = supervision.objective, supervision.teacher
-    logits = dense_logits(*student, options)
-    taught = {"logit_scale": teacher.logit_scale, "softcap": teacher.softcap}
-    teacher_logps = (
-        dense_logits(teacher.hidden, teacher.weight, teacher.bias, taught) / objective.temperature
-    ).log_softmax(-1)
+    logits = dense_logits(*student, **options)
+    teacher_logps = (dense_logits(*dataclasses.astuple(teacher)) / objective.temperature).log_softmax(-1)
     student_logps = (logits[:, :SHARED] / objective.temperature).log_softmax(-1)
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
@@ -102,8 +95,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
 def test_the_figures_beside_the_loss_are_those_of_all_logits() -> None:
     student, supervision = make_student(), make_supervision(OBJECTIVES[0])
     sums = distil(student, supervision, chunk_size=5)
-    logits, teacher = dense_logits(*student, {}), supervision.teacher
-    teacher_logits = dense_logits(teacher.hidden, teacher.weight, teacher.bias, {})
+    logits, teacher_logits = dense_logits(*student), dense_logits(*dataclasses.astuple(supervision.teacher))
     torch.testing.assert_close(
         sums.teacher_nll_sum, functional.cross_entropy(teacher_logits, supervision.targets, reduction="sum")
     )

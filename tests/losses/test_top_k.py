@@ -16,7 +16,7 @@ from tests.losses.test_distillation import (
     make_student,
     make_supervision,
 )
-from tests.losses.test_token_logps import LargestTensor
+from tests.losses.test_projection import LargestTensor
 from torch.nn import functional
 
 from recipes_lib.losses.distillation import (
