@@ -28,20 +28,6 @@ MARGINS = [SURE] * 7 + [-SURE] * 3 + [UNSURE] * 6 + [-UNSURE] * 4
 REPORT = make_report(MARGINS)
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Every figure that was saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *arguments: object, **options: object) -> None:
-        saved.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return saved
-
-
 def test_it_is_a_chart_of_the_page_and_a_png(tmp_path: Path) -> None:
     chart = draw_reliability(REPORT, tmp_path / "report")
     assert (tmp_path / "report" / f"{chart.name}.png").read_bytes().startswith(b"\x89PNG")

@@ -4,11 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
-from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import DataError
-from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.report import reward_report
 from recipes_lib.report.page import build_report
@@ -24,13 +21,6 @@ def make_pairs(num_pairs, seed=0):
         }
         for _ in range(num_pairs)
     ]
-
-
-@pytest.fixture
-def reward_model(tiny_model_dir):
-    model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
-    add_score_head(model)
-    return RewardModel(model, AutoTokenizer.from_pretrained(tiny_model_dir))
 
 
 def test_scores_of_the_reference_answers_have_mean_0_and_deviation_1_also_when_loaded_again(reward_model, tmp_path):
