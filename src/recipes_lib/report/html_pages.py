@@ -42,11 +42,8 @@ def write_page(
     here = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters or {}
-    given = {
-        name: Path(__file__).with_name(file).read_text(encoding="utf-8")
-        for name, file in (("style", "page.css"), ("hover", "hover.js"))
-    }
-    page = environment.get_template(f"{template}.html.jinja").render(**given, **values)
+    style, hover = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "hover.js"))
+    page = environment.get_template(f"{template}.html.jinja").render(style=style, hover=hover, **values)
     # A sample may hold half a surrogate pair, which UTF-8 cannot encode.
     replace_text(path, page.encode(errors="replace").decode())
     return path

@@ -67,24 +67,11 @@ class TokenLogpsOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
-@dataclass
-class StatesOutput(ModelOutput):
-    """Hidden states at some positions of a batch.
-
-    Attributes:
-        states: Last hidden states, ``(N, D)``, differentiable.
-        aux_loss: As in ``LossHeadOutput``.
-    """
-
-    states: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-
 class HeadOutput(NamedTuple):
-    """Result of a function of hidden states and output embedding.
+    """Hidden states at some positions of a batch, or what a function of all of them and the output embedding returned.
 
     Attributes:
-        result: What it returned.
+        result: The states, ``(N, D)``, differentiable; or what it returned.
         aux_loss: As in ``LossHeadOutput``.
     """
 
@@ -113,8 +100,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
     axis) sees a key (fourth), every token itself among them; without it ``position_ids`` tell documents apart.
     ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for; ``temperature`` divides the logits.
 
-    ``model(input_ids=..., position_ids=..., states_at=...)`` gives the last hidden states at ``int64 (N,)`` indices
-    into the flattened positions, for a head that is not the model's own.
+    ``model(input_ids=..., position_ids=..., states_at=...)`` returns a ``HeadOutput`` of the last hidden states at
+    ``int64 (N,)`` indices into the flattened positions, for a head that is not the model's own.
 
     ``model(input_ids=..., position_ids=..., head=function)`` returns a ``HeadOutput`` of ``function(hidden, weight,
     bias=..., logit_scale=..., softcap=...)``, called on the last hidden states, ``(B, L, D)``.
@@ -162,7 +149,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
             return _compute_logps(self, *args, **kwargs)
         if states_at is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
-            return StatesOutput(hidden.flatten(0, 1)[states_at], aux_loss)
+            return HeadOutput(hidden.flatten(0, 1)[states_at], aux_loss)
         if head is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return HeadOutput(_score(self, head, hidden), aux_loss)
