@@ -130,7 +130,10 @@ def _describe_extent(run: RunFiles) -> str:
 
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    yield from _choose_held_out_figures(run.held_out)
+    # Every evaluation metric, including the user's own.
+    own = {name for record in run.held_out for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
+    labels = {name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}
+    yield from _compare_ends(run.held_out, {**_HELD_OUT, **labels})
     # A clipped surrogate loss is no measure of the policy's change.
     is_rl = bool(read_curve(run.train, "objective/score"))
     if (loss := read_curve(run.train, "loss")) and not is_rl:
@@ -164,13 +167,6 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
     for score in list_scores(run.facts):
         error = "" if score.stderr is None else f"± {1.96 * score.stderr:.3f}, "
         yield KeyFigure(f"{score.task}, {score.metric}", f"{score.value:.4g}", f"{error}{score.about}")
-
-
-def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:
-    """Yield the result's value of every evaluation metric, including the user's own, with the first value beside it."""
-    own = {name for record in evaluations for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
-    labels = {**_HELD_OUT, **{name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}}
-    yield from _compare_ends(evaluations, labels)
 
 
 def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str]]) -> Iterator[KeyFigure]:
