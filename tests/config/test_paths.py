@@ -46,6 +46,14 @@ def test_a_dataset_that_is_neither_path_nor_hub_id_is_refused(problems_of, name:
     assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:3"]
 
 
+def test_a_mixture_takes_names_alone(write, problems_of) -> None:
+    path = write("model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [a/b, {name: c/d, repeat: 2}]\n")
+    names = [{"name": "a/b"}, {"name": "c/d", "repeat": 2}]
+    assert load_config("sft", ["--config", str(path)]).data.dataset_mixture == names
+    text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture:\n- a/b\n- gone.jsonl\n"
+    assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:5"]
+
+
 def test_the_nearest_sibling_is_offered(problems_of, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
     text = (

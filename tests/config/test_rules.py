@@ -298,7 +298,7 @@ def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
         ('dataset_mixture=[{"name": "a/b", "weight": true}]', "weight` is 'true'"),
         ('dataset_mixture=[{"name": "a/b", "repeat": NaN}]', "repeat` is 'NaN'"),
         ('dataset_mixture=[{"name": "a/b", "format": "chat"}]', "format` is 'chat'"),
-        ('dataset_mixture=["a/b"]', "`dataset_mixture[0]` is 'a/b'"),
+        ('dataset_mixture=["a/b", null]', "`dataset_mixture[1]` has no value"),
         ("dataset_mixture=[]", "is empty"),
         ("dataset_columns=[1]", "a list"),
         ('eval_datasets={"x": {"name": "a/b", "split": 3}}', "`eval_datasets: x` has `split: 3`"),

@@ -211,7 +211,9 @@ def _describe_entry(entry: type) -> dict[str, Any]:
             required.append(key)
             (hint,) = typing.get_args(hint)
         properties[key] = _describe_key(key, hint, None)
-    return {"properties": properties, "required": required, "additionalProperties": False}
+    schema = {"properties": properties, "required": required, "additionalProperties": False}
+    # An entry may be its name alone.
+    return {"type": ["object", "string"], **schema} if required == ["name"] else schema
 
 
 def _describe_type(hint: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import yaml
+
 from recipes_lib.config.settings import Settings, is_local
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.shipped import find_shipped
@@ -69,10 +71,10 @@ def check_paths(settings: Settings) -> Iterator[Problem]:
 
 def _locate_entry(settings: Settings, index: int) -> str:
     entry = settings.given["dataset_mixture"]
-    for key, value in entry.node.value[index].value:
-        if key.value == "name":
-            return entry.locate(value)
-    return entry.where
+    node = entry.node.value[index]
+    if isinstance(node, yaml.MappingNode):
+        node = next(value for key, value in node.value if key.value == "name")
+    return entry.locate(node)
 
 
 def looks_local(text: str) -> bool:

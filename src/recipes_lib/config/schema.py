@@ -124,7 +124,8 @@ class DataConfig:
     """More held-out sets with figures of their own, ``eval_NAME_loss``: ``{web: path, chat: {name: x, split: test}}``,
     with the keys of a mixture's entry but ``weight`` and ``repeat``."""
     dataset_mixture: list[dict[str, Any]] | None = field(default=None, metadata={"items": MixtureEntry})
-    """Several datasets for one: a list of ``{name, weight, repeat, config, revision, split, format, columns}``."""
+    """Several datasets for one: a list of names, or of ``{name, weight, repeat, config, revision, split, format,
+    columns}``."""
     dataset_format: DatasetFormat = "auto"
     """Row layout; ``auto`` detects it from the columns and logs it."""
     dataset_columns: dict[str, Any] | None = None

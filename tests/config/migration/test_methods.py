@@ -32,6 +32,8 @@ from recipes_lib.errors import ConfigError
         ("recipes/mine", {"kl_coef": 0.05, "reward_model_path": "a/b"}, "ppo", None),
         ("recipes/mine", {"kl_coef": 0.05, "rloo_k": 4}, "rloo", None),
         ("recipes/gkd", {"teacher_model_name_or_path": "a/b", "beta": 0.5}, "distill", None),
+        ("sft/config_distill", {"output_dir": "data/Distill-7B"}, "sft", None),
+        ("sft/config_distill", {"teacher_model_name_or_path": "a/b"}, "distill", None),
         # Keys say more than a name: a preference loss is no fine-tuning, whatever the folder is called.
         ("sft/config", {"precompute_ref_log_probs": True}, "dpo", None),
         ("dpo/config", {"completion_only_loss": True}, "sft", None),

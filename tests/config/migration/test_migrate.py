@@ -160,6 +160,18 @@ def test_a_ratio_decides_beside_no_steps(write, sound: str, steps: str, order: i
 
 
 @pytest.mark.parametrize(
+    "warmup", ["warmup_ratio: 0.03\n", "warmup_steps: 10\n", "warmup_ratio: 0.03\nwarmup_steps: 5\n"]
+)
+@pytest.mark.parametrize(("schedule", "is_kept"), [("constant", False), ("constant_with_warmup", True)])
+def test_a_warmup_that_the_schedule_ignored_is_deleted(
+    write, sound: str, warmup: str, schedule: str, is_kept: bool
+) -> None:
+    text, _, _, is_ready = migrate(write(f"{sound}lr_scheduler_type: {schedule}\n{warmup}"))
+    assert is_ready
+    assert ("warmup_" in text.replace("constant_with_warmup", "")) == is_kept
+
+
+@pytest.mark.parametrize(
     ("names", "model", "tokenizer"),
     [
         ("sft_model_path: a/policy\nmodel_name_or_path: a/base\n", "a/policy", "a/base"),

@@ -23,6 +23,7 @@ _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
 _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
 """Key -> recipes that have it, the most likely first."""
 _ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit")
+_TEACHER: Final = "teacher_model_name_or_path"
 _NAMES_OF_RUNS: Final = ("output_dir", "hub_model_id", "run_name")
 
 _RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
@@ -79,6 +80,8 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
         found = f"the name {named[0][0]!r} says {unknown.upper()}, which no recipe trains"
         raise ConfigError(Problem("--migrate", found, "write `--recipe` if the file is of another method all the same"))
     keys, possible = _narrow(values)
+    # Without a teacher, a model of that name is rather fine-tuned on a teacher's answers, if another word says so.
+    named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill" and _TEACHER not in values)
     name, word = next((pair for pair in named if _RECIPE_OF_WORDS.get(pair[1]) in possible), ("", ""))
     inferred = _RECIPE_OF_WORDS[word] if word else possible[0] if keys else "sft"
     adapters = [key for key in _ADAPTER_KEYS if values.get(key) is True]

@@ -22,7 +22,7 @@ from recipes_lib.config.migration.legacy_files import (
 )
 from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMIT, are_shares
-from recipes_lib.config.settings import DECISIONS
+from recipes_lib.config.settings import DECISIONS, Settings
 from recipes_lib.config.table import KeyTable, load_table
 from recipes_lib.config.values import Entry, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
@@ -158,15 +158,20 @@ class _Rewriter:
 
     def drop_overruled(self) -> None:
         """Drop keys that have no effect because of another key, which upstream ignores silently."""
-        known, entries = read_known(self.table.recipe), {entry.key: entry for entry in self.entries}
-        renamed = {known[key].new: value for key, value in self.values.items() if key in known}
+        known = read_known(self.table.recipe)
+        names = {entry.key: known[entry.key].new if entry.key in known else entry.key for entry in self.entries}
+        values = {names[key]: value for key, value in self.values.items()}
+        settings = Settings(self.table, str(self.path), {}, values)
         for decision in DECISIONS:
-            decider = self.values.get(decision.decider, renamed.get(decision.decider))
-            is_given = decider is not None and decision.key in entries and decision.key != "warmup_steps"
+            decider = values.get(decision.decider)
             # An invalid number of steps is refused when the result is read.
             is_broken = decision.decider == "max_steps" and isinstance(decider, str)
-            if is_given and not is_broken and decision.voids(decider):
-                self._give_way(entries[decision.key], decision.decider)
+            if decider is None or is_broken or not decision.applies(settings):
+                continue
+            for entry in self.entries:
+                has_no_effect = names[entry.key] == decision.key and self.values[entry.key] != decision.becomes
+                if has_no_effect and _position(entry)[0] not in self.edits:
+                    self._give_way(entry, decision.decider)
 
     def rewrite(self, entry: Entry) -> None:
         """Convert one key of the old file that is not settled yet."""
