@@ -19,7 +19,6 @@ from recipes_lib.losses.distillation import (
     TeacherHead,
     compute_distillation,
 )
-from recipes_lib.losses.next_token import compute_cross_entropy
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY, SHARED = 23, 6, 9, 40, 37
 OBJECTIVES = [
@@ -152,27 +151,6 @@ def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
     optimizer.step(closure)
     expected = torch.tensor([0.3, 0.65, 0.05], dtype=torch.float64)
     torch.testing.assert_close(weight.detach().squeeze(1).softmax(0), expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(beta: float) -> None:
-    hidden, weight, bias = make_student()
-    teacher = TeacherHead(hidden.detach(), weight.detach(), bias.detach())
-    supervision = DistillationTargets(make_supervision(OBJECTIVES[0]).targets, teacher, Objective(0.0, beta, 2.0))
-    sums = compute_distillation(hidden, weight, supervision, bias=bias)
-    assert abs(sums.loss_sum.item()) < 1e-12
-    assert sums.num_agreed == NUM_TOKENS
-    torch.testing.assert_close(sums.teacher_nll_sum, sums.nll_sum)
-    for gradient in torch.autograd.grad(sums.loss_sum, (hidden, weight, bias)):
-        assert gradient.abs().max() < 1e-12
-
-
-def test_with_alpha_one_it_is_the_cross_entropy() -> None:
-    student, supervision = make_student(torch.float32), make_supervision(Objective(alpha=1.0), torch.float32)
-    sums = distil(student, supervision)
-    expected = compute_cross_entropy(student[0], student[1], supervision.targets, bias=student[2])
-    torch.testing.assert_close(sums.loss_sum, expected.nll_sum)
-    assert sums.num_correct == expected.num_correct
 
 
 def test_rows_of_padding_behind_the_teachers_tokens_take_no_part_in_the_divergence() -> None:

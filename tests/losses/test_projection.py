@@ -11,10 +11,8 @@ import pytest
 import torch
 from tests.losses.test_token_logps import (
     NUM_TOKENS,
-    OPTIONS,
     VOCABULARY,
     WIDTH,
-    dense_logits,
     dense_logps,
     make_inputs,
 )
@@ -30,29 +28,6 @@ from recipes_lib.losses.projection import (
     build_projection,
     find_chunk_bytes,
 )
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, NUM_TOKENS, 100])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_chunks_are_slices_of_the_logits_and_their_gradients_those_of_torch(
-    options: dict[str, float], chunk_size: int
-) -> None:
-    hidden, weight, bias = inputs = make_inputs()[:3]
-    outer = torch.randn(NUM_TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    projection = build_projection(hidden, weight, chunk_size=chunk_size, **options)
-    gradients = ProjectionGradients(projection, *inputs, needed=[True] * 3)
-    expected_logits = dense_logits(*inputs, **options)
-    seen = []
-    for chunk in projection.iterate(hidden, weight, bias):
-        torch.testing.assert_close(chunk.logits, expected_logits[chunk.rows])
-        seen += range(NUM_TOKENS)[chunk.rows]
-        chunk.logits.copy_(outer[chunk.rows])
-        gradients.add(chunk, weight)
-    assert seen == list(range(NUM_TOKENS))
-
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    expected = torch.autograd.grad((dense_logits(*leaves, **options) * outer).sum(), leaves)
-    torch.testing.assert_close(gradients.finish(), expected)
 
 
 def sum_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
@@ -123,14 +98,6 @@ def test_chunks_share_one_buffer() -> None:
     assert [len(chunk.logits) for chunk in chunks] == [8, 8, 7]
     assert len({chunk.logits.data_ptr() for chunk in chunks}) == len({chunk.narrow.data_ptr() for chunk in chunks}) == 1
     assert {(chunk.logits.dtype, chunk.narrow.dtype) for chunk in chunks} == {(torch.float32, torch.bfloat16)}
-
-
-def test_what_needs_no_gradient_gets_none() -> None:
-    inputs = make_inputs()[:3]
-    projection = build_projection(*inputs[:2])
-    for needed in ([True, False, False], [False, True, False], [False, False, True]):
-        gradients = ProjectionGradients(projection, *inputs, needed=needed).finish()
-        assert [gradient is not None for gradient in gradients] == needed
 
 
 def test_gradients_have_the_dtypes_of_what_they_belong_to() -> None:

@@ -69,29 +69,6 @@ def test_the_mean_is_trl_s_loss(with_margins: bool) -> None:
     torch.testing.assert_close(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits))
 
 
-@pytest.mark.parametrize(("share", "label_smoothing"), [(0.8, 0.0), (1.0, 0.2)])
-def test_a_noisy_preference_is_fitted_by_the_log_of_its_odds(share: float, label_smoothing: float) -> None:
-    gap = scores(0.0)
-    optimizer = torch.optim.LBFGS([gap], max_iter=100, line_search_fn="strong_wolfe", tolerance_change=1e-15)
-
-    def expected_loss() -> Tensor:
-        optimizer.zero_grad()
-        right, wrong = (compute_bradley_terry(side * gap, 0 * gap, label_smoothing=label_smoothing) for side in (1, -1))
-        loss = (share * right + (1 - share) * wrong).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(expected_loss)
-    assert gap.item() == pytest.approx(math.log(4), abs=1e-6)
-
-
-def test_the_chosen_score_rises_and_the_rejected_falls() -> None:
-    chosen, rejected = scores(0.0, -3.0, 3.0), scores(0.0, 3.0, -3.0)
-    slopes = torch.autograd.grad(compute_bradley_terry(chosen, rejected).sum(), (chosen, rejected))
-    assert (slopes[0] < 0).all()
-    torch.testing.assert_close(slopes[0], -slopes[1])
-
-
 def test_half_precision_scores_are_compared_in_single() -> None:
     chosen, rejected = torch.tensor([100.5]).bfloat16(), torch.tensor([99.0]).bfloat16()
     loss = compute_bradley_terry(chosen, rejected)

@@ -254,20 +254,6 @@ def test_the_loss_head_and_the_proofs_take_a_model_under_an_adapter(kind, first)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_are_the_same_with_activation_checkpointing(use_reentrant):
-    gradients = []
-    for is_checkpointed in (False, True):
-        adapted = adapt(build_model("llama"), init_lora_weights="orthogonal").train()
-        if is_checkpointed:
-            adapted.enable_input_require_grads()  # As TRL's trainers do.
-            adapted.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        adapted(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in trained_of(adapted).items()})
-    assert all(gradient.norm() > 0 for gradient in gradients[1].values())
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
-
-
 def test_the_record_names_base_and_sizes(tmp_path):
     base = save_model("llama", tmp_path)
     model = load_model(base)

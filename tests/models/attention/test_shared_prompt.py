@@ -209,41 +209,6 @@ def test_the_other_layouts_score_the_same(layout: Any, kernel: str, packing: boo
     torch.testing.assert_close(compute_gradients(model, together), expected, rtol=1e-5, atol=1e-5)
 
 
-def see_the_other_answer(batch: dict[str, Any]) -> dict[str, Any]:
-    mask = build_shared_prompt_mask(batch["pair_ids"], batch["branch_ids"].clamp(max=0), "sdpa")
-    return {"attention_mask": mask}
-
-
-def see_the_other_pairs(batch: dict[str, Any]) -> dict[str, Any]:
-    return {"attention_mask": build_shared_prompt_mask(batch["pair_ids"] * 0, batch["branch_ids"], "sdpa")}
-
-
-def go_on_counting(batch: dict[str, Any]) -> dict[str, Any]:
-    positions, branch = batch["position_ids"].clone(), batch["branch_ids"]
-    for number in range(len(batch["last_positions"]) // 2):
-        is_rejected = (batch["pair_ids"] == number) & (branch == 2)
-        positions[is_rejected] += int(((batch["pair_ids"] == number) & (branch == 1)).sum())
-    return {"position_ids": positions}
-
-
-def predict_one_too_early(batch: dict[str, Any]) -> dict[str, Any]:
-    is_first = torch.diff(batch["sequence_ids"], prepend=torch.tensor([-1])) == 1
-    is_moved = is_first & (batch["sequence_ids"] % 2 == 1)
-    # As if the rejected answer followed the chosen one: its first token is predicted by the place before it.
-    batch["predictors"][is_moved] = batch["last_positions"][1::2] - batch["num_completion_tokens"][1::2]
-    return {}
-
-
-@pytest.mark.parametrize("mutate", [see_the_other_answer, see_the_other_pairs, go_on_counting, predict_one_too_early])
-def test_what_is_proved_above_can_fail(mutate: Any) -> None:
-    model, rows = make_model(CONFIGS["llama"], "sdpa"), make_rows()
-    batch = PairCollator(pad_token_id=0)(rows)
-    changes = mutate(batch)
-    with torch.no_grad():
-        together, apart = compute_scores(model, batch, "sdpa", **changes), compute_scores_alone(model, rows)
-    assert (together - apart).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize(("config", "kernel"), CASES)
 def test_a_model_is_supported_and_proved(config: PreTrainedConfig, kernel: str) -> None:
     model = make_model(config, kernel).train()
