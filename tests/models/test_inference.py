@@ -69,27 +69,19 @@ def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attent
     assert flash_model.config._attn_implementation == "flash_attention_2"
 
 
-def test_where_flash_attention_runs_it_has_half_precision(flash_model, monkeypatch):
-    contexts = []
-    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
-    with kernel_precision(flash_model):
-        assert flash_model.config._attn_implementation == "flash_attention_2"
-    assert contexts == [("cuda", torch.bfloat16)]
-    flash_model.set_attn_implementation("sdpa")
-    with kernel_precision(flash_model):
-        assert len(contexts) == 1
-
-
-def test_on_gpus_varlen_has_half_precision_where_documents_share_rows_and_nowhere_else(flash_model, monkeypatch):
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attention_2"])
+def test_kernels_have_half_precision_on_gpus_where_they_need_it(flash_model, monkeypatch, kernel, device, is_packed):
     contexts = []
     monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
-    flash_model.set_attn_implementation("varlen")
-    for device in ("cpu", "cuda"):
-        monkeypatch.setattr(evaluation, "find_device", lambda _, device=device: torch.device(device))
-        for is_packed in (False, True):
-            with kernel_precision(flash_model, is_packed=is_packed):
-                assert contexts == ([("cuda", torch.bfloat16)] if (device, is_packed) == ("cuda", True) else [])
+    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device(device))
+    flash_model.set_attn_implementation(kernel)
+    with kernel_precision(flash_model, is_packed=is_packed):
+        is_replaced = (kernel, device) == ("flash_attention_2", "cpu")
+        assert flash_model.config._attn_implementation == ("varlen" if is_replaced else kernel)
+    needs_half = kernel == "flash_attention_2" or (kernel == "varlen" and is_packed)
+    assert contexts == ([("cuda", torch.bfloat16)] if needs_half and device == "cuda" else [])
 
 
 def test_what_is_rounded_is_the_coarser_of_products_and_sums():

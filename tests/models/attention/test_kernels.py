@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parity.test_loss_head import SHAPE
+from tests.parity import test_loss_head as architectures
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BloomConfig,
     FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     JambaConfig,
@@ -27,11 +25,9 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
-    MixtralConfig,
     MptConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3NextConfig,
     RwkvConfig,
     TrainingArguments,
@@ -55,24 +51,9 @@ from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-WINDOW = {"sliding_window": 4}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE),
-    "mistral": MistralConfig(**SHAPE, **WINDOW),
-    "gemma2": Gemma2Config(**SHAPE, **WINDOW),
-    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOW),
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
-    "gpt2": GPT2Config(
-        vocab_size=61,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
+    **{name: architectures.CONFIGS[name] for name in ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2")},
+    "mistral": MistralConfig(**architectures.SHAPE, sliding_window=4),
 }
 MIXING = {
     "bloom": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),

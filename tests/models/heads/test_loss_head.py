@@ -25,15 +25,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
 
 def make_model(with_head: bool = True) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        initializer_range=0.3,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**architectures.SHAPE, initializer_range=0.3)).eval()
     if with_head:
         add_loss_head(model)
     return model
