@@ -61,7 +61,10 @@ def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Se
     return write_page(
         folder / "report.html",
         "corpus",
-        {"count": lambda number: "" if number is None else f"{number:,}", "share": _format_share},
+        {
+            "count": lambda number: "" if number is None else f"{number:,}",
+            "share": lambda part, whole: f"{part / whole:.1%}" if whole else "",
+        },
         manifest=manifest,
         name=folder.resolve().name,
         start=next(iter(manifest["steps"].values())),
@@ -77,10 +80,6 @@ def list_removals(manifest: Record) -> list[tuple[str, str, int, int]]:
         for step, tally in manifest["steps"].items()
         for reason, count in sorted(tally["removed"].items(), key=lambda item: (-item[1], item[0]))
     ]
-
-
-def _format_share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else ""
 
 
 def write_eval_report(folder: Path) -> Path:
