@@ -122,13 +122,9 @@ def add_loss_head(model: PreTrainedModel) -> None:
     for projection in projections:
         if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
             kind = type(projection).__name__
-            raise ConfigError(
-                Problem(
-                    "model_name_or_path",
-                    f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear",
-                    "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
-                )
-            )
+            found = f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear"
+            remedy = "choose a causal language model with an lm_head that is neither quantised nor under an adapter"
+            raise ConfigError(Problem("model_name_or_path", found, remedy))
     # The function and not the bound method, which would call the original from within a deep copy.
     original_forward = cast(types.MethodType, model.forward).__func__
 
@@ -185,13 +181,9 @@ def verify_loss_head(model: Any) -> None:
     # In half precision, the model's own loss rounds its logits.
     tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
     if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
-        raise ConfigError(
-            Problem(
-                "model_name_or_path",
-                f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}",
-                "its architecture changes the logits in a way that is not supported; choose another model",
-            )
-        )
+        found = f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}"
+        remedy = "its architecture changes the logits in a way that is not supported; choose another model"
+        raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
 def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
@@ -199,10 +191,7 @@ def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
     broken = [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]
     if broken:
         return f"weights are NaN or infinite: {list_first(broken)}", "name an earlier checkpoint, or another model"
-    return (
-        f"its loss on eight tokens is {loss}, though its weights are finite",
-        "load it with another `dtype`",
-    )
+    return f"its loss on eight tokens is {loss}, though its weights are finite", "load it with another `dtype`"
 
 
 def score_beside_teacher(
