@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import random
+from contextlib import nullcontext, suppress
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models import inference as evaluation
@@ -19,7 +21,48 @@ from recipes_lib.models.attention import varlen
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
+from recipes_lib.models.inference import (
+    RandomStates,
+    disable_dropout,
+    evaluating,
+    find_device,
+    find_rounding_error,
+    kernel_precision,
+    preserve_training_state,
+    unwrap_adapter,
+)
+
+TINY = {
+    "llama": {"attention_dropout": 0.5, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "n_embd": 16, "n_layer": 2, "n_head": 2},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.5, "hidden_size": 16, "ffn_dim": 32, "word_embed_proj_dim": 16},
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", TINY)
+def test_training_mode_no_longer_changes_what_the_model_says(kind, implementation):
+    config = AutoConfig.for_model(kind, vocab_size=32, num_hidden_layers=2, **TINY[kind])
+    if kind == "opt":
+        config.num_attention_heads = 2
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+    ids = torch.arange(12)[None] + 4
+
+    def is_random():
+        return not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+    assert is_random()
+    assert disable_dropout(model) > 0
+    assert not is_random()
+    assert torch.equal(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert disable_dropout(model) == 0
+
+
+def test_other_numbers_stay():
+    layer = nn.Linear(2, 2)
+    layer.scale, layer.drop_rate = 0.5, 0.5
+    assert disable_dropout(layer) == 1
+    assert (layer.scale, layer.drop_rate) == (0.5, 0.0)
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -142,3 +185,42 @@ def test_weights_that_wait_on_the_host_compute_on_their_mesh(monkeypatch: pytest
     model.weight = nn.Parameter(DTensor(torch.ones(2, 2), spec, requires_grad=False))
     assert model.weight.to_local().device.type == "cpu"
     assert find_device(model) == torch.device("cuda", 3)
+
+
+def draw_all() -> tuple[float, float, float]:
+    from_numpy = np.random.rand()  # noqa: NPY002
+    return random.random(), from_numpy, float(torch.rand(()))
+
+
+def test_every_random_state_and_mode_is_restored_after_an_error_too() -> None:
+    model = nn.Dropout().train()
+    states = RandomStates.read()
+    expected = draw_all()
+    states.restore()
+    for error in (None, KeyError):
+        with suppress(KeyError), preserve_training_state(model):
+            assert not model.training
+            assert draw_all() == expected
+            if error:
+                raise error
+        assert model.training
+        assert draw_all() == expected
+        states.restore()
+
+
+def test_what_was_captured_can_be_drawn_again_and_again() -> None:
+    states = RandomStates.read()
+    draws = []
+    for _ in range(3):
+        states.restore()
+        draws.append(draw_all())
+    assert len(set(draws)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_random_state_of_the_gpu_is_restored() -> None:
+    before = torch.cuda.get_rng_state()
+    with preserve_training_state(nn.Identity()):
+        torch.rand(3, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -78,6 +78,8 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
     assert read(scores.swapped_chosen) == [spell(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)]
     assert read(scores.swapped_rejected) == [spell(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)]
     assert scores.prompts[0] == scores.prompts[2] != scores.prompts[1]
+    for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
+        assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
 
     probes = {name: read(column) for name, column in scores.probes.items()}
     assert probes.pop("eos_dropped") == [spell(prompt, chosen, end="") for prompt, chosen, _ in PAIRS]
@@ -91,12 +93,6 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
         assert chosen.startswith(kept)
         assert len(tiny_tokenizer(kept)["input_ids"]) == (length - 1) // 2
     assert probes == {}
-
-
-def test_lengths_are_those_of_the_answers_with_their_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    scores = score_held_out(Recorder(tiny_tokenizer), encode_pairs(tiny_tokenizer))
-    for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
-        assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
 
 
 def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -97,7 +97,7 @@ def disable_dropout(model: nn.Module) -> int:
     """Set all dropout of a model to 0, modules and probabilities stored in attention layers; return the number changed.
 
     Source: ``trl.trainer.utils.disable_dropout_in_model`` leaves the numbers, such as Llama's ``attention_dropout``;
-    ``tests/models/test_dropout.py``.
+    ``tests/models/test_inference.py``.
     """
     count = 0
     for module in model.modules():
@@ -190,7 +190,7 @@ def preserve_training_state(model: nn.Module) -> Iterator[None]:
 
     The random states are Python's, numpy's, torch's and those of every CUDA device.
 
-    Source: ``tests/models/test_training_state.py``.
+    Source: ``tests/models/test_inference.py``.
     """
     states = RandomStates.read()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    PreTrainedModel,
     Qwen3Config,
     modeling_flash_attention_utils,
 )
@@ -23,17 +23,14 @@ from recipes_lib.models.attention.varlen import attend_documents, register_varle
 from recipes_lib.models.heads.loss_head import add_loss_head
 
 
-def make_pair(sliding: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def make_pair(sliding: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The same random model on ``sdpa`` and on ``varlen``."""
     register_varlen()
+    config = MistralConfig(**SHAPE, sliding_window=3) if sliding else LlamaConfig(**SHAPE)
     models = []
     for kernel in ("sdpa", "varlen"):
         torch.manual_seed(0)
-        if sliding:
-            config = MistralConfig(**SHAPE, sliding_window=3, attn_implementation=kernel)
-            models.append(MistralForCausalLM(config).eval())
-        else:
-            models.append(LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation=kernel)).eval())
+        models.append(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kernel).eval())
     return models[0], models[1]
 
 

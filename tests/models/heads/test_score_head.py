@@ -101,12 +101,6 @@ def test_a_fresh_head_has_the_variance_of_its_width_and_is_that_of_its_seed(tiny
     assert values.square().mean().item() == pytest.approx(1 / 65, rel=0.13)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
-def test_the_head_has_the_precision_of_the_master_weights(dtype: Any, expected: torch.dtype, model_dir: Path) -> None:
-    model = load_reward_model(config_for(model_dir, dtype=dtype), "sdpa", seed=0)
-    assert {parameter.dtype for parameter in model.parameters()} == {expected}
-
-
 @pytest.mark.parametrize("seed", [None, 1])
 def test_a_checkpoint_with_a_head_keeps_it(seed: int | None, tiny_model_dir: Path, tmp_path: Path) -> None:
     trained = load_reward_model(config_for(tiny_model_dir), "sdpa", seed=0)
@@ -123,24 +117,15 @@ def test_a_head_is_not_made_up_where_there_must_be_one(tiny_model_dir: Path) -> 
         load_reward_model(config_for(tiny_model_dir), "sdpa", seed=None)
 
 
-@pytest.mark.parametrize(
-    ("name", "weight", "words"),
-    [
-        ("score.weight", torch.ones(2, 64), r"other shapes: score\.weight \(2, 64\) for \(1, 64\)"),
-        ("v_head.weight", torch.ones(1, 64), r"no place for v_head\.weight"),
-        ("model.norm.weight", None, r"lacks model\.norm\.weight"),
-    ],
-)
-def test_any_other_difference_from_the_checkpoint_is_refused(
-    name: str, weight: Tensor | None, words: str, model_dir: Path
-) -> None:
+def test_any_other_difference_from_the_checkpoint_is_refused(model_dir: Path) -> None:
     weights = load_file(model_dir / "model.safetensors")
-    weights |= {name: weight} if weight is not None else {}
-    if weight is None:
-        del weights[name]
+    del weights["model.norm.weight"]
+    weights |= {"score.weight": torch.ones(2, 64), "v_head.weight": torch.ones(1, 64)}
     save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError) as caught:
         load_reward_model(config_for(model_dir), "sdpa", seed=0)
+    for words in ("score.weight (2, 64) for (1, 64)", "no place for v_head.weight", "lacks model.norm.weight"):
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "phi_with_bias"])
