@@ -1,7 +1,6 @@
 """An adapter begins as nothing, is trained alone, can be switched off exactly, and shares its base with others."""
 
 import json
-import math
 
 import peft
 import pytest
@@ -72,32 +71,6 @@ def test_the_seed_alone_decides_the_fresh_weights_and_nothing_else_is_drawn(init
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     if init != "olora":  # It decomposes the weights and draws nothing.
         assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
-
-
-@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
-def test_what_an_adapter_adds_is_its_product_at_the_scale_of_the_paper(use_rslora, scale):
-    model = build_model("llama")
-    layer = model.model.layers[0].mlp.up_proj
-    weight, inputs = layer.weight.detach().clone(), torch.randn(5, 16)
-    adapted = adapt(model, lora_alpha=8, use_rslora=use_rslora)
-    state = read_adapter_state(adapted)
-    a, b = (state[f"base_model.model.model.layers.0.mlp.up_proj.lora_{x}.weight"] for x in "AB")
-    torch.nn.init.normal_(b)
-    expected = inputs @ (weight + scale * b @ a).T
-    torch.testing.assert_close(model.model.layers[0].mlp.up_proj(inputs), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_pissa_takes_the_principal_directions_out_of_each_weight():
-    model = build_model("llama")
-    left, _, right = torch.linalg.svd(model.model.layers[1].mlp.down_proj.weight.detach(), full_matrices=False)
-    weight = left * 0.5 ** torch.arange(16) @ right
-    model.model.layers[1].mlp.down_proj.weight.data = weight.clone()
-    adapted = adapt(model, init_lora_weights="pissa", lora_alpha=8)
-    layer = adapted.get_base_model().model.layers[1].mlp.down_proj
-    principal = left[:, :4] * 0.5 ** torch.arange(4) @ right[:4]
-    product = 2 * layer.lora_B.default.weight @ layer.lora_A.default.weight
-    torch.testing.assert_close(product, principal, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(layer.base_layer.weight + product, weight, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_do_not_add_up_to_the_model_are_refused(monkeypatch):
