@@ -289,11 +289,6 @@ def test_rows_that_are_shared_on_gpus_need_half_precision() -> None:
     assert chosen == AttentionChoice("context", "rows", share)
 
 
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "varlen"])
-def test_a_requested_kernel_is_used(kernel: str) -> None:
-    assert choose("llama", kernel) == AttentionChoice(kernel, LAYOUTS[kernel])
-
-
 def test_kernels_of_the_hub_are_used_where_their_package_is_but_never_by_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
