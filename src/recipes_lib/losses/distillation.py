@@ -298,8 +298,9 @@ class TopLogps(NamedTuple):
 
     def take(self, rows: slice) -> TopLogps:
         """Return some of the places."""
-        *by_place, num_tokens = self
-        return TopLogps(*(figures[rows] for figures in by_place), num_tokens)
+        return TopLogps(
+            self.ids[rows], self.logps[rows], self.log_tails[rows], self.target_logps[rows], self.num_tokens
+        )
 
 
 @torch.no_grad()

@@ -26,8 +26,8 @@ from transformers.trainer_pt_utils import safe_globals
 from recipes_lib.hardware import read_free_memory
 from recipes_lib.models.adapters.lora import read_adapter_state
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
+from recipes_lib.models.model_files import INDEX
 from recipes_lib.models.saved_weights import (
-    INDEX,
     WEIGHTS,
     BrokenSaveError,
     read_published_shapes,
