@@ -252,7 +252,7 @@ def test_a_share_of_the_peak_above_1_is_not_told(tmp_path: Path, mfu: float, wor
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="output_dir of a run"):
         build_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
