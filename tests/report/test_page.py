@@ -308,8 +308,9 @@ def test_a_problem_is_named_alone(changes: dict[str, Any], words: str) -> None:
     assert words in problem
 
 
-def test_large_gradients_of_the_warm_up_are_in_order() -> None:
+def test_large_gradients_of_the_warm_up_and_of_a_few_steps_are_in_order() -> None:
     assert find_problems(build_run(train=spike_at(1, 2, 3))) == []
+    assert find_problems(build_run(train=spike_at(30)[25:33])) == []
 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0, 2.01), (1.0, -2.0, -1.99), (-1.0, -1.5, -2.0)])
