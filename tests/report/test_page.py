@@ -257,6 +257,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+BEST = {"load_best_model_at_end": True}
 ROLLBACK = {"step": 27, "cause": "loss 5.2", "back_to": 25, "skipped": [50, 58], "steps": [26, 29]}
 
 
@@ -282,6 +283,7 @@ def spike_at(*steps: int) -> list[dict[str, Any]]:
 
 def test_a_good_run_has_no_problems() -> None:
     assert find_problems(build_run()) == []
+    assert find_problems(build_run(facts={"status": "done", "config": BEST}, best={"best_step": 20})) == []
 
 
 @pytest.mark.parametrize(
@@ -290,6 +292,7 @@ def test_a_good_run_has_no_problems() -> None:
         ({"facts": {"status": "diverged"}}, "“diverged”"),
         ({"facts": {"rollbacks": [ROLLBACK]}}, "went back to step 25 and on without the rows of steps 26 to 29"),
         ({"train": []}, "No training step"),
+        ({"facts": {"status": "done", "config": BEST}}, "had no checkpoint of an evaluated step to load"),
         ({"train": [{"step": 3, "loss": "nan"}, {"step": 4, "loss": 1.0}]}, "loss was not finite at step 3."),
         ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2, 3, 4 and 2 more"),
         ({"evaluations": build_losses(3.0, 2.0, 2.5)}, "lowest at step 10 (2) and rose to 2.5 by step 20"),
