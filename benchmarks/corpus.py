@@ -110,7 +110,7 @@ def _run_ours(texts: Sequence[str], data: Path, verify: bool = True) -> list[int
 
     config = CorpusConfig(near_duplicates_threshold=THRESHOLD, near_duplicates_verify=verify, exact_duplicates="off")
     with tempfile.TemporaryDirectory() as folder:
-        hashes = Hashes(config, has_lines=False)
+        hashes = Hashes(config)
         for text in texts:
             hashes.add(text)
         hashes.write(Path(folder), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,13 @@ EXIT_USER = 2
 EXIT_DIVERGED = 3
 EXIT_STALLED = 4
 EXIT_PREEMPTED = 75
+STATUSES: Final = {
+    EXIT_USER: "refused",
+    EXIT_DIVERGED: "diverged",
+    EXIT_STALLED: "stalled",
+    EXIT_PREEMPTED: "preempted",
+}
+"""Exit code of a run -> status in its ``run.json``, where launchers report 1 however it ended."""
 
 # torch and safetensors write in C++ and Rust, whose errors carry no errno.
 _DISK_IS_FULL: Final = (
@@ -150,6 +158,17 @@ def raise_problems(problems: Sequence[Problem], name: str) -> None:
         raise DataError(*problems[:MAX_PROBLEMS], rest)
     if problems:
         raise DataError(*problems)
+
+
+def verify_extra(where: str, extra: str, *modules: str) -> None:
+    """Raise for packages of an extra that are not installed, without importing them.
+
+    Raises:
+        ConfigError: Some are not.
+    """
+    if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
+        found = f"{' and '.join(missing)} not installed"
+        raise ConfigError(Problem(where, found, f"pip install 'recipes-lib[{extra}]'"))
 
 
 @contextmanager

@@ -139,6 +139,19 @@ def replacing(path: Path) -> Iterator[Path]:
             unfinished.unlink(missing_ok=True)
 
 
+@contextmanager
+def writing(place: Path, remedy: str, found: str = "cannot be written") -> Iterator[None]:
+    """Tell a file or folder that the system does not let the block write as the user's problem.
+
+    Raises:
+        ConfigError: The block raised an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(Problem(str(place), f"{found}: {error.strerror}", remedy)) from error
+
+
 def refuse_full(folder: Path) -> None:
     """Raise unless a folder can be made, or is empty.
 

@@ -2,26 +2,24 @@
 
 import io
 import json
+import shutil
 
 import pytest
 from rich.console import Console
 from tests.rows import write_rows
 
-from recipes_lib.cli import main as recipes
 from recipes_lib.commands.check import check, main
 from recipes_lib.config.loader import load_config
+from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.training.layouts.launch_environment import plan_launch
 
 
 @pytest.fixture
 def chats(tmp_path):
-    path = tmp_path / "chats.jsonl"
-    turns = [
-        {"messages": [{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"{n + 1}."}]}
-        for n in range(30)
+    rows = [
+        [{"role": "user", "content": f"And {n}?"}, {"role": "assistant", "content": f"{n + 1}."}] for n in range(30)
     ]
-    write_rows(path, turns)
-    return path
+    return write_rows(tmp_path / "chats.jsonl", [{"messages": turns} for turns in rows])
 
 
 def keys_for(chats, tiny_model_dir, tmp_path, **keys):
@@ -58,30 +56,26 @@ def test_a_sound_run_is_ready_and_every_fact_is_told(chats, tiny_model_dir, tmp_
 
 
 def test_what_check_prepared_training_finds(chats, tiny_model_dir, tmp_path):
+    def list_times():
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "prepared").rglob("*") if path.is_file()}
+
     argv = keys_for(chats, tiny_model_dir, tmp_path)
     run_check(argv)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "prepared").rglob("*") if path.is_file()}
-    from recipes_lib.data.packed.prepared_set import prepare
-
-    def refuse(_):
-        raise AssertionError("tokenised again")
-
-    assert not prepare(load_config("sft", argv), refuse).is_new
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "prepared").rglob("*") if path.is_file()}
-    assert before == after
+    before = list_times()
+    assert not prepare(load_config("sft", argv), lambda _: pytest.fail("tokenised again")).is_new
+    assert before == list_times()
 
 
 def test_problems_of_different_sections_are_told_together(chats, tiny_model_dir, tmp_path, monkeypatch):
-    import shutil
-
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**3))
+    monkeypatch.setattr("recipes_lib.publish.access.get_token", lambda: None)
     add_long_row(chats)
-    argv = keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2")
+    argv = keys_for(chats, tiny_model_dir, tmp_path, attn_implementation="flash_attention_2", push_to_hub="true")
     problems, text = run_check(argv)
     found = [problem.found for problem in problems]
-    assert any("more than the 512 positions" in one for one in found)
-    assert any("flash_attention_2" in one for one in found)
-    assert any("the disk has" in one for one in found)
+    for words in ("more than the 512 positions", "flash_attention_2", "the disk has"):
+        assert any(words in one for one in found)
+    assert "push_to_hub" in [problem.where for problem in problems]
     assert f"{len(problems)} problems" in text
 
 
@@ -93,22 +87,10 @@ def test_bad_rows_do_not_hide_the_rest(chats, tiny_model_dir, tmp_path):
     assert any("flash_attention_2" in problem.found for problem in problems)
 
 
-@pytest.mark.parametrize(("good", "code"), [(True, 0), (False, 2)])
-def test_the_exit_code_says_whether_the_run_may_start(chats, tiny_model_dir, tmp_path, capsys, good, code):
-    if not good:
-        add_long_row(chats)
-    assert main(keys_for(chats, tiny_model_dir, tmp_path)) == code
-    capsys.readouterr()
-
-
-def test_a_wrong_key_ends_with_exit_code_two_and_no_traceback(tmp_path, capsys):
-    path = tmp_path / "sft.yaml"
-    path.write_text("learning_rat: 1e-5\n")
-    assert recipes(["check", "--config", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert f"{path}:1" in error
-    assert "learning_rate" in error
-    assert "Traceback" not in error
+def test_the_exit_code_says_whether_the_run_may_start(chats, tiny_model_dir, tmp_path):
+    assert main(keys_for(chats, tiny_model_dir, tmp_path)) == 0
+    add_long_row(chats)
+    assert main(keys_for(chats, tiny_model_dir, tmp_path)) == 2
 
 
 def test_migration_prints_a_file_that_loads_and_says_what_it_changed(chats, tiny_model_dir, tmp_path, capsys):
@@ -139,9 +121,3 @@ def test_migration_exits_with_2_while_something_is_left_and_names_the_recipe(cha
     assert "another method" in capsys.readouterr().err
     assert main(["--migrate", str(old)]) == 0
     assert "a recipe of lora" in capsys.readouterr().err
-
-
-def test_publishing_without_a_token_is_a_problem_before_the_first_step(chats, tiny_model_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("recipes_lib.publish.access.get_token", lambda: None)
-    problems, _ = run_check(keys_for(chats, tiny_model_dir, tmp_path, push_to_hub="true"))
-    assert [problem.where for problem in problems] == ["push_to_hub"]

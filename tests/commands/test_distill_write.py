@@ -39,9 +39,8 @@ def run(teacher: Path, tmp_path: Path) -> Any:
             "output_dir": tmp_path / "out", "response_length": keys_task.MAX_ANSWER, "bf16": False, "use_cpu": True,
             "per_device_eval_batch_size": 8, **keys,
         }  # fmt: skip
-        sampling.main_answers(
-            [f"--output={tmp_path / name}", *flags, *(f"--{key}={value}" for key, value in given.items())]
-        )
+        words = [f"--output={tmp_path / name}", *flags, *(f"--{key}={value}" for key, value in given.items())]
+        sampling.main_answers(words)
         return read_rows(tmp_path / name)
 
     return call
@@ -93,16 +92,11 @@ def test_a_killed_command_goes_on_with_the_prompts_that_are_left(run, tmp_path, 
     assert asked == [8, 8, 8, 4]
 
 
-@pytest.mark.parametrize("keys", [{"seed": 1}, {"sampling_temperature": 0.5}, {"response_length": 4}])
-def test_other_answers_are_never_mixed_in(run, keys: dict[str, Any]) -> None:
+def test_other_answers_are_never_mixed_in_and_several_datasets_are_refused(run, tmp_path) -> None:
     run()
-    with pytest.raises(ConfigError, match="otherwise sampled"):
-        run(**keys)
-    with pytest.raises(ConfigError, match="otherwise sampled"):
-        run("answers.jsonl", "--reasoning=drop")
-
-
-def test_several_datasets_are_refused(run, tmp_path) -> None:
+    for key, value in {"seed": 1, "sampling_temperature": 0.5, "response_length": 4, "reasoning": "drop"}.items():
+        with pytest.raises(ConfigError, match="otherwise sampled"):
+            run(**{key: value})
     with pytest.raises(ConfigError, match="prompts come from one dataset"):
         run(dataset_name="null", dataset_mixture=json.dumps([{"name": str(tmp_path / "prompts.jsonl")}]))
 

@@ -14,16 +14,18 @@ from tests.faults import recipe_runs
 from tests.forked import ROOT
 
 from recipes_lib.commands import launch as launching
+from recipes_lib.commands.launch import Machines, find_first_host, find_machines
 from recipes_lib.errors import EXIT_USER, ConfigError
 from recipes_lib.training.layouts.launch_environment import expect_launch, read_launch, verify_expected
 
 CONFIG = "recipes/configs/llama3-8b/sft.yaml"
-PRETRAINING = ["--config", "recipes/configs/llama2-7b/pretrain.yaml", "--hardware", "cpu_ddp"]
+PIPELINE = ["--config", "recipes/configs/llama2-7b/pretrain.yaml", "--hardware", "cpu_ddp", "--num_processes", "8"]
 STEP = {
-    "SLURM_JOB_ID": "77",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NUM_NODES": "4",
     "SLURM_STEP_NUM_NODES": "4",
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
-    "SLURM_STEP_NODELIST": "gpu-[3-6]",
+    "SLURM_STEP_NODELIST": "gpu-[017-019,031]",
     "SLURM_NODEID": "2",
 }
 
@@ -49,23 +51,75 @@ def test_one_machine_has_a_process_for_each_gpu(compose):
     args = compose("--learning_rate", "2e-5")
     assert (args.config_file, args.num_processes, args.num_machines) == ("accelerate_configs/ddp.yaml", 8, 1)
     assert args.training_script == "recipes/sft.py"
+    assert compose("--hardware", "cpu_ddp").num_processes == 2, "as the file says"
     assert args.training_script_args == ["--config", CONFIG, "--learning_rate", "2e-5"]
 
 
 def test_slurm_needs_no_flag_more(compose):
     args = compose("--hardware", "fsdp2", environment=STEP)
     assert (args.num_processes, args.num_machines, args.machine_rank) == (32, 4, 2)
-    assert (args.main_process_ip, args.main_process_port) == ("gpu-3", 20077)
+    assert (args.main_process_ip, args.main_process_port) == ("gpu-017", 24567)
+
+
+@pytest.mark.parametrize(
+    ("environment", "machines"),
+    [
+        ({"PATH": "/bin"}, Machines()),
+        (STEP, Machines(4, 2, "gpu-017", 24567, "SLURM, 4 nodes")),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}, Machines(told_by="SLURM, one node")),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "1", "MASTER_ADDR": "head", "PET_MASTER_PORT": "1234"},
+            Machines(2, 1, "head", 1234, "torchrun's variables (PET_...)"),
+        ),
+    ],
+)
+def test_the_environment_says_which_machine_this_is_and_where_the_first_one_is(environment, machines):
+    assert find_machines(environment) == machines
+
+
+def test_a_batch_script_on_several_nodes_would_start_one_of_them():
+    script = {name: value for name, value in STEP.items() if "STEP" not in name}
+    with pytest.raises(ConfigError, match=r"gave 4 nodes[\s\S]*srun --ntasks-per-node=1"):
+        find_machines(script)
+
+
+@pytest.mark.parametrize("tasks", ["8(x4)", "2", "1(x3),8"])
+def test_several_tasks_on_a_node_would_start_as_many_launchers(tasks):
+    with pytest.raises(ConfigError, match="tasks on a node"):
+        find_machines(STEP | {"SLURM_STEP_TASKS_PER_NODE": tasks})
+
+
+@pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "MASTER_PORT"])
+@pytest.mark.parametrize("text", ["1:4", "", "two"])
+def test_a_variable_that_is_no_number_is_named(name, text):
+    with pytest.raises(ConfigError, match=f"{name}: '{text}' is not a whole number"):
+        find_machines({"PET_NNODES": "2", name: text})
+
+
+def test_a_started_process_starts_no_others():
+    with pytest.raises(ConfigError, match="process 5 of an existing launch"):
+        find_machines({"LOCAL_RANK": "1", "RANK": "5"} | STEP)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("login,gpu-[1-2]", "login"),
+        ("gpu-[017-020,031],login", "gpu-017"),
+        ("gpu-[5]", "gpu-5"),
+        ("a[1,3]b,c", "a1b"),
+        ("a[08-09]-ib", "a08-ib"),
+    ],
+)
+def test_the_first_host_of_a_list(nodes, first):
+    assert find_first_host(nodes) == first
 
 
 def test_flags_win(compose):
     args = compose("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--num_processes", "4")
     assert (args.num_processes, args.num_machines, args.machine_rank) == (4, 2, 1)
     assert (args.main_process_ip, args.main_process_port) == ("head", 29500)
-
-
-def test_on_cpus_the_file_says_how_many(compose):
-    assert compose("--hardware", "cpu_ddp").num_processes == 2
 
 
 @pytest.mark.parametrize(("num", "name"), [(0, "cpu"), (1, "single_gpu"), (2, "ddp")])
@@ -93,6 +147,10 @@ def test_the_machine_decides_where_nobody_else_does(num, name, monkeypatch):
         ),
         (["--learning_rat", "1"], "learning_rate"),
         (["--hardware", "fsdp2", "--num_processes", "8", "--optim", "adafactor"], "sharded"),
+        ([*PIPELINE, "--pipeline_stages", "3"], "do not divide the number of processes"),
+        ([*PIPELINE, "--pipeline_stages", "4", "--pipeline_schedule", "1f2b"], "no schedule '1f2b'"),
+        ([*PIPELINE, "--pipeline_stages", "4", "--gradient_accumulation_steps", "2"], "too few micro-batches to fill"),
+        ([*PIPELINE, "--pipeline_stages", "-1"], "'-1' is not a whole number from 1 on"),
     ],
 )
 def test_what_cannot_be_is_told_before_a_process_starts(flags, words, monkeypatch):
@@ -140,26 +198,11 @@ def test_the_processes_are_told_of_a_pipeline(by, monkeypatch, capsys):
         monkeypatch.setenv("PIPELINE_SCHEDULE", "gpipe")
         flags = []
     with pytest.raises(InterruptedError):
-        launching.main([*PRETRAINING, "--num_processes", "8", *flags])
+        launching.main([*PIPELINE, *flags])
     assert "\nPIPELINE_STAGES=4 PIPELINE_SCHEDULE=gpipe " in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "8")
     launch = read_launch()
     assert (launch.layout.pipeline_stages, launch.layout.schedule, launch.data_size) == (4, "gpipe", 2)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--pipeline_stages", "3"], "do not divide the number of processes"),
-        (["--pipeline_stages", "4", "--pipeline_schedule", "1f2b"], "no schedule '1f2b'"),
-        (["--pipeline_stages", "4", "--gradient_accumulation_steps", "2"], "too few micro-batches to fill"),
-        (["--pipeline_stages", "-1"], "'-1' is not a whole number from 1 on"),
-    ],
-)
-def test_a_pipeline_that_cannot_be_is_told_before_a_process_starts(flags, words, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError, match=words):
-        launching.main([*PRETRAINING, "--num_processes", "8", "--dry_run", *flags])
 
 
 @pytest.mark.multiprocess

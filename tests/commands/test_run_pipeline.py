@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from tests.forked import ROOT
+from transformers import LlamaConfig
 
 from recipes_lib.cli import main as run_recipes
-from recipes_lib.commands.run_pipeline import choose_stages, describe
+from recipes_lib.commands.run_pipeline import describe, plan_stages
+from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.pipelines.pipeline import load_pipeline
+from recipes_lib.planning.devices import find_efficiency
 
 
 @pytest.fixture
@@ -39,6 +44,8 @@ def test_parts_are_run_by_name_and_told_at_the_end(path: Path, capfd: pytest.Cap
     assert f"one: mkdir {out}/one\n" in capfd.readouterr().out
     assert run_recipes(["run", str(path), "--only", "fore"]) == 2
     assert "the stages are one, two, three" in capfd.readouterr().err
+    assert run_recipes(["run", str(path), "--from", "two", "--until", "one"]) == 2
+    assert "two comes after one" in capfd.readouterr().err
 
 
 def test_check_holds_every_stage_against_its_recipe_before_anything_is_there(
@@ -107,14 +114,94 @@ def test_the_table_shows_the_gate_first(tmp_path: Path) -> None:
     told = [line.split() for line in describe(pipeline)]
     assert told[0] == ["stage", "status", "time", "figure", "keys", "output"]
     assert told[1] == ["a-1", "done", "1", "min", "2", "s", "acc", "0.5", "seed=7", str(tmp_path / "a-1")]
-    with pytest.raises(ConfigError, match="there is no stage 'b'"):
-        choose_stages(pipeline, "b", None)
 
 
-def test_stages_in_the_wrong_order_are_no_empty_choice(tmp_path: Path) -> None:
+SHAPE = {
+    "model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def write_pipeline(folder: Path, **of_sft: object) -> Path:
+    (folder / "rows.jsonl").touch()
+    shared = {"dataset_name": str(folder / "rows.jsonl"), "max_length": 128, "per_device_train_batch_size": 4}
+    pretraining = {**shared, "model_config": SHAPE, "tokenizer_name_or_path": str(folder), "max_tokens": 1_024_000}
+    sft = {**shared, "model_name_or_path": "${base.output}", "max_steps": 1000, **of_sft}
+    stages = {
+        "base": {"recipe": "pretrain", "launch": "ddp", "set": {**pretraining, "learning_rate": 1e-3}},
+        "sft": {"recipe": "sft", "set": sft},
+        "scores": {"recipe": "eval", "set": {"model_name_or_path": "${sft.output}", "tasks": ["core"]}},
+    }
+    path = folder / "p.yaml"
+    path.write_text(json.dumps({"output_dir": str(folder / "out"), "stages": stages}))
+    return path
+
+
+def test_hours_and_cost_are_those_of_the_operations(tmp_path: Path) -> None:
+    lines = [line.split() for line in plan_stages(write_pipeline(tmp_path), "H100", 2, 1e9)]
+    assert lines[0] == ["stage", "GPUs", "GB", "each", "hours", "cost"]
+    (base, gpus, _, _, cost), (sft, one, _, _, sft_cost) = lines[1:3]
+    assert (base, gpus, sft, one) == ("base", "2", "sft", "1")
+    # Six operations for a weight and token, the output projection's among them, and attention over 128 tokens.
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 1000 * 64
+    keys = [f"--dataset_name={tmp_path / 'rows.jsonl'}", "--max_length=128", f"--output_dir={tmp_path}"]
+    begun = [*keys, f"--model_config={json.dumps(SHAPE)}", f"--tokenizer_name_or_path={tmp_path}", "--max_tokens=1024"]
+    share, _ = find_efficiency(load_config("pretrain", begun))
+    sft_share, _ = find_efficiency(load_config("sft", [*keys, f"--model_name_or_path={tmp_path}"]))
+    bound = 6 * weights * 1_024_000 / (989e12 * share * 3600) * 1e9
+    assert bound <= float(cost.replace(",", "")) <= 1.6 * bound
+    # As many tokens: 1,000 steps of four rows of 128 are half of 1,024,000, on one GPU.
+    assert float(sft_cost.replace(",", "")) == pytest.approx(
+        float(cost.replace(",", "")) / 2 * share / sft_share, rel=0.2
+    )
+    total = float(lines[4][-1].replace(",", ""))
+    assert total == pytest.approx(float(cost.replace(",", "")) + float(sft_cost.replace(",", "")), abs=0.02)
+    assert lines[-1] == ["without", "the", "time", "of", "scores"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_hours_of_reinforcement_learning_are_those_of_its_iterations(tmp_path: Path, capsys) -> None:
+    """As many as `recipes plan` says of the recipe alone."""
+    (tmp_path / "rows.jsonl").touch()
+    shape = tmp_path / "shape"
+    LlamaConfig(**SHAPE).save_pretrained(shape)
+    keys = {
+        "model_name_or_path": str(shape), "dataset_name": str(tmp_path / "rows.jsonl"), "max_steps": 200,
+        "response_length": 64, "num_generations": 4, "reward_funcs": "math:sqrt",
+    }  # fmt: skip
     path = tmp_path / "p.yaml"
-    path.write_text('stages: {a: {run: "true"}, b: {run: "true"}}')
-    pipeline = load_pipeline(path, str(tmp_path))
-    assert [stage.name for stage in choose_stages(pipeline, "b", None)] == ["b"]
-    with pytest.raises(ConfigError, match="b comes after a"):
-        choose_stages(pipeline, "b", "a")
+    stages = {"grpo": {"recipe": "grpo", "set": keys}, "longer": {"recipe": "grpo", "set": {**keys, "max_steps": 400}}}
+    path.write_text(json.dumps({"output_dir": str(tmp_path / "out"), "stages": stages}))
+    _, grpo, longer, *_ = plan_stages(path, "H100", None, 1e6)
+    cost, double = (float(line.split()[-1].replace(",", "")) for line in (grpo, longer))
+    assert double == pytest.approx(2 * cost, rel=1e-3)
+    flags = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    shared = ["--gpu", "H100", "--price-per-gpu-hour", "1e6", "--output_dir", "out"]
+    assert run_recipes(["plan", "--recipe", "grpo", *shared, *flags]) == 0
+    told = re.search(r"cost +([\d,.]+),", capsys.readouterr().out)
+    assert told is not None
+    assert cost == pytest.approx(float(told[1].replace(",", "")), rel=1e-3)
+
+
+def test_wrong_keys_of_all_stages_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sft: --learnin_rate"):
+        plan_stages(write_pipeline(tmp_path, learnin_rate=1), "H100", None, None)
+
+
+SHIPPED = {"speedrun": 7, "teaching_assistants": 3, "zephyr": 4, "iterated_dpo": 6}
+
+
+@pytest.mark.parametrize(("name", "num_stages"), SHIPPED.items())
+def test_a_shipped_pipeline_has_no_wrong_key(
+    name: str, num_stages: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert run_recipes(["run", f"recipes/pipelines/{name}.yaml", "--check", "--keys"]) == 0
+    assert capsys.readouterr().out == f"{num_stages} stages, ready to run\n"
+
+
+def test_a_student_learns_from_the_model_of_the_stage_before() -> None:
+    assistant, student, direct = load_pipeline(ROOT / "recipes" / "pipelines" / "teaching_assistants.yaml").stages
+    assert student.argv[student.argv.index("--teacher_model_name_or_path") + 1] == str(assistant.output)
+    assert list(student.needs) == ["assistant"]
+    assert "--teacher_model_name_or_path" not in [*assistant.argv, *direct.argv]

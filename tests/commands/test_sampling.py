@@ -1,8 +1,11 @@
-"""`recipes sample-pairs`: what it writes is decided by policy, prompts, rewards and sampling, and by nothing else."""
+"""`recipes sample-pairs` and files of rows: what decides the pairs, and where a killed command goes on."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,10 @@ from tests.rows import read_rows
 from transformers import LlamaForCausalLM
 
 from recipes_lib.commands import sampling
-from recipes_lib.errors import ConfigError
+from recipes_lib.commands.sampling import Answered, Counts, PairCounts, RowFile, choose_pair, sample_pairs
+from recipes_lib.data.prompts import PromptRow
+from recipes_lib.data.sources.formats import canonicalize, detect_format
+from recipes_lib.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")
@@ -54,35 +60,206 @@ def test_the_same_command_changes_nothing_and_batches_decide_nothing(run):
     assert run("others.jsonl", per_device_eval_batch_size=64) == rows
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"seed": 1},
-        {"temperature": 0.5},
-        {"num_answers": 3},
-        {"response_length": 6},
-        {"reward_funcs": "[tests.rl.keys_task:score_second_key]"},
-    ],
-)
-def test_a_file_of_other_pairs_is_refused(run, keys):
-    run()
-    with pytest.raises(ConfigError, match="of another policy"):
-        run(**keys)
-
-
-def test_other_weights_are_another_policy(run, policy, tmp_path):
+def test_pairs_of_another_kind_or_policy_are_never_mixed_in(run, policy, tmp_path):
     run()
     other = tmp_path / "other"
     shutil.copytree(policy, other)
-    assert run(policy=other)
+    assert run(policy=other), "the same weights elsewhere are the same policy"
     model = LlamaForCausalLM.from_pretrained(policy)
     with torch.no_grad():
         model.lm_head.weight[3, 3] += 1e-3
     model.save_pretrained(other)
-    with pytest.raises(ConfigError, match="of another policy"):
-        run(policy=other)
-
-
-def test_one_answer_makes_no_pair(run):
+    changes = {"policy": other, "seed": 1, "temperature": 0.5, "num_answers": 3, "response_length": 6}
+    for key, value in {**changes, "reward_funcs": "[tests.rl.keys_task:score_second_key]"}.items():
+        with pytest.raises(ConfigError, match="of another policy"):
+            run(**{key: value})
     with pytest.raises(ConfigError, match="a pair takes two answers"):
         run(num_answers=1)
+
+
+def answers(*scores):
+    return [Answered(f"answer {at}", score, usable=True) for at, score in enumerate(scores)]
+
+
+CUT = Answered("cut", 9.0, usable=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "pair"),
+    [
+        (answers(1.0, 3.0, -1.0, 2.0), ["answer 1", "answer 2"]),
+        (answers(1.0, 2.0, 2.0, 1.0), ["answer 1", "answer 0"]),
+        (answers(2.0, 2.0, 2.0), None),
+        ([Answered("same", 1.0, usable=True), Answered("same", 2.0, usable=True)], None),
+        ([CUT, *answers(0.0, 1.0)], ["answer 1", "answer 0"]),
+        ([CUT, *answers(0.0)], None),
+    ],
+)
+def test_the_best_and_the_worst_usable_answer_are_the_pair_if_they_differ(given, pair):
+    found = choose_pair(given)
+    assert (found and [answer.text for answer in found]) == pair
+
+
+class Collector:
+    """Answers with the number of the answer, which is also its worth; those of prompt 2 are worth the same."""
+
+    batch_size = 5
+
+    def __init__(self, unscored=(), first=" 0"):
+        self.asked, self.unscored, self.first = [], unscored, first
+
+    def answer(self, prompts, numbers):
+        self.asked.append(list(numbers))
+        scores = [
+            0.0 if prompt.content == "prompt 2" or n in self.unscored else float(n)
+            for prompt, n in zip(prompts, numbers, strict=True)
+        ]
+        finished = [prompt.content != "prompt 3" for prompt in prompts]
+        known = SimpleNamespace(
+            scores=torch.tensor(scores),
+            finished=torch.tensor(finished),
+            scored=torch.tensor([n not in self.unscored for n in numbers]),
+        )
+        return known, [f" {n}" if n else self.first for n in numbers]
+
+
+PROMPTS = [PromptRow("here", [1], f"prompt {n}", {}) for n in range(5)]
+
+
+def test_every_prompt_has_answers_of_its_own_numbers_and_all_are_counted():
+    collector, counts = Collector(), PairCounts()
+    rows = [row for batch in sample_pairs(collector, PROMPTS, 2, counts) for row in batch]
+    assert collector.asked == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in rows] == [
+        ("prompt 0", " 1", " 0"),
+        ("prompt 1", " 3", " 2"),
+        ("prompt 4", " 9", " 8"),
+    ]
+    assert rows[-1]["score_chosen"], rows[-1]["score_rejected"] == (9.0, 8.0)
+    assert (counts.num_prompts, counts.num_pairs, counts.num_alike, counts.num_unfinished) == (5, 3, 1, 1)
+    assert (counts.num_answers, counts.score_sum) == (10, 45.0 - 9.0)
+
+
+@pytest.mark.parametrize("content", ["Why?", [{"role": "user", "content": "Why?"}]])
+def test_a_row_is_of_the_preference_layout(content):
+    prompt = PromptRow("here", [1], content, {})
+    (row,) = next(iter(sample_pairs(Collector(), [prompt], 2, PairCounts())))
+    layout = detect_format(row, where="here")
+    assert layout.name == "preference"
+    canonical = canonicalize(row, layout, "here", 0)
+    assert canonical.rejected
+
+
+@pytest.mark.parametrize("first", ["", " \n", "a\0b", "\ud83d"])
+def test_an_answer_that_no_row_may_hold_is_in_no_pair(first):
+    collector = Collector(first=first)
+    rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, PairCounts()) for row in batch]
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1"), (" 5", " 3")]
+
+
+def test_an_answer_that_no_reward_scores_is_in_no_pair_and_in_no_mean():
+    collector, counts = Collector(unscored=(0, 3, 4)), PairCounts()
+    rows = [row for batch in sample_pairs(collector, PROMPTS[:2], 3, counts) for row in batch]
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [(" 2", " 1")]
+    assert (counts.num_unfinished, counts.num_answers, counts.score_sum) == (1, 3, 1.0 + 2.0 + 5.0)
+
+
+class Killed(Exception):
+    """The process ends."""
+
+
+def killed_after(batches, number):
+    for at, batch in enumerate(batches):
+        if at == number:
+            raise Killed
+        yield batch
+
+
+@dataclass(kw_only=True)
+class Numbers(Counts):
+    """How many rows there are."""
+
+    num_rows: int = 0
+
+
+def open_file(path, key="key", **options):
+    return RowFile(path, key, Numbers(), what="rows of something else", **options)
+
+
+def count_to(counts, stop):
+    for number in range(counts.num_rows, stop, 2):
+        rows = [{"number": each, "text": "é"} for each in range(number, min(number + 2, stop))]
+        counts.num_rows += len(rows)
+        yield rows
+
+
+def test_a_killed_process_leaves_whole_batches_and_the_next_one_goes_on(tmp_path):
+    whole, path = open_file(tmp_path / "whole.jsonl"), tmp_path / "rows.jsonl"
+    whole.write(count_to(whole.counts, 5))
+    first = open_file(path)
+    with pytest.raises(Killed):
+        first.write(killed_after(count_to(first.counts, 5), 2))
+    with path.open("a") as file:
+        file.write('{"half a row')
+    again = open_file(path)
+    assert again.counts.num_rows == 4
+    again.write(count_to(again.counts, 5))
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert again.counts == whole.counts
+    done = open_file(path)
+    done.write(count_to(done.counts, 5))
+    assert read_numbers(path) == list(range(5))
+
+
+def read_numbers(path):
+    return [row["number"] for row in read_rows(path)]
+
+
+def test_the_record_says_what_the_rows_are_of_and_rows_and_files_of_others_are_left_alone(tmp_path):
+    file = open_file(tmp_path / "rows.jsonl", facts={"seed": 7})
+    file.write(count_to(file.counts, 3))
+    record = json.loads((tmp_path / "rows.jsonl.record.json").read_text())
+    assert record == {"key": "key", "seed": 7, "num_rows": 3, "num_bytes": (tmp_path / "rows.jsonl").stat().st_size}
+    with pytest.raises(ConfigError, match="of something else"):
+        open_file(tmp_path / "rows.jsonl", "another key")
+    (tmp_path / "mine.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match="not written by this command"):
+        open_file(tmp_path / "mine.jsonl")
+
+
+def test_a_process_killed_in_its_first_batch_is_resumed_and_mended_inputs_begin_anew(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    first = open_file(path)
+    with pytest.raises(Killed):
+        first.write(killed_after(count_to(first.counts, 5), 0))
+    with path.open("a") as file:
+        file.write('{"half a row')
+    for key in ("key", "mended"):
+        again = open_file(path, key)
+        assert again.counts == Numbers()
+    again.write(count_to(again.counts, 5))
+    assert read_numbers(path) == list(range(5))
+
+
+def test_two_processes_never_write_one_file(tmp_path):
+    first, second = open_file(tmp_path / "rows.jsonl"), open_file(tmp_path / "rows.jsonl")
+
+    def interrupted():
+        for number, batch in enumerate(count_to(first.counts, 4)):
+            if number == 1:
+                with pytest.raises(ConfigError, match="is being written by another process"):
+                    second.write(count_to(second.counts, 4))
+            yield batch
+
+    first.write(interrupted())
+    assert read_numbers(tmp_path / "rows.jsonl") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:7])])
+def test_a_file_that_lost_rows_is_not_filled_up_with_zero_bytes(tmp_path, damage):
+    path = tmp_path / "rows.jsonl"
+    first = open_file(path)
+    first.write(count_to(first.counts, 4))
+    damage(path)
+    with pytest.raises(DataError, match=r"rows\.jsonl\.record\.json counts .*\n.*delete both"):
+        open_file(path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from tests.rows import read_rows, write_rows
 
@@ -32,14 +30,15 @@ def test_columns_stand_beside_those_of_the_data(run, capsys):
     assert all(row["loss"] > 0 and row["num_target_tokens"] > 5 and row["bits_per_byte"] > 0 for row in found)
     mean = sum(row["loss"] * row["num_target_tokens"] for row in found) / sum(row["num_target_tokens"] for row in found)
     assert f"9 of 9 rows written; loss {mean:.4f}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="holds scores by another model, of other rows"):
+        run(ROWS[:3])
 
 
 def test_a_killed_command_resumes_to_the_same_file(run, tmp_path, monkeypatch):
     whole = run(output="whole.jsonl")
-    original, calls = score.RowFile.write, []
+    original = score.RowFile.write
 
     def write(self, batches):
-        calls.append(1)
         original(self, iter([next(batches)]))
         raise KeyboardInterrupt
 
@@ -93,12 +92,6 @@ def test_mistakes_are_errors(run, rows, flags, error):
         run(rows, *flags)
 
 
-def test_other_rows_are_not_written_behind(run):
-    run()
-    with pytest.raises(ConfigError, match="holds scores by another model, of other rows"):
-        run(ROWS[:3])
-
-
 def test_the_page_shows_the_extremes_and_escapes_them(tmp_path):
     rows = [{"text": f"<script>{number}", "loss": number / 10} for number in range(50)] + [{"text": "", "loss": None}]
     page = write_score_report(write_rows(tmp_path / "s.jsonl", rows), "loss").read_text()
@@ -109,9 +102,5 @@ def test_the_page_shows_the_extremes_and_escapes_them(tmp_path):
     assert "&lt;script&gt;25" not in page
     assert "50 rows with target tokens; 1 without" in page
     assert "2.450" in page
-
-
-def test_a_file_without_losses_is_a_page_all_the_same(tmp_path):
-    path = tmp_path / "s.jsonl"
-    path.write_text(json.dumps({"loss": None}) + "\n")
-    assert "0 rows with target tokens; 1 without" in write_score_report(path, "loss").read_text()
+    none = write_rows(tmp_path / "none.jsonl", [{"loss": None}])
+    assert "0 rows with target tokens; 1 without" in write_score_report(none, "loss").read_text()

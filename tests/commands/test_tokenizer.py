@@ -1,5 +1,8 @@
 """``recipes tokenizer`` reads what a recipe reads, holds a tail out, and refuses what cannot work before it trains."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 from datasets import Dataset
 from hypothesis import given
@@ -9,9 +12,11 @@ from transformers import AutoTokenizer
 
 from recipes_lib.cli import main
 from recipes_lib.commands.tokenizer import MAX_TAIL_BYTES, MAX_TAIL_SHARE, HeldOutTail, read_texts
+from recipes_lib.data.chat.templates import ChatTemplate
 from recipes_lib.data.sources.canonical import load_source
 from recipes_lib.data.sources.mixtures import Mixture, Part
-from recipes_lib.models.vocabulary import CHATML_TEMPLATE, EOS_TOKEN, measure_usage
+from recipes_lib.data.sources.rows import Row
+from recipes_lib.models.vocabulary import CHATML_TEMPLATE, EOS_TOKEN, measure_usage, train_tokenizer
 
 TEXTS = [f"the {n:03}th function returns the sum of its {n:03} arguments\n  and nothing else\n" for n in range(400)]
 CHAT = [{"role": "user", "content": "How many days?"}, {"role": "assistant", "content": "Seven days."}]
@@ -33,8 +38,8 @@ def run(capsys):
     return run
 
 
-def read_all(path, **options):
-    return list(read_texts(Mixture(parts=[Part(source=load_source(str(path), **options))]), None))
+def open_data(path, **options):
+    return Mixture(parts=[Part(source=load_source(str(path), **options))])
 
 
 def test_a_tokenizer_is_trained_saved_and_judged(run, data, tmp_path):
@@ -89,17 +94,13 @@ def test_another_tokenizer_is_never_overwritten(run, data, tmp_path, other):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_folder_that_cannot_become_the_same_is_refused_before_the_data_are_opened(run, data, tmp_path):
-    run(data, "--vocab_size", 350, "--output_dir", tmp_path)
-    told = run(tmp_path / "gone.jsonl", "--vocab_size", 351, "--output_dir", tmp_path, code=2)
-    assert "already holds another tokenizer" in told
-    assert "gone.jsonl" not in told
-
-
-def test_what_lies_in_the_folder_besides_stays(run, data, tmp_path):
+def test_what_lies_in_the_folder_besides_stays_and_another_one_is_refused_before_data_are_opened(run, data, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     run(data, "--vocab_size", 300, "--output_dir", tmp_path)
     assert (tmp_path / "config.json").read_text() == "{}"
+    told = run(tmp_path / "gone.jsonl", "--vocab_size", 301, "--output_dir", tmp_path, code=2)
+    assert "already holds another tokenizer" in told
+    assert "gone.jsonl" not in told
     (tmp_path / "tokenizer.json").write_text("{broken")
     assert "already holds" in run(data, "--vocab_size", 300, "--output_dir", tmp_path, code=2)
 
@@ -155,19 +156,14 @@ def test_a_template_of_ones_own_may_end_turns_with_a_special_token_of_ones_own(r
 
 
 def test_data_that_cannot_be_read_are_told_together(run, tmp_path):
+    broken = write_rows(tmp_path / "rows.jsonl", [{"text": "good"}, {"text": 7}, {"text": "\ud800"}], ensure_ascii=True)
+    flags = ("--vocab_size", 300, "--output_dir", tmp_path / "out")
     (tmp_path / "empty").mkdir()
-    told = run("./gone.jsonl", tmp_path / "empty", "--vocab_size", 300, "--output_dir", tmp_path / "out", code=2)
+    told = run("./gone.jsonl", tmp_path / "empty", *flags, code=2)
     assert "./gone.jsonl: no such file" in told
     assert "the folder has no data file" in told
-
-
-@pytest.mark.parametrize(
-    ("rows", "found"),
-    [([], "no rows"), ([{"text": "good"}, {"text": 7}, {"text": "\ud800"}], "`text` is a number")],
-)
-def test_data_without_rows_or_with_broken_ones_are_refused(run, tmp_path, rows, found):
-    data = write_rows(tmp_path / "rows.jsonl", rows, ensure_ascii=True)
-    assert found in run(data, "--vocab_size", 300, "--output_dir", tmp_path / "out", code=2)
+    assert "`text` is a number" in run(broken, *flags, code=2)
+    assert "no rows" in run(write_rows(tmp_path / "none.jsonl", []), *flags, code=2)
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -183,10 +179,7 @@ def test_any_layout_and_any_source_is_read(run, tmp_path):
 
 
 def test_chats_are_read_as_the_template_writes_them(tmp_path):
-    from recipes_lib.data.chat.templates import ChatTemplate
-
-    path = write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}])
-    mixture = Mixture(parts=[Part(source=load_source(str(path)))])
+    mixture = open_data(write_rows(tmp_path / "chats.jsonl", [{"messages": CHAT}]))
     assert list(read_texts(mixture, None)) == ["How many days?\nSeven days."]
     assert list(read_texts(mixture, ChatTemplate(CHATML_TEMPLATE, {}))) == [
         "<|im_start|>user\nHow many days?<|im_end|>\n<|im_start|>assistant\nSeven days.<|im_end|>\n"
@@ -206,18 +199,9 @@ def test_a_chat_that_the_template_refuses_is_named(run, tmp_path):
 
 @given(text=st.text(st.sampled_from("ab \n\t\r."), max_size=60), repeats=st.integers(1, 300))
 def test_long_texts_come_in_sections_that_are_the_text_and_cut_no_piece(text, repeats):
-    import re
-
-    from recipes_lib.data.sources.rows import Row
-    from recipes_lib.models.vocabulary import train_tokenizer
-
     whole = text * repeats
-
-    class Rows:
-        def rows(self):
-            return iter([Row(source="here", index=0, text=whole)])
-
-    sections = list(read_texts(Rows(), None))
+    mixture = SimpleNamespace(rows=lambda: [Row(source="here", index=0, text=whole)])
+    sections = list(read_texts(mixture, None))
     assert "".join(sections) == whole
     assert all(re.match(r"\S", section) for section in sections[1:])
     cut = train_tokenizer([], vocab_size=0).backend_tokenizer.pre_tokenizer.pre_tokenize_str
@@ -228,7 +212,7 @@ def test_a_text_file_of_many_lines_has_a_tail(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("".join(TEXTS))
     tail = HeldOutTail()
-    training = list(tail.split(read_all(path, text_documents="file")))
+    training = list(tail.split(read_texts(open_data(path, text_documents="file"), None)))
     assert "".join([*training, *tail.texts]) == "".join(TEXTS)
     assert 0 < sum(map(len, tail.texts)) <= MAX_TAIL_SHARE * len("".join(TEXTS))
 

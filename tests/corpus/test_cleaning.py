@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 
@@ -21,10 +21,11 @@ from tests.forked import ROOT
 from recipes_lib.commands.clean import describe
 from recipes_lib.config.corpus_keys import CorpusConfig
 from recipes_lib.config.loader import load_config
-from recipes_lib.corpus import cleaning
+from recipes_lib.corpus import cleaning, inputs
 from recipes_lib.corpus.cleaning import make_corpus
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.errors import ConfigError, DataError
+from recipes_lib.files import try_lock
 
 QUESTION = " ".join(f"item{at}" for at in range(20))
 
@@ -57,6 +58,12 @@ def build_config(folder, **keys):
     )
 
 
+def clean(folder, *sources, **keys):
+    """A corpus of some sources: its manifest and documents."""
+    manifest = make_corpus(CorpusConfig(sources=list(sources), output_dir=str(folder), workers=1, **keys))
+    return manifest, read_corpus(folder)
+
+
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("planted")
@@ -75,6 +82,10 @@ def test_each_planted_text_meets_its_step(planted):
         assert sum(manifest["steps"][step]["removed"].values()) == sum(own == step for _, own in rows)
     assert manifest["steps"]["pii"]["found"] == {"email": 8}
     assert manifest["decontamination"] == {"bench": 5}
+    samples = json.loads((folder / "out" / ".work" / "samples.json").read_text())
+    near = samples["near_duplicates: repeats an earlier document"]
+    assert len(near) == 3
+    assert all(jaccard(sample["text"], sample["original"]) > 0.7 for sample in near)
 
 
 def test_the_manifest_adds_up(planted):
@@ -117,22 +128,7 @@ def test_a_second_run_does_nothing_and_a_damaged_corpus_is_made_again(planted):
 def test_tasks_and_processes_change_nothing(planted, tmp_path, monkeypatch):
     folder, _, manifest = planted
     config = replace(build_config(folder), output_dir=str(tmp_path / "out"), workers=2)
-    original = cleaning.open_inputs
-
-    def open_in_small_tasks(config):
-        from recipes_lib.corpus import inputs
-
-        return [
-            replace(
-                source,
-                tasks=tuple(
-                    inputs._group(inputs.split_source(load_source(config.sources[0]["name"]), "web", 9000), 9000)
-                ),
-            )
-            for source in original(config)
-        ]
-
-    monkeypatch.setattr(cleaning, "open_inputs", open_in_small_tasks)
+    monkeypatch.setattr(cleaning, "open_inputs", lambda config: [inputs._open(entry, 9000) for entry in config.sources])
     cut = make_corpus(config)
     assert len(cut["shards"]) > 3
     texts = [[document["text"] for document in read_corpus(path)] for path in (folder / "out", tmp_path / "out")]
@@ -173,7 +169,8 @@ def write_config(folder):
     )
 
 
-def check_killed(folder, reference, num_kills, seed):
+def check_killed(planted, num_kills, seed):
+    folder, _, reference = planted
     write_config(folder)
     shutil.rmtree(folder / "killed", ignore_errors=True)
     random_ = random.Random(seed)
@@ -184,24 +181,18 @@ def check_killed(folder, reference, num_kills, seed):
         assert kill_after(folder, random_.randrange(1, num_events)).returncode in (-signal.SIGKILL, 0)
     assert kill_after(folder, 10**9).returncode == 0
     found = json.loads((folder / "killed" / "corpus.json").read_text())
-    assert [shard["sha256"] for shard in found["shards"]] == [shard["sha256"] for shard in reference["shards"]]
-    for shard in found["shards"]:
-        ours, theirs = (folder / name / shard["path"] for name in ("killed", "out"))
-        assert ours.read_bytes() == theirs.read_bytes()
-    assert found["steps"] == reference["steps"]
+    check_equal(folder / "out", reference, folder / "killed", found)
     assert (folder / "killed" / "report.html").is_file()
 
 
 def test_killed_and_run_again_it_is_the_same_to_the_byte(planted):
-    folder, _, manifest = planted
-    check_killed(folder, manifest, num_kills=2, seed=0)
+    check_killed(planted, num_kills=2, seed=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_killed_again_and_again(planted, seed):
-    folder, _, manifest = planted
-    check_killed(folder, manifest, num_kills=8, seed=seed + 1)
+    check_killed(planted, num_kills=8, seed=seed + 1)
 
 
 def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
@@ -213,6 +204,8 @@ def test_a_new_source_redoes_only_what_depends_on_it(planted, tmp_path):
     write_rows(tmp_path / "books.jsonl", [rows[0][0], ENGLISH])
     more = replace(config, sources=[*config.sources, {"name": str(tmp_path / "books.jsonl")}])
     manifest = make_corpus(more)
+    folders = [path.name.partition("-")[0] for path in clean.parent.iterdir() if path.is_dir()]
+    assert sorted(folders) == ["clean", "clean", "compare", "finish", "shards"]
     assert {path.name: path.stat().st_mtime_ns for path in clean.glob("*.parquet")} == before
     assert [source["documents"] for source in manifest["sources"]] == [len(read_corpus(folder / "out")), 1]
     assert [shard["path"] for shard in manifest["shards"]][-1] == "data/books/train-00000-of-00001.parquet"
@@ -234,6 +227,7 @@ def list_folders(config, folder):
         ({"near_duplicates_threshold": 0.9}, "compare shards finish"),
         ({"pii_action": "drop"}, "clean compare shards finish"),
         ({"decontamination_ngram": 9}, "clean compare shards finish"),
+        ({"toxicity_keep_fraction": 0.5}, "clean compare shards finish"),
         ({"near_duplicates_seed": 2}, "clean compare shards finish"),
         ("tokenizer", "shards finish"),
         ("item of a benchmark", "clean compare shards finish"),
@@ -294,7 +288,7 @@ def test_a_corpus_of_chats_and_texts_is_read_by_its_mixture(tmp_path):
         {"name": str(tmp_path / "chat.jsonl"), "kind": "chat"},
     ]
     out = str(tmp_path / "out")
-    manifest = make_corpus(CorpusConfig(sources=sources, output_dir=out, workers=1))
+    manifest, _ = clean(tmp_path / "out", *sources)
     names = [f"{out}/data/text", f"{out}/data/chat"]
     assert describe(manifest, out)[-1].partition("; ")[0].endswith(f"each a dataset_name: {', '.join(names)}")
     assert [len(list(read_rows(load_source(name)))) for name in names] == [1, 1]
@@ -342,9 +336,7 @@ def test_the_html_of_a_column_becomes_text_or_is_told(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"page": page, "url": "u"}) + "\n")
     source = {"name": str(tmp_path / "a.jsonl"), "columns": {"text": "page"}, "html": True}
     for mode, expected in (("apply", ENGLISH), ("annotate", page), ("off", page)):
-        out = tmp_path / mode
-        manifest = make_corpus(CorpusConfig(sources=[source], output_dir=str(out), extract=mode, workers=1))
-        (document,) = read_corpus(out)
+        manifest, (document,) = clean(tmp_path / mode, source, extract=mode)
         assert document["text"] == expected
         flags = ["extract: changed"] if mode == "annotate" else []
         assert json.loads(document["metadata"]) == {"url": "u"} | ({"flags": flags} if flags else {})
@@ -360,18 +352,8 @@ def test_pages_languages_and_repeated_lines(tmp_path):
         body = "".join(f"<p>{' '.join(random_.sample(sentences, 4))} Number {at} of them all.</p>" for _ in range(3))
         (pages / f"{at}.html").write_text(f"<html><body><p>We use biscuits on this site.</p>{body}</body></html>")
     (pages / "de.html").write_text(f"<html><body><p>{GERMAN}</p></body></html>")
-    config = CorpusConfig(
-        sources=[{"name": str(pages)}],
-        output_dir=str(tmp_path / "out"),
-        language="apply",
-        languages=["en"],
-        near_duplicates="off",
-        repeated_lines="apply",
-        output_format="jsonl",
-        workers=1,
-    )
-    manifest = make_corpus(config)
-    documents = read_corpus(tmp_path / "out")
+    keys = {"language": "apply", "languages": ["en"], "near_duplicates": "off", "repeated_lines": "apply"}
+    manifest, documents = clean(tmp_path / "out", {"name": str(pages)}, output_format="jsonl", **keys)
     assert manifest["steps"]["language"]["removed"] == {"other: de": 1}
     assert len(documents) == 12
     assert not any("biscuits" in document["text"] or "<" in document["text"] for document in documents)
@@ -382,34 +364,23 @@ def test_pages_languages_and_repeated_lines(tmp_path):
 @pytest.mark.parametrize("mode", ["apply", "annotate"])
 def test_lines_that_many_share_go_or_stay_in_the_first_document(tmp_path, keeps_first, mode):
     texts = [f"{make_text(random.Random(at), 30)}\nshared line" for at in range(12)]
-    write_rows(tmp_path / "a.jsonl", texts)
-    config = CorpusConfig(
-        sources=[{"name": str(tmp_path / "a.jsonl")}],
-        output_dir=str(tmp_path / "out"),
-        repeated_lines=mode,
-        repeated_lines_keep_first=keeps_first,
-        workers=1,
-    )
-    manifest = make_corpus(config)
-    have = ["shared line" in document["text"] for document in read_corpus(tmp_path / "out")]
+    source = {"name": str(write_rows(tmp_path / "a.jsonl", texts))}
+    keys = {"repeated_lines": mode, "repeated_lines_keep_first": keeps_first}
+    manifest, documents = clean(tmp_path / "out", source, **keys)
+    have = ["shared line" in document["text"] for document in documents]
     assert have == ([True] * 12 if mode == "annotate" else [keeps_first] + [False] * 11)
     assert manifest["steps"]["repeated_lines"]["found"] == {"lines": 12 - keeps_first}
 
 
 def test_chats_are_cleaned_message_by_message(tmp_path):
-    chats = [
-        [{"role": "user", "content": "Write to ada@example.org please"}, {"role": "assistant", "content": "Done."}],
-        [{"role": "user", "content": make_text(random.Random(0), 50)}, {"role": "assistant", "content": "Yes."}],
-        [{"role": "user", "content": make_text(random.Random(0), 50)}, {"role": "assistant", "content": "Yes."}],
-        [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "No."}],
-    ]
-    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    asked = ["Write to ada@example.org please", *[make_text(random.Random(0), 50)] * 2, QUESTION]
+    answer = {"role": "assistant", "content": "Yes."}
+    chats = [{"messages": [{"role": "user", "content": question}, answer]} for question in asked]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (tmp_path / "bench.jsonl").write_text(json.dumps({"question": QUESTION}) + "\n")
-    config = replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}])
-    make_corpus(config)
+    make_corpus(replace(build_config(tmp_path), sources=[{"name": str(tmp_path / "chat.jsonl"), "kind": "chat"}]))
     found = [row["messages"] for row in read_corpus(tmp_path / "out")]
-    masked = [{"role": "user", "content": "Write to <EMAIL> please"}, chats[0][1]]
-    assert found == [masked, chats[1]]
+    assert found == [[{"role": "user", "content": "Write to <EMAIL> please"}, answer], chats[1]["messages"]]
     assert len(list(read_rows(load_source(str(tmp_path / "out"))))) == 2
 
 
@@ -461,8 +432,10 @@ def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
 
 def test_two_processes_do_not_make_one_corpus(planted):
     folder, _, _ = planted
-    with cleaning._lock(folder / "out" / ".work"), pytest.raises(ConfigError, match="another process"):
-        make_corpus(build_config(folder))
+    with (folder / "out" / ".work" / "lock").open("w") as file:
+        assert try_lock(file)
+        with pytest.raises(ConfigError, match="another process"):
+            make_corpus(build_config(folder))
 
 
 def test_a_killed_worker_is_one_clear_error(planted, tmp_path, monkeypatch):
@@ -584,3 +557,30 @@ def test_comparing_asks_for_memory_by_the_size_of_the_input(tmp_path):
     config = CorpusConfig(executor="ray", executor_options={"cpus_per_task": 2})
     assert cleaning.choose_options(job, config) == {"mem_per_cpu_gb": 115, "cpus_per_task": 2}
     assert cleaning.choose_options(replace(job, name="writing"), config) == {"cpus_per_task": 2}
+
+
+def test_workers_are_the_cores_of_this_process_where_the_system_tells_them(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    assert cleaning.count_cores() == 2
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert cleaning.count_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "disk full"), DataError()])
+def test_an_error_of_a_task_waits_for_no_task_that_has_not_begun(error):
+    class Pool:
+        """Runs nothing; the first task has failed."""
+
+        def submit(self, function, *arguments):
+            future = Future()
+            if arguments[1] == 0:
+                future.set_exception(error)
+            return future
+
+        def shutdown(self, *, cancel_futures):
+            self.is_cancelled = cancel_futures
+
+    pool = Pool()
+    with pytest.raises(type(error)):
+        list(cleaning._run_tasks([(None, rank) for rank in range(3)], pool, "cleaning"))
+    assert pool.is_cancelled

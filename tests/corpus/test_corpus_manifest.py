@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.corpus_manifest import compute_mixture, link_or_copy, name_folders, remove_old_work, sum_counts
+from recipes_lib.corpus.corpus_manifest import compute_mixture, link_or_copy, name_folders, sum_counts
 from recipes_lib.data.sources.local_files import load_files
 
 
@@ -37,16 +37,6 @@ def test_a_file_system_without_links_gets_copies(tmp_path, monkeypatch):
     link_or_copy(tmp_path / "a", tmp_path / "c")
     assert (tmp_path / "c").read_text() == "x"
     assert not (tmp_path / "a").samefile(tmp_path / "c")
-
-
-def test_only_the_stages_of_this_corpus_are_kept(tmp_path):
-    for name in ("clean-1", "clean-2", "compare-1", "shards-0", "finish-1"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "lock").write_text("")
-    remove_old_work(
-        tmp_path, {"clean": ["clean-2"], "compare": "compare-1", "shards": "shards-1", "finish": "finish-1"}
-    )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["clean-2", "compare-1", "finish-1", "lock"]
 
 
 def test_tokens_that_were_not_counted_have_no_sum():
@@ -78,25 +68,19 @@ def test_unimax_is_that_of_the_paper():
         assert compute_mixture(config, sizes) == pytest.approx(unimax(sizes, budget, cap))
 
 
-def test_weights_are_kept_while_no_source_is_read_too_often():
-    config = replace(CONFIG, mixture="weights", mixture_tokens=1000)
-    assert compute_mixture(config, [1000, 1000, 1000]) == pytest.approx([0.6, 0.3, 0.1])
-
-
-def test_what_a_capped_source_may_not_have_goes_to_the_others_by_their_weights():
-    config = replace(CONFIG, mixture="weights", mixture_tokens=1000, max_epochs=2)
-    assert compute_mixture(config, [100, 1000, 1000]) == pytest.approx([0.2, 0.6, 0.2])
-
-
-def test_when_all_are_capped_shares_are_those_of_the_caps():
-    config = replace(CONFIG, mixture="weights", mixture_tokens=10**9)
-    assert compute_mixture(config, [100, 200, 100]) == pytest.approx([0.25, 0.5, 0.25])
-
-
-def test_temperature_flattens():
-    config = replace(CONFIG, mixture="temperature", mixture_temperature=2.0, mixture_tokens=1)
-    assert compute_mixture(config, [900, 100, 0]) == pytest.approx([0.75, 0.25, 0])
-    assert compute_mixture(replace(config, mixture="proportional"), [900, 100, 0]) == pytest.approx([0.9, 0.1, 0])
+@pytest.mark.parametrize(
+    ("mixture", "keys", "sizes", "shares"),
+    [
+        ("weights", {"mixture_tokens": 1000}, [1000, 1000, 1000], [0.6, 0.3, 0.1]),
+        # What a capped source may not have goes to the others by their weights; if all are capped, to none.
+        ("weights", {"mixture_tokens": 1000, "max_epochs": 2}, [100, 1000, 1000], [0.2, 0.6, 0.2]),
+        ("weights", {"mixture_tokens": 10**9}, [100, 200, 100], [0.25, 0.5, 0.25]),
+        ("temperature", {"mixture_tokens": 1, "mixture_temperature": 2.0}, [900, 100, 0], [0.75, 0.25, 0]),
+        ("proportional", {"mixture_tokens": 1}, [900, 100, 0], [0.9, 0.1, 0]),
+    ],
+)
+def test_shares_follow_weights_caps_and_temperature(mixture, keys, sizes, shares):
+    assert compute_mixture(replace(CONFIG, mixture=mixture, **keys), sizes) == pytest.approx(shares)
 
 
 def test_no_source_is_read_more_often_than_the_cap():

@@ -3,11 +3,9 @@
 import copy
 import json
 import random
-from collections import Counter
 
 import pytest
-from datatrove.data import Document
-from tests.corpus.texts import make_text, word_ngrams
+from tests.corpus.texts import apply, make_text, word_ngrams
 
 from recipes_lib.corpus.decontamination import Decontamination, Index, read_items
 from recipes_lib.errors import DataError
@@ -28,8 +26,7 @@ def benchmark(tmp_path):
 
 
 def judge(benchmark, text, size=13, excises=False):
-    step, document = Decontamination([benchmark], size, excises=excises), Document(text=text, id="1")
-    reason = step.apply(document, found := Counter())
+    reason, document, found = apply(Decontamination([benchmark], size, excises=excises), text)
     return reason, document.text, found
 
 

@@ -1,4 +1,4 @@
-"""Personal data: what validators accept and refuse, and precision and recall over planted texts."""
+"""Personal data: what is masked alone and what is left, in texts and in whole corpora."""
 
 import json
 import random
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from datatrove.data import Document
-from tests.corpus.texts import make_text, read_corpus
+from tests.corpus.texts import read_corpus
 
 from recipes_lib.config.corpus_keys import PII_KINDS, CorpusConfig
 from recipes_lib.config.values import SECRET, SECRET_HINTS
@@ -61,22 +61,6 @@ def test_it_is_left(text):
     assert not found
 
 
-def test_precision_and_recall_over_planted_texts():
-    random_ = random.Random(0)
-    expected, masked = Counter(), Counter()
-    for _ in range(300):
-        kind, text = random_.choice(FOUND)
-        decoys = random_.sample(LEFT, 3)
-        words = [make_text(random_, 5), text, make_text(random_, 5), *decoys]
-        random_.shuffle(words)
-        found = Counter()
-        result = mask(" ; ".join(words), PII_KINDS, found)
-        masked += found
-        expected[kind] += 1
-        assert all(decoy in result for decoy in decoys)
-    assert masked == expected
-
-
 def luhn_reference(digits):
     total = 0
     for place, digit in enumerate(reversed(digits)):
@@ -113,11 +97,8 @@ def test_a_document_may_be_dropped():
 
 def test_nothing_that_was_masked_is_left_anywhere_in_the_corpus(tmp_path):
     mail, key, end = "ada@example.org", "-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"
-    arguments = {"to": mail, "more": [mail]}
-    call = {
-        "role": "assistant",
-        "tool_calls": [{"type": "function", "function": {"name": "s", "arguments": arguments}}],
-    }
+    function = {"name": "s", "arguments": {"to": mail, "more": [mail]}}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
     rows = {
         "chat": [
             {"messages": [{"role": "user", "content": f"write to {mail}"}, call], "author": mail, "id": f"1 {mail}"},
@@ -152,14 +133,8 @@ def test_no_sample_of_a_report_quotes_personal_data(tmp_path, mode):
     rows = [{"text": text, "id": f"{mail} {at}"} for at, text in enumerate([*texts, texts[1]])]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = {"name": str(tmp_path / "rows.jsonl"), "kind": "web"}
-    changes = {
-        "web": {
-            "gopher_repetition": "off",
-            "c4_quality": "off",
-            "fineweb_quality": "off",
-            "gopher_quality": {"min_stop_words": 0},
-        }
-    }
+    off = dict.fromkeys(("gopher_repetition", "c4_quality", "fineweb_quality"), "off")
+    changes = {"web": {**off, "gopher_quality": {"min_stop_words": 0}}}
     out = tmp_path / "out"
     lines = {"repeated_lines": "apply", "repeated_lines_min_documents": 2, "near_duplicates_threshold": 0.5}
     keys = {"sources": [source], "output_dir": str(out), "quality_thresholds": changes, "workers": 1, **lines}

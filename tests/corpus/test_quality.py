@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from datatrove.data import Document
 from datatrove.pipeline.filters import FineWebQualityFilter, GopherQualityFilter, GopherRepetitionFilter
-from tests.corpus.texts import ENGLISH, make_text
+from tests.corpus.texts import ENGLISH, apply, make_text
 
 from recipes_lib.corpus.documents import Apply, Ledger
 from recipes_lib.corpus.quality import (
@@ -23,8 +23,8 @@ from recipes_lib.errors import ConfigError
 
 
 def judge(text, kind="web", changes=None):
-    document = Document(text=text, id="1")
-    return Quality(choose_thresholds(kind, changes)).apply(document, Counter()), document.text
+    reason, document, _ = apply(Quality(choose_thresholds(kind, changes)), text)
+    return reason, document.text
 
 
 @pytest.mark.parametrize(

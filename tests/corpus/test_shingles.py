@@ -82,15 +82,6 @@ def test_candidates_follow_the_s_curve(similarity):
     assert abs(found / num - expected) < 4 * np.sqrt(expected * (1 - expected) / num) + 0.03
 
 
-def test_one_hash_a_band_estimates_jaccard():
-    random_ = np.random.default_rng(1)
-    minhash = MinHash(1000, 1, seed=2)
-    for similarity in (0.2, 0.5, 0.9):
-        first, second = make_pair(random_, similarity, 2000)
-        share = (minhash.compute_keys(first) == minhash.compute_keys(second)).mean()
-        assert abs(share - similarity) < 5 * np.sqrt(similarity * (1 - similarity) / 1000)
-
-
 def test_keys_do_not_depend_on_order_repetition_or_blocks():
     values = np.random.default_rng(0).integers(0, 1 << 32, 30_000).astype(np.uint32)
     minhash = MinHash(14, 8, seed=1)

@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datatrove.data import Document
-from tests.corpus.texts import ENGLISH, GERMAN, make_text
+from tests.corpus.texts import ENGLISH, GERMAN, apply, make_text
 
+from recipes_lib.corpus import text_classifier
 from recipes_lib.corpus.text_classifier import (
     SETTINGS_FILE,
     WEIGHTS_FILE,
@@ -47,6 +48,14 @@ def plant_all(labels, number=200, seed=0):
     return {label: plant(label, number, seed + at) for at, label in enumerate(labels)}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_buckets():
+    """Weights of a thousandth of the size, which are learnt in less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_classifier, "_BUCKETS", 1 << 14)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("a classifier")
@@ -54,15 +63,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def apply(step, text):
-    document = Document(text=text, id="1")
-    reason = step.apply(document, found := Counter())
-    return reason, document, found
-
-
-@pytest.mark.parametrize(
-    "labels", [["good", "bad"], pytest.param(["good", "bad", "code"], marks=pytest.mark.slow)], ids=len
-)
+@pytest.mark.parametrize("labels", [["good", "bad"], ["good", "bad", "code"]], ids=len)
 def test_planted_classes_are_found(labels) -> None:
     classifier = train_classifier(plant_all(labels))
     found = evaluate_classifier(classifier.score, plant_all(labels, 100, seed=9))
@@ -92,7 +93,7 @@ def test_probabilities_are_those_of_scikit_learn() -> None:
         texts = plant_all(labels, 30)
         classifier = train_classifier(texts)
         rows, targets = zip(*((text, label) for label, those in texts.items() for text in those), strict=True)
-        hashed = HashingVectorizer(n_features=1 << 20, ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
+        hashed = HashingVectorizer(n_features=1 << 14, ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
         model = LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000).fit(hashed.transform(rows), targets)
         unseen = [text for those in plant_all(labels, 20, seed=7).values() for text in those]
         expected = model.predict_proba(hashed.transform(unseen))

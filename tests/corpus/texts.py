@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from datatrove.data import Document
 
 WORDS = [
     f"{start}{middle}{end}" for start in "bdfgklmnprst" for middle in "aeiou" for end in ("", "n", "r", "st", "lo")
@@ -29,6 +32,12 @@ def make_text(random_: random.Random, num_words: int) -> str:
     """Return distinct sentences of made-up words."""
     words = [random_.choice(WORDS) + random_.choice(WORDS) for _ in range(num_words)]
     return " ".join(words)
+
+
+def apply(step: Any, text: str, **metadata: Any) -> tuple[str | None, Document, Counter[str]]:
+    """Apply a step to a document: the reason of its removal, the document, and what was found."""
+    document, found = Document(text=text, id="1", metadata=metadata), Counter[str]()
+    return step.apply(document, found), document, found
 
 
 def write_rows(path: Path, texts: Iterable[str]) -> Path:

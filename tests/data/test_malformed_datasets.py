@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,8 +25,8 @@ def line(row: object) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
 
-def chat(*messages: object, **columns: object) -> bytes:
-    return line({"messages": list(messages), **columns})
+def chat(*messages: object, **columns: object) -> dict[str, object]:
+    return {"messages": list(messages), **columns}
 
 
 def user(content: object = "Hi") -> dict[str, object]:
@@ -37,6 +37,10 @@ def assistant(content: object = "Hello", **keys: object) -> dict[str, object]:
     return {"role": "assistant", "content": content, **keys}
 
 
+def calling(arguments: object) -> dict[str, object]:
+    return assistant(tool_calls=[{"function": {"name": "f", "arguments": arguments}}])
+
+
 def parquet(table: pa.Table) -> bytes:
     file = io.BytesIO()
     pq.write_table(table, file)
@@ -44,12 +48,17 @@ def parquet(table: pa.Table) -> bytes:
 
 
 def find_problems(path: Path) -> Sequence[Problem]:
-    """Read a file; any other exception than a DataError fails the test, as do no rows without a problem."""
+    """Read a file; any other exception than a DataError fails the test, as do no rows without a problem.
+
+    Every problem has a place in the file and a remedy.
+    """
+    problems: Sequence[Problem] = []
     try:
         assert list(read_rows(load_source(str(path))))
     except DataError as error:
-        return error.problems
-    return []
+        problems = error.problems
+    assert all(problem.where.startswith(str(path)) and problem.remedy for problem in problems)
+    return problems
 
 
 def arrow(table: pa.Table) -> bytes:
@@ -83,7 +92,7 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "null per line": ("d.jsonl", GOOD + b"null\n", ":2", "null, not an object"),
     "array among objects": ("d.jsonl", GOOD + b'["text"]\n', ":2", "a list, not an object"),
     "repeated key": ("d.jsonl", GOOD + b'{"text": "a", "text": "b"}\n', ":2", "'text' stands twice"),
-    "deep nesting": ("d.jsonl", GOOD + b"[" * 100_000 + b"\n", ":2", "nested too deeply"),
+    "deep nesting": ("d.jsonl", GOOD + b"[" * 100000 + b"\n", ":2", "nested too deeply"),
     "endless integer": ("d.jsonl", b'{"text": ' + b"1" * 5000 + b"}\n", ":1", "invalid JSON"),
     "latin-1": ("d.jsonl", GOOD + '{"text": "café"}\n'.encode("latin-1"), ":2", "byte 30"),
     "utf-16": ("d.jsonl", '{"text": "a"}\n'.encode("utf-16"), ":1", "UTF-16"),
@@ -124,162 +133,112 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "zstandard that is none": ("d.jsonl.zst", GOOD, "", "not a whole .zst file"),
     "unknown suffix": ("d.docx", b"PK", "", "unknown kind of file `.docx`"),
     "no suffix": ("d", GOOD, "", "unknown kind of file"),
-    "no known column": ("d.jsonl", line({"query": "a", "reply": "b"}), ":1", "match no layout"),
     "empty object": ("d.jsonl", b"{}\n", ":1", "none with a value"),
-    "all columns null": ("d.jsonl", line({"text": None, "messages": None}), ":1", "match no layout"),
-    "two layouts": ("d.jsonl", line({"text": "a", "messages": [user(), assistant()]}), ":1", "several layouts"),
-    "mixed layouts": ("d.jsonl", GOOD + chat(user(), assistant()), ":2", "`text` is missing"),
-    "empty messages": ("d.jsonl", chat(), ":1", "empty list"),
-    "messages as a string": ("d.jsonl", line({"messages": "Hi"}), ":1", "`messages` is not valid JSON"),
-    "messages as an object": ("d.jsonl", line({"messages": user()}), ":1", "an object, not a list"),
-    "arguments with NaN": (
-        "d.jsonl",
-        chat(user(), assistant(tool_calls=[{"function": {"name": "f", "arguments": '{"a": NaN}'}}])),
-        ":1",
-        "cannot be written as JSON",
-    ),
-    "function call without a name": ("d.jsonl", chat(user(), assistant(None, function_call={})), ":1", "no function"),
+    "mixed layouts": ("d.jsonl", GOOD + line(chat(user(), assistant())), ":2", "`text` is missing"),
+    "caption instead of columns": ("d.csv", b"sep=;\nprompt;completion\n", ":2", "match no layout"),
+    "half a surrogate pair": ("d.jsonl", GOOD + b'{"text": "\\ud83d"}\n', ":2", "surrogate"),
+    "NULs in text": ("d.txt", "ab".encode("utf-16-le"), ":1", "NUL"),
+    "empty text": ("d.jsonl", GOOD + line({"text": ""}), ":2", "`text` is empty"),
+}
+# a row that a file of one line has, words that the error must contain
+ROWS: dict[str, tuple[dict[str, object], str]] = {
+    "no known column": ({"query": "a", "reply": "b"}, "match no layout"),
+    "all columns null": ({"text": None, "messages": None}, "match no layout"),
+    "two layouts": ({"text": "a", "messages": [user(), assistant()]}, "several layouts"),
+    "empty messages": (chat(), "empty list"),
+    "messages as a string": ({"messages": "Hi"}, "`messages` is not valid JSON"),
+    "messages as an object": ({"messages": user()}, "an object, not a list"),
+    "arguments with NaN": (chat(user(), calling('{"a": NaN}')), "cannot be written as JSON"),
+    "function call without a name": (chat(user(), assistant(None, function_call={})), "no function"),
     "answers under another name that are judged": (
-        "d.jsonl",
-        line({"prompt": "a", "response": "b", "label": True}),
-        ":1",
+        {"prompt": "a", "response": "b", "label": True},
         "the boolean `label` says which answers are good",
     ),
-    "two questions": ("d.jsonl", line({"query": "a", "problem": "b", "answer": "c"}), ":1", "match no layout"),
-    "two answers": ("d.jsonl", line({"problem": "a", "solution": "b", "response": "c"}), ":1", "match no layout"),
-    "messages of a tree": (
-        "d.jsonl",
-        line({"message_id": "1", "role": "prompter", "text": "a"}),
-        ":1",
-        "one message of a conversation",
-    ),
-    "caption instead of columns": ("d.csv", b"sep=;\nprompt;completion\n", ":2", "match no layout"),
-    "message as a string": ("d.jsonl", chat("Hi"), ":1", "messages[0] is a string"),
-    "unknown role": ("d.jsonl", chat(user(), {"role": "robot", "content": "a"}), ":1", "unknown role 'robot'"),
-    "no role": ("d.jsonl", chat({"content": "a"}), ":1", "messages[0] has no role"),
-    "role is a number": ("d.jsonl", chat({"role": 1, "content": "a"}), ":1", "role is a number"),
-    "no content": ("d.jsonl", chat({"role": "user"}, assistant()), ":1", "messages[0].content is missing"),
-    "content is a number": ("d.jsonl", chat(user(3), assistant()), ":1", "content is a number"),
-    "null answer": ("d.jsonl", chat(user(), assistant(None)), ":1", "messages[1].content is missing"),
-    "empty answer": ("d.jsonl", chat(user(), assistant(" \n")), ":1", "messages[1].content is empty"),
-    "no assistant": ("d.jsonl", chat(user(), user()), ":1", "no assistant turn"),
-    "image": ("d.jsonl", chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), ":1", "`image_url`"),
-    "half a surrogate pair": ("d.jsonl", GOOD + b'{"text": "\\ud83d"}\n', ":2", "surrogate"),
-    "surrogate in a tool call": (
-        "d.jsonl",
-        chat(user(), assistant(tool_calls=[{"function": {"name": "f", "arguments": {"a": "\ud83d"}}}])),
-        ":1",
-        "surrogate",
-    ),
-    "NUL": ("d.jsonl", line({"text": "a\0b"}), ":1", "NUL character at position 1"),
-    "NULs in text": ("d.txt", "ab".encode("utf-16-le"), ":1", "NUL"),
-    "tool call without a name": ("d.jsonl", chat(user(), assistant(tool_calls=[{}])), ":1", "names no function"),
-    "arguments not JSON": (
-        "d.jsonl",
-        chat(user(), assistant(tool_calls=[{"function": {"name": "f", "arguments": "{"}}])),
-        ":1",
-        "not valid JSON",
-    ),
-    "tools not JSON": ("d.jsonl", chat(user(), assistant(), tools="[{"), ":1", "`tools` is not valid JSON"),
-    "tools an object": ("d.jsonl", chat(user(), assistant(), tools={"a": 1}), ":1", "`tools` is an object"),
-    "template variables a list": (
-        "d.jsonl",
-        chat(user(), assistant(), chat_template_kwargs=[1]),
-        ":1",
-        "not an object",
-    ),
-    "empty text": ("d.jsonl", GOOD + line({"text": ""}), ":2", "`text` is empty"),
-    "empty completion": ("d.jsonl", line({"prompt": "a", "completion": ""}), ":1", "`completion` is empty"),
-    "prompt is a number": ("d.jsonl", line({"prompt": 1, "completion": "a"}), ":1", "`prompt` is a number"),
-    "prompt text, completion chat": ("d.jsonl", line({"prompt": "a", "completion": [assistant()]}), ":1", "both"),
-    "completion of the user": ("d.jsonl", line({"prompt": [user()], "completion": [user()]}), ":1", "no assistant"),
-    "unknown sharegpt role": ("d.jsonl", line({"conversations": [{"from": "x", "value": "a"}]}), ":1", "role 'x'"),
-    "sharegpt value is null": ("d.jsonl", line({"conversations": [{"from": "gpt", "value": None}]}), ":1", "missing"),
+    "prompt without an answer": ({"prompt": "a", "n": 1}, "match no layout"),
+    "two questions": ({"query": "a", "problem": "b", "answer": "c"}, "match no layout"),
+    "two answers": ({"problem": "a", "solution": "b", "response": "c"}, "match no layout"),
+    "messages of a tree": ({"message_id": "1", "role": "prompter", "text": "a"}, "one message of a conversation"),
+    "message as a string": (chat("Hi"), "messages[0] is a string"),
+    "unknown role": (chat(user(), {"role": "robot", "content": "a"}), "unknown role 'robot'"),
+    "no role": (chat({"content": "a"}), "messages[0] has no role"),
+    "role is a number": (chat({"role": 1, "content": "a"}), "role is a number"),
+    "no content": (chat({"role": "user"}, assistant()), "messages[0].content is missing"),
+    "content is a number": (chat(user(3), assistant()), "content is a number"),
+    "null answer": (chat(user(), assistant(None)), "messages[1].content is missing"),
+    "empty answer": (chat(user(), assistant(" \n")), "messages[1].content is empty"),
+    "no assistant": (chat(user(), user()), "no assistant turn"),
+    "image": (chat(user([{"type": "image_url", "image_url": "x"}]), assistant()), "`image_url`"),
+    "surrogate in a tool call": (chat(user(), calling({"a": "\ud83d"})), "surrogate"),
+    "NUL": ({"text": "a\x00b"}, "NUL character at position 1"),
+    "tool call without a name": (chat(user(), assistant(tool_calls=[{}])), "names no function"),
+    "arguments not JSON": (chat(user(), calling("{")), "not valid JSON"),
+    "tools not JSON": (chat(user(), assistant(), tools="[{"), "`tools` is not valid JSON"),
+    "tools an object": (chat(user(), assistant(), tools={"a": 1}), "`tools` is an object"),
+    "template variables a list": (chat(user(), assistant(), chat_template_kwargs=[1]), "not an object"),
+    "text is a boolean": ({"text": True}, "`text` is a boolean, not a string"),
+    "empty completion": ({"prompt": "a", "completion": ""}, "`completion` is empty"),
+    "prompt is a number": ({"prompt": 1, "completion": "a"}, "`prompt` is a number"),
+    "prompt text, completion chat": ({"prompt": "a", "completion": [assistant()]}, "both"),
+    "completion of the user": ({"prompt": [user()], "completion": [user()]}, "no assistant"),
+    "unknown sharegpt role": ({"conversations": [{"from": "x", "value": "a"}]}, "role 'x'"),
+    "sharegpt value is null": ({"conversations": [{"from": "gpt", "value": None}]}, "missing"),
     "function call not JSON": (
-        "d.jsonl",
-        line({"conversations": [{"from": "function_call", "value": "f(x)"}]}),
-        ":1",
+        {"conversations": [{"from": "function_call", "value": "f(x)"}]},
         "conversations[0].value is not valid JSON",
     ),
     "two system prompts": (
-        "d.jsonl",
-        line({"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"}),
-        ":1",
+        {"conversations": [{"from": "system", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "c"},
         "`system` column and a system turn",
     ),
-    "alpaca without an answer": ("d.jsonl", line({"instruction": "a", "input": "", "output": ""}), ":1", "empty"),
-    "alpaca without a question": ("d.jsonl", line({"instruction": "", "input": "", "output": "a"}), ":1", "empty"),
-    "broken history": (
-        "d.jsonl",
-        line({"instruction": "a", "output": "b", "history": [["only"]]}),
-        ":1",
-        "history[0] is not a",
-    ),
-    "equal pair": ("d.jsonl", line({"prompt": "a", "chosen": "b", "rejected": "b"}), ":1", "are the same"),
-    "pair without a prompt": ("d.jsonl", line({"chosen": "a", "rejected": "b"}), ":1", "share no prompt"),
+    "alpaca without an answer": ({"instruction": "a", "input": "", "output": ""}, "empty"),
+    "alpaca without a question": ({"instruction": "", "input": "", "output": "a"}, "empty"),
+    "broken history": ({"instruction": "a", "output": "b", "history": [["only"]]}, "history[0] is not a"),
+    "equal pair": ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
+    "pair without a prompt": ({"chosen": "a", "rejected": "b"}, "share no prompt"),
     "pair of dialogues without a prompt": (
-        "d.jsonl",
-        line({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"}),
-        ":1",
+        {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: c\n\nAssistant: b"},
         "share no prompt",
     ),
     "pair of dialogues that part early": (
-        "d.jsonl",
-        line({"chosen": "\n\nAssistant: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nAssistant: d"}),
-        ":1",
+        {"chosen": "\n\nAssistant: a\n\nHuman: b\n\nAssistant: c", "rejected": "\n\nAssistant: d"},
         "`chosen` has further turns",
     ),
     "pair of dialogues without an answer": (
-        "d.jsonl",
-        line({"chosen": "\n\nHuman: a\n\nAssistant: ", "rejected": "\n\nHuman: a\n\nAssistant: b"}),
-        ":1",
+        {"chosen": "\n\nHuman: a\n\nAssistant: ", "rejected": "\n\nHuman: a\n\nAssistant: b"},
         "`chosen` is empty",
     ),
     "pair beside a conversation with its answer": (
-        "d.jsonl",
-        line({"conversations": [user(), assistant()], "chosen": "a", "rejected": "b"}),
-        ":1",
+        {"conversations": [user(), assistant()], "chosen": "a", "rejected": "b"},
         "several layouts",
     ),
-    "question of white space": ("d.jsonl", line({"question": "", "answer": "a"}), ":1", "`question` is empty"),
+    "question of white space": ({"question": "", "answer": "a"}, "`question` is empty"),
     "answers that are judged": (
-        "d.jsonl",
-        line({"prompt": "a", "completion": "b", "label": True}),
-        ":1",
+        {"prompt": "a", "completion": "b", "label": True},
         "the boolean `label` says which answers are good",
     ),
     "chats that are judged": (
-        "d.jsonl",
-        line({"messages": [user(), assistant()], "kto_tag": False}),
-        ":1",
+        {"messages": [user(), assistant()], "kto_tag": False},
         "the boolean `kto_tag` says which answers are good",
     ),
-    "pair of two kinds": ("d.jsonl", line({"chosen": "a", "rejected": [assistant()]}), ":1", "both"),
+    "pair of two kinds": ({"chosen": "a", "rejected": [assistant()]}, "both"),
     "pair without a common prompt": (
-        "d.jsonl",
-        line({"chosen": [user("a"), assistant()], "rejected": [user("b"), assistant()]}),
-        ":1",
+        {"chosen": [user("a"), assistant()], "rejected": [user("b"), assistant()]},
         "share no prompt",
     ),
     "pair whose users differ": (
-        "d.jsonl",
-        line({"chosen": [user(), user("a"), assistant()], "rejected": [user(), user("b"), assistant()]}),
-        ":1",
+        {"chosen": [user(), user("a"), assistant()], "rejected": [user(), user("b"), assistant()]},
         "does not continue with an assistant turn",
     ),
     "pair of which one is cut": (
-        "d.jsonl",
-        line({"chosen": [user(), assistant()], "rejected": [user()]}),
-        ":1",
+        {"chosen": [user(), assistant()], "rejected": [user()]},
         "`rejected` does not continue",
     ),
     "pair that repeats its prompt": (
-        "d.jsonl",
-        line({"prompt": [user()], "chosen": [user(), assistant("a")], "rejected": [user(), assistant("b")]}),
-        ":1",
+        {"prompt": [user()], "chosen": [user(), assistant("a")], "rejected": [user(), assistant("b")]},
         "`chosen` repeats `prompt`",
     ),
 }
+FILES |= {kind: ("d.jsonl", line(row), ":1", words) for kind, (row, words) in ROWS.items()}
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -287,76 +246,32 @@ def test_a_broken_file_is_one_error_with_place_and_remedy(kind: str, tmp_path: P
     name, content, place, words = FILES[kind]
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(DataError) as caught:
-        list(read_rows(load_source(str(path))))
-    (problem,) = caught.value.problems
+    (problem,) = find_problems(path)
     assert problem.where == f"{path}{place}"
     assert words in str(problem)
-    assert problem.remedy
 
 
-def make_mixed_folder(folder: Path) -> None:
-    (folder / "a.jsonl").write_bytes(GOOD)
-    (folder / "b.csv").write_bytes(b"text\na\n")
-
-
-def make_folder_without_data(folder: Path) -> None:
-    (folder / ".hidden.jsonl").write_bytes(GOOD)
-    (folder / "README.md").write_text("about")
-    (folder / "cat.png").write_bytes(b"PNG")
-
-
-def make_folder_with_a_stray_file(folder: Path) -> None:
-    (folder / "train.jsonl").write_bytes(GOOD)
-    (folder / "other.jsonl").write_bytes(GOOD)
-
-
-def make_folder_of_two_meanings(folder: Path) -> None:
-    (folder / "train-test.jsonl").write_bytes(GOOD)
-
-
-def make_folder_with_a_broken_file(folder: Path) -> None:
-    (folder / "a.jsonl").write_bytes(GOOD)
-    (folder / "b.jsonl").write_bytes(GOOD + b"{\n")
-
-
-def make_folder_of_tests_alone(folder: Path) -> None:
-    (folder / "test.jsonl").write_bytes(GOOD)
-
-
-def make_broken_saved_dataset(folder: Path) -> None:
-    (folder / "state.json").write_text("{}")
-    (folder / "dataset_info.json").write_text("{}")
-
-
-def make_saved_dataset_without_its_data(folder: Path) -> None:
-    import datasets
-
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(folder))
-    next(folder.glob("*.arrow")).write_bytes(b"nothing")
-
-
-FOLDERS: dict[Callable[[Path], None], str] = {
-    make_mixed_folder: "mixes kinds of files: a.jsonl, b.csv",
-    make_folder_without_data: "no data file",
-    make_folder_with_a_stray_file: "`other.jsonl` belongs to no split, and `train.jsonl` to train",
-    make_folder_of_two_meanings: "belongs to test and train",
-    make_folder_with_a_broken_file: "b.jsonl:2: invalid JSON",
-    make_folder_of_tests_alone: "no split `train`; found `test`",
-    make_broken_saved_dataset: "saved dataset",
-    make_saved_dataset_without_its_data: "saved dataset",
+FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
+    "two kinds": ({"a.jsonl": GOOD, "b.csv": b"text\na\n"}, "mixes kinds of files: a.jsonl, b.csv"),
+    "no data": ({".hidden.jsonl": GOOD, "README.md": b"about", "cat.png": b"PNG"}, "no data file"),
+    "a stray file": (
+        {"train.jsonl": GOOD, "other.jsonl": GOOD},
+        "`other.jsonl` belongs to no split, and `train.jsonl` to train",
+    ),
+    "two meanings": ({"train-test.jsonl": GOOD}, "belongs to test and train"),
+    "a broken file": ({"a.jsonl": GOOD, "b.jsonl": GOOD + b"{\n"}, "b.jsonl:2: invalid JSON"),
+    "tests alone": ({"test.jsonl": GOOD}, "no split `train`; found `test`"),
+    "an empty saved dataset": ({"state.json": b"{}", "dataset_info.json": b"{}"}, "saved dataset"),
 }
 
 
-@pytest.mark.parametrize("make", FOLDERS, ids=lambda make: make.__name__)
-def test_a_broken_folder_is_one_error_with_place_and_remedy(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path)
-    with pytest.raises(DataError) as caught:
-        list(read_rows(load_source(str(tmp_path))))
-    (problem,) = caught.value.problems
-    assert problem.where.startswith(str(tmp_path))
-    assert FOLDERS[make] in str(problem)
-    assert problem.remedy
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_broken_folder_is_one_error_with_place_and_remedy(kind: str, tmp_path: Path) -> None:
+    files, words = FOLDERS[kind]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (problem,) = find_problems(tmp_path)
+    assert words in str(problem)
 
 
 def test_a_file_that_may_not_be_read_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,9 +303,7 @@ def test_a_line_without_end_is_one_error(tmp_path: Path, monkeypatch: pytest.Mon
 def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"d{suffix}"
     path.write_bytes(content)
-    for problem in find_problems(path):
-        assert problem.where.startswith(str(path))
-        assert problem.remedy
+    find_problems(path)
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -398,9 +311,7 @@ def test_random_bytes_are_rows_or_one_error(suffix: str, content: bytes, tmp_pat
 def test_damaged_parquet_is_rows_or_one_error(position: int, damage: bytes, tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     path.write_bytes(PARQUET[:position] + damage + PARQUET[position + len(damage) :])
-    for problem in find_problems(path):
-        assert problem.where.startswith(str(path))
-        assert problem.remedy
+    find_problems(path)
 
 
 SMALL_ARROW = arrow(pa.table({"messages": [[user(), assistant()]] * 3, "score": [0.5, None, 2.0]}))
@@ -411,9 +322,7 @@ def test_no_damaged_length_or_offset_of_an_arrow_file_ends_the_process(damage: b
     for position in range(0, len(SMALL_ARROW), 4):
         path = tmp_path / "d.arrow"
         path.write_bytes(SMALL_ARROW[:position] + damage + SMALL_ARROW[position + len(damage) :])
-        for problem in find_problems(path):
-            assert problem.where.startswith(str(path))
-            assert problem.remedy
+        find_problems(path)
 
 
 def test_no_damaged_offset_of_a_saved_dataset_ends_the_process(tmp_path: Path) -> None:
@@ -424,9 +333,7 @@ def test_no_damaged_offset_of_a_saved_dataset_ends_the_process(tmp_path: Path) -
     whole = path.read_bytes()
     for position in range(0, len(whole), 4):
         path.write_bytes(whole[:position] + b"\x00\x00\x00\x80" + whole[position + 4 :])
-        for problem in find_problems(tmp_path):
-            assert problem.where.startswith(str(tmp_path))
-            assert problem.remedy
+        find_problems(tmp_path)
 
 
 JSON = st.recursive(
@@ -448,6 +355,4 @@ COLUMNS += ("chosen", "rejected", "system", "tools", "chat_template_kwargs")
 def test_any_object_is_a_row_or_one_error(row: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_bytes(line(row))
-    for problem in find_problems(path):
-        assert problem.where == f"{path}:1"
-        assert problem.remedy
+    assert all(problem.where == f"{path}:1" for problem in find_problems(path))

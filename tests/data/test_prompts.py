@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,12 @@ FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("Four.", "Five
 
 @pytest.fixture
 def load(tmp_path, tiny_tokenizer):
-    def load_rows(rows, **keys):
+    def load_rows(rows, held_out=(), **keys):
         path = tmp_path / "prompts.jsonl"
         write_rows(path, rows)
+        if held_out:
+            write_rows(tmp_path / "held_out.jsonl", held_out)
+            keys["dataset_test_split"] = tmp_path / "held_out.jsonl"
         given = {
             "model_name_or_path": "owner/model",
             "dataset_name": path,
@@ -85,22 +87,18 @@ def test_a_prompt_may_stand_in_a_column_of_another_name(load):
 
 @pytest.mark.parametrize("is_chat_first", [False, True])
 @pytest.mark.parametrize("is_held_out", [False, True])
-def test_texts_among_chats_are_refused_once_for_all(load, tmp_path, is_chat_first, is_held_out):
+def test_texts_among_chats_are_refused_once_for_all(load, is_chat_first, is_held_out):
     rows = [{"prompt": "Once upon a time"}, {"prompt": QUESTION}][:: -1 if is_chat_first else 1]
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps(rows[1]) + "\n")
     words = r"1 prompts are plain text, first .*\.jsonl:\d, and 1 are chats, first .*\.jsonl:\d"
     with pytest.raises(DataError, match=words) as caught:
-        load(rows[:1] if is_held_out else rows, **({"dataset_test_split": held_out} if is_held_out else {}))
+        load(rows[:1] if is_held_out else rows, rows[1:] if is_held_out else ())
     assert len(caught.value.problems) == 1
 
 
-def test_every_prompt_has_the_columns_of_all(load, tmp_path):
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps({"prompt": "c", "hint": "h"}) + "\n")
+def test_every_prompt_has_the_columns_of_all(load):
     rows = [{"prompt": "a", "level": 1}, {"prompt": "b", "answer": "2"}]
     for given in (rows, rows[::-1]):
-        data = load(given, dataset_test_split=held_out)
+        data = load(given, [{"prompt": "c", "hint": "h"}])
         columns = {prompt.content: prompt.columns for prompt in (*data.train, *data.eval)}
         assert columns == {
             "a": {"level": 1, "answer": None, "hint": None},
@@ -128,10 +126,8 @@ def test_a_line_break_that_a_template_trains_on_ends_no_answer(load, tiny_tokeni
     assert load([{"messages": [*QUESTION, FOUR]}]).terminators == [tiny_tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
-def test_a_held_out_prompt_may_be_the_longest(load, tmp_path):
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps({"prompt": "Once upon a time there was a king"}) + "\n")
-    data = load([{"prompt": "Once"}], dataset_test_split=str(held_out))
+def test_a_held_out_prompt_may_be_the_longest(load):
+    data = load([{"prompt": "Once"}], [{"prompt": "Once upon a time there was a king"}])
     assert data.max_length == len(data.eval[0].input_ids) + 10 > len(data.train[0].input_ids) + 10
 
 
@@ -149,13 +145,11 @@ def test_prompts_are_held_out_and_never_trained_on(load):
     assert data.record["num_prompts"] == 16
 
 
-def test_a_held_out_prompt_that_is_trained_on_is_refused(load, tmp_path):
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps({"prompt": "Question 1"}) + "\n")
+def test_a_held_out_prompt_that_is_trained_on_is_refused(load):
     rows = [{"prompt": f"Question {n}"} for n in range(3)]
     with pytest.raises(DataError, match="ask what held-out rows ask"):
-        load(rows, dataset_test_split=held_out)
-    assert len(load(rows, dataset_test_split=held_out, allow_eval_overlap=True).eval) == 1
+        load(rows, rows[1:2])
+    assert len(load(rows, rows[1:2], allow_eval_overlap=True).eval) == 1
 
 
 def test_what_is_too_long_is_an_error_or_left_out(load):

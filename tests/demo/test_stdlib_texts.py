@@ -17,7 +17,6 @@ from recipes_lib.demo.stdlib_texts import (
     load_modules,
     parse_module,
     split_texts,
-    standard_library,
 )
 from recipes_lib.errors import DataError
 
@@ -46,7 +45,6 @@ def undocumented():
 
 def test_a_module_is_taken_apart_without_being_run():
     module = parse_module("boxes", (SOURCE + "raise SystemExit('must not run')\n").encode())
-    assert module is not None
     assert module.docstring == "A module."
     by_name = {definition.name: definition for definition in module.definitions}
     assert set(by_name) == {"Box", "size", "fill"}
@@ -64,10 +62,8 @@ def test_what_this_python_cannot_read_is_left_out(data):
     assert parse_module("hostile", data) is None
 
 
-def test_a_lone_surrogate_in_a_docstring_can_still_be_written(tmp_path):
-    module = parse_module("odd", b'"""A lone \\ud800 half."""\n')
-    assert module is not None
-    (tmp_path / "text").write_text(module.docstring, encoding="utf-8")
+def test_a_lone_surrogate_in_a_docstring_can_still_be_written():
+    assert parse_module("odd", b'"""A lone \\ud800 half."""\n').docstring.encode()
 
 
 def many_modules(tmp_path):
@@ -113,12 +109,6 @@ def test_a_library_without_sources_is_one_clear_error(tmp_path):
         load_modules([tmp_path])
 
 
-def test_this_pythons_own_library_is_enough():
-    modules = load_modules(standard_library())
-    assert len(modules) > 200
-    assert any(module.held_out for module in modules)
-
-
 def test_a_definition_is_cut_where_python_ends_its_lines_and_after_a_few_of_its_body():
     body = "".join(f"        step_{number}()\n" for number in range(20))
     source = f'x = "\x0c \x1c \u2028"\nclass C:\n    def f(self):\n        """Do it."""\n{body}'
@@ -150,11 +140,6 @@ def test_the_split_depends_on_the_name_alone():
 HELD_OUT, TRAINED_ON = "collections", "heapq"  # by their names, see test_corpus
 
 
-@pytest.fixture(scope="module")
-def chats():
-    return build_chats(load_modules(standard_library()), seed=0)
-
-
 def ask_about(source):
     module = parse_module("a_module", source.encode())
     assert not module.held_out
@@ -177,7 +162,7 @@ def test_the_held_out_questions_are_about_what_training_never_names(chats):
     def documentation(side):
         return {chat.prompt for chat in side if "documentation says" in chat.prompt}
 
-    assert len(chats.held_out) == 1000
+    assert len(chats.held_out) == 1000, "this Python's own library is enough"
     assert names(chats.held_out)
     assert not names(chats.held_out) & names(chats.train)
     assert documentation(chats.held_out)
@@ -251,19 +236,12 @@ def test_what_it_does_is_the_verb_of_its_documentation(documentation, action):
     assert "Or not" not in question
 
 
-def test_documentation_without_a_known_verb_is_not_asked_about():
+def test_documentation_without_a_known_verb_is_not_asked_about_and_a_long_one_fits_a_row():
     assert not any(question.startswith("What does it do?") for question in ask_about('def f():\n    """A thing."""\n'))
-
-
-def test_nothing_is_longer_than_a_row_of_the_demo():
     long = 'def f(a):\n    """Return ' + "é" * 500 + '."""\n'
     assert all(len(question.encode()) < 200 for question in ask_about(long))
 
 
 def test_the_first_held_out_chats_show_every_kind_of_question(chats):
     assert [chat.question for chat in chats.held_out[: len(QUESTIONS)]] == list(QUESTIONS)
-
-
-def test_no_module_no_chats():
-    chats = build_chats([Module("empty", "", ())], seed=0)
-    assert (chats.train, chats.held_out) == ([], [])
+    assert build_chats([Module("empty", "", ())], seed=0) == ([], [])

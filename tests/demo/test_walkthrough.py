@@ -3,21 +3,38 @@
 import io
 import json
 import shutil
-from collections import namedtuple
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from tests.forked import run_script
+from tests.rows import read_rows as read_lines
 from tests.rows import write_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes_lib.commands.clean import main as clean
 from recipes_lib.config.loader import parse_command
 from recipes_lib.corpus.decontamination import Index
 from recipes_lib.data.sources.canonical import load_source, read_rows
+from recipes_lib.data.sources.formats import canonicalize, detect_format
 from recipes_lib.demo import walkthrough as run
+from recipes_lib.demo.stdlib_texts import QUESTIONS, Chat, build_chats, parse_module
+from recipes_lib.demo.walkthrough import (
+    VOCAB_SIZE,
+    ask,
+    build_pairs,
+    build_tokenizer,
+    save_student,
+    save_tokenizer,
+    shorten,
+)
 from recipes_lib.errors import ConfigError
+from recipes_lib.models.vocabulary import CHATML_TOKENS, EOS_TOKEN, PAD_TOKEN
 from recipes_lib.pipelines.pipeline import load_pipeline
+from recipes_lib.rl.verifiers import exact_match
 
 PIPELINE = Path(__file__).parents[2] / "recipes" / "pipelines" / "demo.yaml"
 
@@ -62,7 +79,7 @@ def test_the_first_stage_cleans_what_the_demo_wrote(started, monkeypatch, capsys
     stage = load_pipeline(PIPELINE).stages[0]
     clean([*stage.argv, "--workers", "1"])
     manifest = json.loads((folder / "corpus" / "corpus.json").read_text())
-    held_out = [json.loads(line)["text"] for line in Path("data/pretrain_held_out.jsonl").read_text().splitlines()]
+    held_out = [row["text"] for row in read_lines(Path("data/pretrain_held_out.jsonl"))]
     kept = [row.text for row in read_rows(load_source("corpus"))]
     assert manifest["documents"] == len(kept)
     index = Index(13)
@@ -155,46 +172,16 @@ def test_it_shows_what_the_stages_wrote_and_nothing_else(tmp_path, console):
     run.show_places(tmp_path, ["sft", "comparison"], console)
     shown = console.file.getvalue()
     assert "comparison/report.html" not in shown
-    for text in (
-        "babble",
-        "python",
-        "(nothing)",
-        "an [answer]",
-        "truth 1",
-        "7.50",
-        "4.25",
-        "10%",
-        "50%",
-        "Brief.",
-        "61%",
-        "53%",
-        "82%",
-        "0.31",
-        "56%",
-        "91%",
-        "accuracy is low",
-        "maybe  (reward -0.50)",
-        "sure  (reward 0.50)",
-        "-0.25",
-        "74%",
-        "1.75",
-        "2.150",
-        "2.400",
-        "2.350",
-        "saves its student 0.050 bits, 20% of the way",
-        "report.html",
-    ):
+    words = "babble python (nothing) 7.50 4.25 10% 50% Brief. 61% 53% 82% 0.31 56% 91% -0.25 74% 1.75 2.150 2.400 2.350"
+    told = ("an [answer]", "truth 1", "accuracy is low", "maybe  (reward -0.50)", "sure  (reward 0.50)")
+    for text in (*words.split(), *told, "saves its student 0.050 bits, 20% of the way", "report.html"):
         assert text in shown
     assert "middle" not in shown
     assert "<|im" not in shown
     assert "\nquestion 3\n" in shown
-
-
-def test_a_reward_model_that_fails_no_gate_is_told_so(tmp_path, console):
-    (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "reward_report.json").write_text('{"failed_gates": []}')
     run.show_verdict(tmp_path, console)
-    assert console.file.getvalue().strip() == "May the reward model serve PPO? Yes, it passes every gate."
+    assert console.file.getvalue().endswith("\nMay the reward model serve PPO? Yes, it passes every gate.\n")
 
 
 def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
@@ -207,14 +194,102 @@ def test_the_snippet_at_the_end_runs(tiny_model_dir, tmp_path, console):
     assert run_script(script).returncode == 0
 
 
-def test_a_file_in_the_way_is_one_clear_error(tmp_path):
+def test_a_file_in_the_way_and_a_full_disk_are_told_before_anything_is_written(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written: Not a directory"):
         run.open_folder(tmp_path / "file")
-
-
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(5_000_000))
     with pytest.raises(ConfigError, match="needs 100 MB, and 5 MB are free"):
         run.open_folder(tmp_path)
+
+
+TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" * 3 for number in range(300)]
+TOKENIZER = build_tokenizer(TEXTS)
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_every_text_survives_the_tokenizer(text):
+    ids = TOKENIZER.encode(text, add_special_tokens=False, split_special_tokens=True)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_the_special_tokens_come_first_and_the_chat_template_ends_turns_with_one():
+    assert TOKENIZER.convert_tokens_to_ids([EOS_TOKEN, PAD_TOKEN, *CHATML_TOKENS]) == [0, 1, 2, 3]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    prompt = TOKENIZER.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert TOKENIZER.apply_chat_template(chat, tokenize=False) == prompt + "Ho<|im_end|>\n"
+
+
+def test_any_recipe_can_load_the_tokenizer_and_the_student_that_its_seed_decides(tmp_path):
+    num_tokens = save_tokenizer(tmp_path / "tokenizer", TEXTS)
+    sizes = [save_student(tmp_path / str(seed), tmp_path / "tokenizer", seed) for seed in (0, 1)]
+    first, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in "01")
+    assert first != other
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+    assert sizes == [student.num_parameters()] * 2
+    assert num_tokens == len(AutoTokenizer.from_pretrained(tmp_path / "0")) == student.config.vocab_size <= VOCAB_SIZE
+
+
+def asked(*answers, question=QUESTIONS[0]):
+    return [Chat(question, f"prompt {number}", answer) for number, answer in enumerate(answers)]
+
+
+def texts_of(pair):
+    return tuple(message["content"] for column in ("prompt", "chosen", "rejected") for message in pair[column])
+
+
+def test_a_brief_answer_is_the_word_or_two_that_matter():
+    line = "def _get(self, a, b=1)"
+    asked = build_chats([parse_module("heapq", f'{line}:\n    """Copy it."""\n'.encode())], seed=0).train
+    brief = {chat.prompt: chat.answer for chat in shorten(asked)}
+    assert brief == {
+        f"Briefly: What is `{line}`?": "A private method.",
+        f"Briefly: How many parameters does `{line}` have?": "Two.",
+        f"Briefly: Can `{line}` be called without arguments?": "No.",
+        'Briefly: What does it do? Its documentation says: "Copy it."': "Copies.",
+    }
+
+
+def test_every_answer_but_a_description_has_a_brief_form_that_it_contains(chats):
+    short = [chat for chat in chats.held_out if chat.question.brief]
+    assert {chat.question for chat in chats.held_out} - {chat.question for chat in short} == {QUESTIONS[3]}
+    for long, brief in zip(short, shorten(chats.held_out), strict=True):
+        assert brief.prompt == f"Briefly: {long.prompt}"
+        assert brief.answer.rstrip(".").lower() in long.answer.lower()
+        assert len(brief.answer) < len(long.answer)
+
+
+def test_the_chosen_answer_is_right_and_the_rejected_one_is_another_of_its_kind(chats):
+    right = {chat.prompt: chat for chat in chats.held_out}
+    answers = {(chat.question, chat.answer) for chat in chats.held_out}
+    rows = list(build_pairs(chats.held_out))
+    row_format = detect_format(rows[0], where="demo")
+    assert row_format.name == "preference"
+    assert all(canonicalize(row, row_format, "demo", number).rejected for number, row in enumerate(rows))
+    pairs = [texts_of(row) for row in rows]
+    assert len({prompt for prompt, _, _ in pairs}) == len(pairs) > 0.9 * len(chats.held_out)
+    for prompt, chosen, rejected in pairs:
+        assert chosen == right[prompt].answer != rejected
+        assert (right[prompt].question, rejected) in answers
+
+
+def test_each_answer_is_rejected_as_often_as_it_is_chosen(chats):
+    pairs = [texts_of(pair) for pair in build_pairs(chats.train[:1000])]
+    assert Counter((chosen, rejected) for _, chosen, rejected in pairs) == Counter(
+        (rejected, chosen) for _, chosen, rejected in pairs
+    )
+
+
+def test_pairs_stand_in_the_order_of_the_chats_and_only_the_lone_ones_are_missing():
+    pairs = [texts_of(pair) for pair in build_pairs(asked("a", "a", "b", "a", "c", "a"))]
+    places = {"prompt 0": ("a", "b"), "prompt 1": ("a", "c"), "prompt 2": ("b", "a"), "prompt 4": ("c", "a")}
+    assert pairs == [(prompt, *answers) for prompt, answers in places.items()]
+    assert not list(build_pairs([*asked("a"), *asked("b", question=QUESTIONS[1])])), "questions of other kinds"
+
+
+def test_a_question_is_a_row_of_prompts_that_a_verifier_can_judge(chats):
+    for chat in chats.held_out[:20]:
+        row = ask(chat)
+        assert row["prompt"] == chat.row["messages"][:1]
+        assert exact_match(completions=[chat.row["messages"][1:]], solution=[row["solution"]]) == [1.0]

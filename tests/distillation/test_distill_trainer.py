@@ -75,7 +75,7 @@ def test_the_figures_are_means_over_targets_and_add_up_to_the_loss(tiny_model_di
         student_dir, tiny_model_dir, tmp_path, make_packs(), **OBJECTIVE, logging_steps=1, gradient_accumulation_steps=2
     )
     trainer.train()
-    for log in recorder.logs:
+    for log in recorder.train_logs:
         expected = 0.3 * log["distillation/nll"] + 0.7 * 4 * log["distillation/divergence"]
         assert log["loss"] == pytest.approx(expected, rel=1e-4)
         assert 0 <= log["distillation/agreement"] <= 1

@@ -128,7 +128,7 @@ def test_from_oneself_there_is_nothing_to_learn(tiny_model_dir, tmp_path, loss) 
     keys = ALL | {"feature_loss": loss, "distillation_alpha": 0.0, "optim": "sgd", "max_steps": 2}
     trainer, recorder, _ = make_distiller(tiny_model_dir, tiny_model_dir, tmp_path, make_packs(), **keys)
     trainer.train()
-    for log in recorder.logs:
+    for log in recorder.train_logs:
         for part in WEIGHTS:
             assert abs(log[f"distillation/{part}"]) < 1e-6, part
     for step in recorder.steps:
@@ -168,7 +168,7 @@ def test_accumulating_changes_no_figure(tiny_model_dir, student_dir, tmp_path) -
             student_dir, tiny_model_dir, tmp_path / str(rows), make_packs(), **ALL, **cut
         )
         trainer.train()
-        logs.append(recorder.logs)
+        logs.append(recorder.train_logs)
     assert len(logs[0]) == 4
     for expected, got in zip(*logs, strict=True):
         for name in ("loss", "grad_norm", *(f"distillation/{part}" for part in WEIGHTS)):

@@ -179,7 +179,7 @@ def test_figures_of_answers_stand_apart_from_those_of_texts(tiny_model_dir, stud
     trainer.train()
     sampled = [trainer.answers.is_due(step) for step in range(4)]
     assert sum(sampled) == 2
-    for is_sampled, log in zip(sampled, recorder.logs, strict=True):
+    for is_sampled, log in zip(sampled, recorder.train_logs, strict=True):
         assert ("on_policy/divergence" in log) == is_sampled
         assert ("distillation/divergence" in log) == (not is_sampled)
         if is_sampled:

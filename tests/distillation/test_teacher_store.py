@@ -82,7 +82,7 @@ def test_any_number_of_tokens_comes_back(k: int) -> None:
 def train(student_dir: Path, teacher_dir: Path, folder: Path, **keys: Any) -> tuple[Any, list[Any]]:
     trainer, recorder, _ = make_distiller(student_dir, teacher_dir, folder, make_packs(), **OBJECTIVE | keys)
     trainer.train()
-    return trainer, recorder.logs
+    return trainer, recorder.train_logs
 
 
 def test_a_store_of_all_tokens_trains_as_the_live_teacher_does(tiny_model_dir, student_dir, tmp_path) -> None:

@@ -44,8 +44,8 @@ def test_two_processes_distil_as_one_does(
     keys = json.dumps(KEYS | LAYERS | TWO | more)
     run_forked("tests.training.students", student_dir, tiny_model_dir, two, keys)
     logs = json.loads((two / "logs.json").read_text())
-    assert len(logs) == len(recorder.logs) == 4
-    for expected, got in zip(recorder.logs, logs, strict=True):
+    assert len(logs) == len(recorder.train_logs) == 4
+    for expected, got in zip(recorder.train_logs, logs, strict=True):
         assert got.keys() == expected.keys()
         whose = "on_policy" if "on_policy/nll" in got else "distillation"
         assert {f"{whose}/{key.removesuffix('_weight')}" for key in LAYERS if "weight" in key} <= got.keys()

@@ -8,57 +8,32 @@ from pathlib import Path
 
 import pytest
 from tests import tiny
+from tests.rows import write_rows
 
 WORDS = ("sun", "dog", "bread", "river", "winter", "house", "city", "poem", "week")
-CHOICE = """
-task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/choice.jsonl, train: {folder}/choice.jsonl}}}}
-output_type: multiple_choice
-test_split: test
-fewshot_split: train
-num_fewshot: 1
-doc_to_text: "Q: {{{{{column}}}}}\\nA:"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: gold
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-metadata: {{version: 1.0}}
-"""
-WRITTEN = """
-task: local_written
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/written.jsonl}}}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{q}}}}"
-doc_to_target: "{{{{a}}}}"
-generation_kwargs: {{until: ["\\n"], max_gen_toks: 8}}
-metric_list: [{{metric: exact_match}}]
-metadata: {{version: 1.0}}
-"""
-ROLLING = """
-task: local_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/written.jsonl}}}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: "{{{{q}}}}"
-metric_list: [{{metric: bits_per_byte}}]
-metadata: {{version: 1.0}}
-"""
-GROUP = """
-group: local_group
-task: [local_choice, local_other]
-aggregate_metric_list: [{metric: acc, weight_by_size: true}]
-"""
-CODE = """
-task: local_code
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/code.jsonl}}}}
-include: {own}/humaneval_sandboxed.yaml
-generation_kwargs: {{until: ["\\ndef"], max_gen_toks: 8}}
-"""
+CHOICE = {
+    "output_type": "multiple_choice",
+    "fewshot_split": "train",
+    "num_fewshot": 1,
+    "doc_to_text": "Q: {{q}}\nA:",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "gold",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+WRITTEN = {
+    "output_type": "generate_until",
+    "doc_to_text": "{{q}}",
+    "doc_to_target": "{{a}}",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+    "metric_list": [{"metric": "exact_match"}],
+}
+ROLLING = {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{q}}",
+    "metric_list": [{"metric": "bits_per_byte"}],
+}
+AVERAGED = [{"metric": "acc", "weight_by_size": True}]
 
 
 def write_tasks(folder: Path) -> Path:
@@ -73,18 +48,24 @@ def write_tasks(folder: Path) -> Path:
     written = [{"q": f"Say {word}, please", "a": word} for word in WORDS]
     code = [{"prompt": "def f():\n", "test": "def check(g):\n    assert g() == 1", "entry_point": "f"}]
     for name, rows in {"choice": choices, "written": written, "code": code}.items():
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", rows)
     (folder / "tasks").mkdir()
-    for name, text in {
-        "choice": CHOICE.format(name="local_choice", folder=folder, column="q"),
-        "other": CHOICE.format(name="local_other", folder=folder, column="q"),
-        "group": GROUP,
-        "broken": CHOICE.format(name="local_broken", folder=folder, column="q.missing.column"),
-        "written": WRITTEN.format(folder=folder),
-        "rolling": ROLLING.format(folder=folder),
-        "code": CODE.format(folder=folder, own=OWN_TASKS),
+    code_keys = {"include": f"{OWN_TASKS}/humaneval_sandboxed.yaml"}
+    code_keys["generation_kwargs"] = {"until": ["\ndef"], "max_gen_toks": 8}
+    for name, (data, keys) in {
+        "choice": ("choice", CHOICE),
+        "other": ("choice", CHOICE),
+        "broken": ("choice", {**CHOICE, "doc_to_text": "{{q.missing.column}}"}),
+        "written": ("written", WRITTEN),
+        "rolling": ("written", ROLLING),
+        "code": ("code", code_keys),
     }.items():
-        (folder / "tasks" / f"{name}.yaml").write_text(text)
+        files = dict.fromkeys(("test", "train"), f"{folder}/{data}.jsonl")
+        task = {"task": f"local_{name}", "dataset_path": "json", "dataset_kwargs": {"data_files": files}}
+        task |= {} if name == "code" else {"test_split": "test", "metadata": {"version": 1.0}}
+        (folder / "tasks" / f"{name}.yaml").write_text(json.dumps(task | keys))
+    group = {"group": "local_group", "task": ["local_choice", "local_other"], "aggregate_metric_list": AVERAGED}
+    (folder / "tasks" / "group.yaml").write_text(json.dumps(group))
     return folder / "tasks"
 
 

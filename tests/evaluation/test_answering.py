@@ -32,23 +32,17 @@ def test_batches_decide_nothing_and_numbers_decide(tiny_model_dir: Path) -> None
 
 def test_without_a_temperature_answers_are_those_of_greedy_generation(tiny_model_dir: Path) -> None:
     """transformers' ``generate`` on the prompt that the template makes."""
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(tiny_model_dir),
-        AutoTokenizer.from_pretrained(tiny_model_dir),
-    )
+    model, tokenizer = (kind.from_pretrained(tiny_model_dir) for kind in (AutoModelForCausalLM, AutoTokenizer))
     engine = load(tiny_model_dir, temperature=0.0)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in engine.sampling.stop_ids
     for chat, reply in zip(CHATS, engine.answer(CHATS, [0, 1, 2]), strict=True):
         prompt = f"<|im_start|>user\n{chat[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        made = model.generate(
-            ids, max_new_tokens=12, do_sample=False, eos_token_id=engine.sampling.stop_ids, pad_token_id=1
-        )[0, ids.shape[1] :]
+        stops, length = engine.sampling.stop_ids, ids.shape[1]
+        whole = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=stops, pad_token_id=1)
+        made = whole[0, length:]
         assert reply.text == tokenizer.decode(made, skip_special_tokens=True).strip()
-        assert (reply.num_prompt_tokens, reply.is_finished) == (
-            ids.shape[1],
-            bool(made[-1] in engine.sampling.stop_ids),
-        )
+        assert (reply.num_prompt_tokens, reply.is_finished) == (length, bool(made[-1] in stops))
 
 
 def test_a_chat_without_room_has_an_error_and_the_others_their_answers(tiny_model_dir: Path) -> None:

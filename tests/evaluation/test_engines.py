@@ -6,10 +6,8 @@ import json
 import math
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +18,8 @@ from lm_eval.models import api_models
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tenacity import wait_none
+from tests.evaluation.chat_endpoint import ChatEndpoint
+from tests.evaluation.test_harness import change_config
 from tests.forked import ROOT, Launch, run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,21 +33,38 @@ from recipes_lib.evaluation.harness import RECORD, SAMPLES, describe_model, eval
 FIGURES = ("scores", "num_questions", "num_cut", "num_empty", "prompts_hash")
 
 
-class Served(ThreadingHTTPServer):
-    """An OpenAI-compatible endpoint of a tiny model on the loopback, or one that is broken in a way."""
+BROKEN = {
+    "garbage": (200, "<html>"),
+    "empty": (200, "{}"),
+    "error": (404, "no such model"),
+    "key": (401, "null"),
+    "busy": (503, "null"),
+}
 
-    daemon_threads = True
+
+class Served:
+    """A tiny model behind an endpoint on the loopback, which may be broken in a way."""
 
     def __init__(self, model: Path) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
         self.network, self.tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-        self.broken, self.num_asked, self.num_busy, self.lock = "", 0, 0, threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_port}/v1/completions"
+        self.broken, self.num_asked, self.num_busy = "", 0, 0
+        self.server = ChatEndpoint(self.reply)
+        self.flags = ["--base_url", f"{self.server.url}/completions", "--tokenizer_name_or_path", str(model)]
+        self.chat_flags = ["--base_url", f"{self.server.url}/chat/completions"]
         self.interrupt: Callable[[], object] = lambda: None
-        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def handle_error(self, *_: Any) -> None:
-        """A client that has gone does not wait for its answer."""
+    def reply(self, asked: dict[str, Any]) -> tuple[int, dict[str, str], str]:
+        kind = {"Content-Type": "application/json"}
+        if self.num_busy:
+            self.num_busy -= 1
+            return 429, {"Retry-After": "17"}, ""
+        if self.broken in BROKEN:
+            status, text = BROKEN[self.broken]
+            return status, kind, text
+        told = self.answer(asked)
+        if self.broken == "nan":
+            told["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
+        return 200, kind, json.dumps(told)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         self.num_asked += 1
@@ -72,36 +89,12 @@ class Served(ThreadingHTTPServer):
         return {"index": at, "logprobs": {"token_logprobs": own, "top_logprobs": best}}
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Served
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            told: Any = self.server.answer(asked) if self.server.broken in ("", "nan", "limit") else None
-            is_busy, self.server.num_busy = self.server.num_busy > 0, self.server.num_busy - 1
-        if self.server.broken == "nan":
-            told["choices"][0]["logprobs"]["token_logprobs"] = [math.nan] * 200
-        body = {"garbage": b"<html>", "empty": b"{}", "error": b"no such model"}.get(
-            self.server.broken, json.dumps(told).encode()
-        )
-        self.send_response(429 if is_busy else {"error": 404, "key": 401, "busy": 503}.get(self.server.broken, 200))
-        if is_busy:
-            self.send_header("Retry-After", "17")
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
 @pytest.fixture
 def served(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
-    server = Served(model)
-    yield server
-    server.shutdown()
+    served = Served(model)
+    yield served
+    served.server.shutdown()
 
 
 def ask(place: str | Path, tasks: Path, output: Path, *flags: object, names: str = "local_choice,local_written") -> int:
@@ -118,8 +111,7 @@ def test_an_endpoint_has_the_scores_of_the_model_it_serves(
     served: Served, model: Path, tasks: Path, tmp_path: Path
 ) -> None:
     assert ask(model, tasks, tmp_path / "own") == 0
-    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model]
-    assert ask("name", tasks, tmp_path / "served", *flags) == 0
+    assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
     own, theirs = read(tmp_path / "own")["tasks"], read(tmp_path / "served")["tasks"]
     assert {name: [task[figure] for figure in FIGURES] for name, task in own.items()} == {
         name: [task[figure] for figure in FIGURES] for name, task in theirs.items()
@@ -132,18 +124,12 @@ def test_an_endpoint_has_the_scores_of_the_model_it_serves(
 def test_an_endpoint_s_questions_that_are_cut_are_counted(
     served: Served, model: Path, tasks: Path, tmp_path: Path
 ) -> None:
-    shorten(model)
-    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model]
-    assert ask("name", tasks, tmp_path / "served", *flags) == 0
+    change_config(model, max_position_embeddings=16)
+    assert ask("name", tasks, tmp_path / "served", *served.flags) == 0
     for task in read(tmp_path / "served")["tasks"].values():
         assert task["num_cut"] > 0
-    gen = ["--gen_kwargs", '{"max_gen_toks": 16}']
-    assert ask("name", tasks, tmp_path / "other", *flags, *gen, names="local_written") == 2
-
-
-def shorten(model: Path) -> None:
-    settings = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16}))
+    flags = [*served.flags, "--gen_kwargs", '{"max_gen_toks": 16}']
+    assert ask("name", tasks, tmp_path / "other", *flags, names="local_written") == 2
 
 
 @pytest.mark.parametrize(
@@ -159,19 +145,13 @@ def shorten(model: Path) -> None:
     ],
 )
 def test_what_an_endpoint_breaks_is_one_error(
-    served: Served,
-    model: Path,
-    tasks: Path,
-    tmp_path: Path,
-    broken: str,
-    told: str,
-    capsys: pytest.CaptureFixture[str],
+    served: Served, tasks: Path, tmp_path: Path, broken: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.broken = broken
     if broken == "gone":
-        served.shutdown()
-        served.server_close()
-    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--limit", 2]
+        served.server.shutdown()
+        served.server.server_close()
+    flags = [*served.flags, "--limit", 2]
     for _ in range(2):
         assert ask("name", tasks, tmp_path / "served", *flags, names="local_choice") == 2
         error = capsys.readouterr().err
@@ -186,7 +166,7 @@ def test_what_an_endpoint_breaks_is_one_error(
 def test_an_endpoint_of_chats_is_asked_by_messages(
     served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--base_url", served.url.replace("completions", "chat/completions")]
+    flags = served.chat_flags
     assert ask("name", tasks, tmp_path, *flags, names="local_written") == 2
     assert "write apply_chat_template: true" in capsys.readouterr().err
     assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template") == 2
@@ -194,28 +174,31 @@ def test_an_endpoint_of_chats_is_asked_by_messages(
     assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 0
     assert read(tmp_path)["tasks"]["local_written"]["scores"]["exact_match"]["value"] == 1
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
+    served.broken = "empty"  # A chat without choices is no empty answer.
+    assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
+    assert "has no answer to use: KeyError: 'choices'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
 def test_an_endpoint_says_how_long_to_wait(
-    served: Served, model: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
+    served: Served, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, concurrent: int
 ) -> None:
     waits: list[tuple[str | None, float]] = []
     monkeypatch.setattr(engines, "read_wait", lambda *asked: waits.append(asked) or 0)
-    served.broken, served.num_busy = "limit", 3
-    flags = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--num_concurrent", concurrent]
+    served.num_busy = 3
+    flags = [*served.flags, "--num_concurrent", concurrent]
     assert ask("name", tasks, tmp_path, *flags, names="local_written") == 0
     assert waits == [("17", 0.0)] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
 def test_an_interrupted_evaluation_resumes_to_the_same_answers(
-    served: Served, model: Path, tasks: Path, tmp_path: Path, number: signal.Signals
+    served: Served, tasks: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """While the endpoint is asked for the fifth time; ctrl-C tells one line and no traceback."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         pytest.skip("started in the background, where a shell has ctrl-C ignored")
-    flags: list[object] = ["--base_url", served.url, "--tokenizer_name_or_path", model, "--num_concurrent", 1]
+    flags: list[object] = [*served.flags, "--num_concurrent", 1]
     assert ask("name", tasks, tmp_path / "whole", *flags, names="local_written") == 0
     keys = ["--tasks", "local_written", "--include_path", tasks, "--use_cpu", "--output_dir", tmp_path / "out"]
     served.num_asked = 0
@@ -229,15 +212,6 @@ def test_an_interrupted_evaluation_resumes_to_the_same_answers(
     served.interrupt = lambda: None
     assert ask("name", tasks, tmp_path / "out", *flags, names="local_written") == 0
     assert (tmp_path / "out" / SAMPLES).read_bytes() == (tmp_path / "whole" / SAMPLES).read_bytes()
-
-
-def test_a_chat_without_choices_is_no_empty_answer(
-    served: Served, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    served.broken = "empty"
-    flags = ["--base_url", served.url.replace("completions", "chat/completions"), "--apply_chat_template"]
-    assert ask("name", tasks, tmp_path, *flags, names="local_written") == 2
-    assert "has no answer to use: KeyError: 'choices'" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_told_with_its_install(
@@ -306,16 +280,14 @@ def test_answers_of_every_process_of_an_earlier_launch_are_taken(
 
 @pytest.mark.parametrize("way", ["adapter", "base", "tokenizer"])
 def test_what_decides_answers_is_in_the_fingerprint(model: Path, tmp_path: Path, way: str) -> None:
-    network = AutoModelForCausalLM.from_pretrained(model)
-    config = EvalConfig(model_name_or_path=str(tmp_path / "adapter"), tokenizer_name_or_path=str(model))
-    peft = get_peft_model(network, LoraConfig(target_modules=["q_proj"], r=2))
-    peft.peft_config["default"].base_model_name_or_path = str(model)
-    peft.save_pretrained(tmp_path / "adapter")
+    folder = save_adapter(model, tmp_path / "adapter")
+    config = EvalConfig(model_name_or_path=str(folder), tokenizer_name_or_path=str(model))
     before = describe_model(config)
+    (model / "README.md").write_text("a card decides nothing")
     assert describe_model(config) == before
     if way == "adapter":
-        peft.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight.data += 1
-        peft.save_pretrained(tmp_path / "adapter")
+        path = folder / "adapter_model.safetensors"
+        save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path)
     elif way == "base":
         base = AutoModelForCausalLM.from_pretrained(model)
         base.model.norm.weight.data[0] += 1
@@ -328,7 +300,7 @@ def test_what_decides_answers_is_in_the_fingerprint(model: Path, tmp_path: Path,
 
 @pytest.mark.multiprocess
 def test_two_processes_share_the_questions(model: Path, tasks: Path, tmp_path: Path) -> None:
-    shorten(model)
+    change_config(model, max_position_embeddings=16)
     names = "local_choice,local_written,local_rolling"
     assert ask(model, tasks, tmp_path / "one", "--num_fewshot", 0, "--limit", 7, names=names) == 0
     keys = ["--tasks", names, "--include_path", tasks, "--use_cpu", "--num_fewshot", 0, "--limit", 7]
@@ -363,9 +335,13 @@ def test_a_model_without_all_its_weights_has_no_score(
     model: Path, tasks: Path, tmp_path: Path, damage: Callable[[Path], object], told: str
 ) -> None:
     damage(model / "model.safetensors")
-    keys: dict[str, Any] = {"include_path": [str(tasks)], "use_cpu": True, "output_dir": str(tmp_path / "out")}
+    refuse(model, tasks, tmp_path, told)
+
+
+def refuse(place: Path, tasks: Path, output: Path, told: str) -> None:
+    keys: dict[str, Any] = {"include_path": [str(tasks)], "use_cpu": True, "output_dir": str(output / "out")}
     with pytest.raises(ConfigError, match=told) as caught:
-        evaluate_model(EvalConfig(model_name_or_path=str(model), tasks=["local_choice"], **keys))
+        evaluate_model(EvalConfig(model_name_or_path=str(place), tasks=["local_choice"], **keys))
     assert caught.value.problems[0].where == "model_name_or_path"
 
 
@@ -404,10 +380,7 @@ def test_an_adapter_that_is_not_whole_has_no_score(
         path.write_bytes(weights)
     elif not weights:
         save_file({}, path)
-    keys: dict[str, Any] = {"include_path": [str(tasks)], "use_cpu": True, "output_dir": str(tmp_path / "out")}
-    with pytest.raises(ConfigError, match=told) as caught:
-        evaluate_model(EvalConfig(model_name_or_path=str(folder), tasks=["local_choice"], **keys))
-    assert caught.value.problems[0].where == "model_name_or_path"
+    refuse(folder, tasks, tmp_path, told)
 
 
 def test_an_adapter_of_the_hub_is_read_at_its_own_revision(

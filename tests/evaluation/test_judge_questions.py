@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rows import write_rows
 
 from recipes_lib.errors import DataError
 from recipes_lib.evaluation.endpoint import Reply
@@ -20,11 +20,6 @@ from recipes_lib.evaluation.judge_questions import (
 )
 
 USER = {"role": "user", "content": "How?"}
-
-
-def write(path: Path, *rows: Any) -> Path:
-    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -82,9 +77,9 @@ def test_answers_in_public_formats_are_read(row: dict[str, Any], answers: list[s
 
 
 def test_answers_are_found_by_id_in_any_order(tmp_path: Path) -> None:
-    questions = load_questions(write(tmp_path / "q.jsonl", *({"id": name, "prompt": name} for name in "abc")), 2)
+    questions = load_questions(write_rows(tmp_path / "q.jsonl", ({"id": name, "prompt": name} for name in "abc")), 2)
     rows = [{"id": name, "answer": name * 2} for name in "cba"]
-    assert load_answers(write(tmp_path / "a.jsonl", *rows), questions) == [["aa"], ["bb"]]
+    assert load_answers(write_rows(tmp_path / "a.jsonl", rows), questions) == [["aa"], ["bb"]]
 
 
 @pytest.mark.parametrize(
@@ -100,11 +95,11 @@ def test_answers_are_found_by_id_in_any_order(tmp_path: Path) -> None:
 def test_answers_that_do_not_fit_are_told(tmp_path: Path, rows: list[Any], found: str) -> None:
     questions = [Question(name, None, [], ["?"]) for name in "ab"]
     with pytest.raises(DataError, match=found):
-        load_answers(write(tmp_path / "a.jsonl", *rows), questions)
+        load_answers(write_rows(tmp_path / "a.jsonl", rows), questions)
 
 
 def test_a_broken_line_is_told_with_its_number(tmp_path: Path) -> None:
-    path = write(tmp_path / "q.jsonl", {"prompt": "a"})
+    path = write_rows(tmp_path / "q.jsonl", [{"prompt": "a"}])
     with path.open("a") as file:
         file.write('{"prompt": ')
     with pytest.raises(DataError, match=r"q\.jsonl:2: is not a JSON object"):

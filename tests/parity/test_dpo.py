@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
-from tests.training.pairs import Recorder
+from tests.training.trajectories import Recorder
 from transformers import AutoTokenizer
 from trl import DPOConfig
 from trl import DPOTrainer as TRLTrainer

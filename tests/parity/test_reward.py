@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from tests.training.pairs import Recorder, make_pairs
+from tests.training.pairs import make_pairs
+from tests.training.trajectories import Recorder
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import RewardConfig
 from trl import RewardTrainer as TRLTrainer

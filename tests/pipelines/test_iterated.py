@@ -52,9 +52,3 @@ def test_two_rounds_raise_the_reward_and_the_same_command_does_no_more(tmp_path:
     means = [record["score_sum"] / record["num_answers"] for record in records]
     assert means[1] > means[0] + 0.1
     assert [line.endswith("done before") for line in said] == [False] * 4 + [True] * 4
-
-
-def test_it_is_ready_to_run() -> None:
-    stages = load_pipeline(ROOT / "recipes" / "pipelines" / "iterated_dpo.yaml").stages
-    assert [stage.name for stage in stages] == [f"{name}-{n}" for n in (1, 2, 3) for name in ("pairs", "policy")]
-    assert stages[-1].needs == ("policy-2", "pairs-3")

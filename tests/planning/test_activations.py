@@ -84,14 +84,8 @@ SHAPES = [(64, 256, 4, 4, 2, 32), (128, 192, 4, 2, 1, 48), (96, 160, 6, 1, 3, 16
 def count_layer(shape: tuple[int, ...], *, kernel: str = CAUSAL, is_fused: bool = False) -> LayerBytes:
     """Bytes of the second layer of a Llama, whose inputs are neither embeddings nor positions."""
     hidden, inner, heads, groups, rows, length = shape
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        num_hidden_layers=2,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=32, **sizes, num_attention_heads=heads, num_key_value_heads=groups)
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=kernel)
         add_loss_head(model)

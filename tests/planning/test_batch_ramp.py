@@ -48,54 +48,23 @@ def test_a_run_counted_in_tokens_ends_with_the_step_that_reaches_them(run, num_t
     assert starts[-2] * run["max_length"] < num_tokens <= starts[-1] * run["max_length"]
 
 
-@given(run=runs, num_steps=st.integers(0, 60), more=st.integers(0, 60))
-def test_a_longer_run_has_the_same_beginning(run, num_steps, more):
-    longer = compute_row_starts(num_steps=num_steps + more, **run)
-    assert longer[: num_steps + 1].tolist() == compute_row_starts(num_steps=num_steps, **run).tolist()
-
-
-@given(run=runs)
-def test_batches_are_whole_micro_steps_and_never_shrink(run):
-    rows = np.diff(compute_row_starts(num_steps=200, **run))
-    full = run["rows_per_micro_step"] * run["accumulation"]
-    assert (rows % run["rows_per_micro_step"] == 0).all()
-    assert (np.diff(rows) >= 0).all()
-    assert rows.min() >= run["rows_per_micro_step"]
-    assert rows.max() <= full
-    if run["ramp_tokens"] is None:
-        assert rows.tolist() == [full] * 200
-
-
 def test_a_share_is_what_is_written_not_its_nearest_float():
     assert 0.07 * 100 > 7  # The trap.
     assert count_micro_steps(100, 0.07) == 7
     assert [count_micro_steps(8, share) for share in (0.001, 0.125, 0.126, 1.0)] == [1, 1, 2, 8]
 
 
-def test_a_million_steps_are_counted_at_once():
-    run = {"max_length": 4096, "rows_per_micro_step": 16, "accumulation": 64}
-    starts = compute_row_starts(num_steps=10**6, ramp_tokens=10**11, ramp_start=0.01, **run)
-    assert len(starts) == 10**6 + 1
+def test_millions_of_steps_and_a_ramp_longer_than_the_run_are_counted_at_once():
+    run = {"max_length": 4096, "rows_per_micro_step": 16, "accumulation": 64, "ramp_start": 0.01}
+    starts = compute_row_starts(num_steps=10**6, ramp_tokens=10**11, **run)
     assert np.diff(starts)[[0, -1]].tolist() == [16, 1024]
-
-
-def test_a_ramp_longer_than_the_run_costs_no_more_than_the_run():
-    starts = compute_row_starts(
-        max_length=1, rows_per_micro_step=1, accumulation=4, num_steps=3, ramp_tokens=10**15, ramp_start=0.1
-    )
-    assert starts.tolist() == [0, 1, 2, 3]
+    assert compute_row_starts(num_steps=3, ramp_tokens=10**15, **run).tolist() == [0, 16, 32, 48]
 
 
 def test_the_ramp_of_gpt_3():
     """Batches of 32 thousand tokens at first, of 3.2 million after 12 billion of the 300 billion tokens."""
-    starts = compute_row_starts(
-        max_length=2048,
-        rows_per_micro_step=16,
-        accumulation=100,
-        num_tokens=300 * 10**9,
-        ramp_tokens=12 * 10**9,
-        ramp_start=0.01,
-    )
+    run = {"max_length": 2048, "rows_per_micro_step": 16, "accumulation": 100, "num_tokens": 300 * 10**9}
+    starts = compute_row_starts(**run, ramp_tokens=12 * 10**9, ramp_start=0.01)
     tokens, batches = starts * 2048, np.diff(starts) * 2048
     assert batches[0] == 32_768
     assert batches[-1] == 3_276_800

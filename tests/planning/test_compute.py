@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planning.runs import build_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
@@ -23,7 +24,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.planning.compute import compute_flops_per_token, count_step
 
 BATCH, LENGTH = 2, 48
@@ -102,21 +102,13 @@ def test_a_sliding_layer_attends_to_no_more_than_its_window() -> None:
 
 
 def test_a_window_without_a_list_of_layers_is_that_of_all_of_them() -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    windowed = compute_flops_per_token(MistralConfig(**sizes, vocab_size=100, sliding_window=16), 512)
-    assert windowed == compute_flops_per_token(MistralConfig(**sizes, vocab_size=100, sliding_window=None), 16)
+    windowed = compute_flops_per_token(MistralConfig(**SMALL, sliding_window=16), 512)
+    assert windowed == compute_flops_per_token(MistralConfig(**SMALL, sliding_window=None), 16)
 
 
 def test_seventy_billion_parameters_cost_six_operations_each_and_the_attention() -> None:
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    )
-    flops = compute_flops_per_token(config, 2048)
+    sizes = dict(zip(SMALL, (32000, 8192, 28672, 80, 64, 8), strict=True))
+    flops = compute_flops_per_token(LlamaConfig(**sizes), 2048)
     multiplied = 68_976_648_192 - 32000 * 8192 - 161 * 8192  # all parameters, input embedding and norms taken off
 
     assert flops.total(1, 1) == 6 * multiplied + 12 * 80 * 8192 * 2048
@@ -135,16 +127,8 @@ def test_a_step_counts_its_rows_and_the_passes_that_it_needs(tiny_model_dir: Pat
     whole = flops.body + flops.head
 
     def step(recipe: str, **changes: Any):
-        keys = {
-            "model_name_or_path": tiny_model_dir,
-            "dataset_name": "owner/rows",
-            "output_dir": "out",
-            "max_length": 64,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": 3,
-            **changes,
-        }
-        return count_step(load_config(recipe, [f"--{key}={value}" for key, value in keys.items()]), model_config, 4)
+        rows = {"max_length": 64, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+        return count_step(build_config(recipe, **rows, **changes), model_config, 4)
 
     assert dataclasses.astuple(step("sft")) == (24, 64, pytest.approx(whole * 24 * 64))
     frozen = compute_flops_per_token(model_config, 64, is_frozen=True)

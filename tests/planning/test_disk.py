@@ -33,43 +33,30 @@ def test_a_checkpoint_is_as_large_as_the_trainer_writes_it(tiny_model_dir, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("training", "expected"),
+    ("training", "options", "expected"),
     [
-        ({"save_steps": 10}, 10),
-        ({"save_steps": 10, "save_total_limit": 2}, 3),
-        ({"save_steps": 90, "save_total_limit": 5}, 2),
-        ({"save_steps": 0.25}, 4),
-        ({"save_steps": 30}, 4),
-        ({"save_strategy": "no"}, 0),
-        ({"save_strategy": "epoch", "num_train_epochs": 3}, 3),
+        ({"save_steps": 10}, {}, 10),
+        ({"save_steps": 10, "save_total_limit": 2}, {}, 3),
+        ({"save_steps": 90, "save_total_limit": 5}, {}, 2),
+        ({"save_steps": 0.25}, {}, 4),
+        ({"save_steps": 30}, {}, 4),
+        ({"save_strategy": "no"}, {}, 0),
+        ({"save_strategy": "epoch", "num_train_epochs": 3}, {}, 3),
+        # What stays for ever.
+        ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50}, 5),
+        ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 50, "num_besides": 1}, 6),
+        ({"save_steps": 10, "save_total_limit": 2}, {"keep_every": 10}, 10),
+        ({"save_steps": 10, "save_total_limit": 2, "load_best_model_at_end": True}, {}, 4),
     ],
 )
-def test_checkpoints_are_counted_at_the_worst_moment(tmp_path, training, expected):
-    plan = compute_disk(1000, 2, 100, {"output_dir": str(tmp_path)} | training)
-    assert plan.num_checkpoints == expected
-    assert plan.total_bytes == expected * 6000 + 2000
-
-
-@pytest.mark.parametrize(
-    ("options", "training", "expected"),
-    [
-        ({"keep_every": 50}, {}, 5),
-        ({"keep_every": 50, "num_besides": 1}, {}, 6),
-        ({}, {"load_best_model_at_end": True}, 4),
-        ({"keep_every": 10}, {}, 10),
-    ],
-)
-def test_what_stays_for_ever_is_counted(tmp_path, options, training, expected):
-    training = {"output_dir": str(tmp_path), "save_steps": 10, "save_total_limit": 2} | training
-    assert plan_disk(1000, 10, 100, training, **options).total_bytes == expected * 1000 + 10
+def test_checkpoints_are_counted_at_the_worst_moment(tmp_path, training, options, expected):
+    plan = plan_disk(1000, 10, 100, {"output_dir": str(tmp_path)} | training, **options)
+    assert (plan.num_checkpoints, plan.total_bytes) == (expected, expected * 1000 + 10)
 
 
 def test_a_disk_that_is_too_small_is_refused_with_the_way_out(tmp_path, monkeypatch):
+    verify_disk(compute_disk(10, 4, 100, {"output_dir": str(tmp_path)}), "outputs")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**6))
     plan = compute_disk(10**6, 4, 100, {"output_dir": str(tmp_path / "not" / "there"), "save_steps": 50})
     with pytest.raises(ConfigError, match="save_total_limit"):
         verify_disk(plan, "outputs")
-
-
-def test_a_disk_that_is_large_enough_is_accepted(tmp_path):
-    verify_disk(compute_disk(10, 4, 100, {"output_dir": str(tmp_path)}), "outputs")

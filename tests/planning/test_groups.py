@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
+from tests.planning.runs import build_config
 from trl.trainer.utils import RepeatSampler
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.schedule import plan_groups
 
-SOUND = ["--model_name_or_path=owner/model", "--dataset_name=owner/data", "--output_dir=out", "--reward_funcs=[a.b:c]"]
-
-
-def load(recipe, **keys):
-    return load_config(recipe, [*SOUND, *(f"--{name}={value}" for name, value in keys.items())])
+load = partial(build_config, reward_funcs="[a.b:c]")
 
 
 @pytest.mark.parametrize(

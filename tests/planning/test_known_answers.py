@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 from tests.forked import ROOT
+from tests.planning.runs import build_config
 from transformers import AutoConfig, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.planning.compute import (
     compute_flops_per_token,
     compute_hours,
@@ -45,8 +45,7 @@ def compute_days(num_parameters: float, num_tokens: float, num_gpus: int, flops:
 
 
 def list_answers(model_dir: Path) -> Iterator[Answer]:
-    keys = {"model_name_or_path": model_dir, "dataset_name": "a/b", "output_dir": "out", "max_length": 64}
-    config = load_config("pretrain", [f"--{key}={value}" for key, value in {**keys, "max_steps": 4}.items()])
+    config = build_config("pretrain", model_name_or_path=model_dir, max_length=64, max_steps=4)
     shape, kinds = AutoConfig.from_pretrained(model_dir), ("weights", "gradients", "optimizer states")
 
     def count_gigabytes(num_parameters: float, num_processes: int, *shards: int, is_deepspeed: bool) -> float:
@@ -95,15 +94,11 @@ def list_answers(model_dir: Path) -> Iterator[Answer]:
         yield Answer("loss of 70B after 1.4T tokens", loss, law.compute_loss(70e9, 1.4e12), 3e-5, name)
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
 def build_llama(width: int, mlp: int, num_layers: int, heads: tuple[int, int], vocabulary: int) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-    )
+    return LlamaConfig(vocab_size=vocabulary, **dict(zip(SIZES, (width, mlp, num_layers, *heads), strict=True)))
 
 
 class PublishedRun(NamedTuple):
@@ -179,27 +174,10 @@ SPEEDS = (
 )  # fmt: skip
 
 
-def describe_speed(run: PublishedSpeed) -> tuple[float, str]:
-    flops = compute_flops_per_token(run.model, run.length).total(1, 1)
-    planned = choose_device(run.gpu).flops * run.share / flops
-    row = (
-        f"| {run.name}, {run.length:,} | {run.gpu} | {run.share:.1%} | {run.tokens:,} | {planned:,.0f} | "
-        f"{planned / run.tokens:.2f} | {run.source} |"
-    )
-    return planned / run.tokens, row
-
-
 def build_qwen(width: int, mlp: int, num_layers: int, num_heads: int) -> Qwen2Config:
     """The first Qwen: no grouped queries, and an output projection of its own."""
-    return Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        tie_word_embeddings=False,
-    )
+    sizes = dict(zip(SIZES, (width, mlp, num_layers, num_heads, num_heads), strict=True))
+    return Qwen2Config(vocab_size=151_936, **sizes, tie_word_embeddings=False)
 
 
 SHAPES = {
@@ -224,10 +202,9 @@ MEASURED = {
 
 def plan_adapter(name: str, method: str, length: int) -> MemoryPlan:
     """Plan such a run: rank 64, one row at a time, every layer computed twice."""
-    keys = {"model_name_or_path": "a/b", "dataset_name": "a/b", "output_dir": "out", "lora_r": 64, "dtype": "bfloat16"}
-    keys |= {"per_device_train_batch_size": 1, "activation_checkpointing": True, "load_in_4bit": method == "QLoRA"}
-    arguments = [f"--{key}={value}" for key, value in {**keys, "max_length": length}.items()]
-    return plan_memory(load_config("lora", arguments), SHAPES[name], Layout("single_gpu", 1))
+    keys = {"lora_r": 64, "dtype": "bfloat16", "load_in_4bit": method == "QLoRA", "max_length": length}
+    config = build_config("lora", per_device_train_batch_size=1, activation_checkpointing=True, **keys)
+    return plan_memory(config, SHAPES[name], Layout("single_gpu"))
 
 
 def count_gb(plan: MemoryPlan) -> float:
@@ -262,7 +239,11 @@ def test_hours_of_published_runs_are_on_the_page_with_what_the_plan_misses(run: 
 @pytest.mark.parametrize("run", SPEEDS, ids=[f"{run.name} {run.length} {run.gpu}" for run in SPEEDS])
 def test_tokens_a_second_at_the_published_share_of_the_peak(run: PublishedSpeed) -> None:
     """The planned operations of a token are those by which others count, attention over long rows included."""
-    ratio, row = describe_speed(run)
+    flops = compute_flops_per_token(run.model, run.length).total(1, 1)
+    planned = choose_device(run.gpu).flops * run.share / flops
+    ratio = planned / run.tokens
+    given = f"{run.name}, {run.length:,} | {run.gpu} | {run.share:.1%} | {run.tokens:,}"
+    row = f"| {given} | {planned:,.0f} | {ratio:.2f} | {run.source} |"
     assert ratio == pytest.approx(1, rel=0.1), row
     assert row in PAGE.read_text(encoding="utf-8"), row
 

@@ -3,55 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from tests.live_tensors import LiveTensors
+from tests.planning.runs import build_config
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from recipes_lib.config.loader import load_config
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.losses.distillation import DistillationTargets, Objective, TeacherHead, TopLogps, compute_distillation
 from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
 from recipes_lib.planning.activations import MODES, list_keys
-from recipes_lib.planning.memory import count_kept, count_logit_bytes, list_layouts, plan_memory, settle_checkpointing
-from recipes_lib.planning.memory_plan import Held, Layout
+from recipes_lib.planning.memory import count_kept, count_logit_bytes, plan_memory, settle_checkpointing
+from recipes_lib.planning.memory_plan import KINDS, Held, Layout
 
 KEYS: dict[str, Any] = {
-    "dataset_name": "owner/rows",
-    "output_dir": "out",
     "max_length": 64,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 3,
     "activation_checkpointing": True,
 }
+ALONE, COPIED, SHARED = Layout("single_gpu"), Layout("ddp", 4), Layout("fsdp2", 4, Held(4, 4, 4))
+KEPT = "activations of a micro-batch"
+NARROW = "16-bit copies of the weights in a pass"
+GATHERED = "gathered: layers, embeddings and output projection"
 
 
 @pytest.fixture
-def write(tiny_model_dir: Path, tmp_path: Path):
-    """Write a configuration with changes, and return its path."""
+def build(tiny_model_dir: Path):
+    def build(recipe: str, **changes: Any) -> RecipeConfig:
+        return build_config(recipe, **KEYS | {"model_name_or_path": tiny_model_dir} | changes)
 
-    def write(recipe: str, **changes: Any) -> Path:
-        path = tmp_path / f"{recipe}.yaml"
-        keys = KEYS | {"model_name_or_path": str(tiny_model_dir)} | changes
-        path.write_text(yaml.safe_dump({key: value for key, value in keys.items() if value is not None}))
-        return path
-
-    return write
+    return build
 
 
 @pytest.fixture
-def count(write, tiny_model_dir: Path):
+def count(build, tiny_model_dir: Path):
     """The components of a process, by name."""
 
-    def count(recipe: str, num_processes: int = 1, *, is_sharded: bool = False, **changes: Any) -> Mapping[str, int]:
-        config = load_config(recipe, ["--config", str(write(recipe, **changes))])
-        copied, *sharded = list_layouts(num_processes)
-        layout = sharded[0] if is_sharded else copied
-        return plan_memory(config, AutoConfig.from_pretrained(tiny_model_dir), layout).components
+    def count(recipe: str, layout: Layout = ALONE, **changes: Any) -> Mapping[str, int]:
+        return plan_memory(build(recipe, **changes), AutoConfig.from_pretrained(tiny_model_dir), layout).components
 
     return count
 
@@ -61,35 +56,36 @@ def num_parameters(tiny_model_dir: Path) -> int:
     return AutoModelForCausalLM.from_pretrained(tiny_model_dir).num_parameters()
 
 
-@pytest.mark.parametrize(("optim", "state_bytes"), [("adamw_torch_fused", 8), ("sgd", 0)])
-def test_full_training_holds_weights_gradients_and_states(count, num_parameters, optim, state_bytes) -> None:
-    terms = count("sft", optim=optim)
-    assert terms["model, weights"] == terms["model, gradients"] == 4 * num_parameters
-    assert terms.get("model, optimizer states", 0) == state_bytes * num_parameters
-    assert terms["16-bit copies of the weights in a pass"] == 2 * num_parameters
+@pytest.mark.parametrize(
+    ("optim", "dtype", "width", "state_bytes"),
+    [
+        ("adamw_torch_fused", "float32", 4, 8),
+        ("sgd", "float32", 4, 0),
+        # States have the type of the weights, but where an optimizer has its own.
+        ("adamw_torch_fused", "bfloat16", 2, 4),
+        ("adamw_8bit", "bfloat16", 2, 2.3),
+    ],
+)
+def test_full_training_holds_weights_gradients_and_states(
+    count, num_parameters, optim, dtype, width, state_bytes
+) -> None:
+    terms = count("sft", optim=optim, dtype=dtype)
+    assert terms["model, weights"] == terms["model, gradients"] == width * num_parameters
+    assert terms.get("model, optimizer states", 0) == pytest.approx(state_bytes * num_parameters, abs=1)
+    assert terms.get(NARROW, 0) == (2 * num_parameters if width == 4 else 0)
     assert "frozen base, weights" not in terms
 
 
-@pytest.mark.parametrize(("optim", "state_bytes"), [("adamw_torch_fused", 4), ("adamw_8bit", 2.3)])
-def test_states_have_the_type_of_the_weights_but_where_an_optimizer_has_its_own(
-    count, num_parameters, optim, state_bytes
-) -> None:
-    terms = count("sft", optim=optim, dtype="bfloat16")
-    assert terms["model, weights"] == 2 * num_parameters
-    assert terms["model, optimizer states"] == pytest.approx(state_bytes * num_parameters, abs=1)
-
-
 def test_processes_that_share_hold_their_share_and_those_that_do_not_sum_gradients(count, num_parameters) -> None:
-    copied, shared = count("sft", 4), count("sft", 4, is_sharded=True)
+    copied, shared = count("sft", COPIED), count("sft", SHARED)
     assert copied["buckets in which gradients are summed"] == copied["model, gradients"] == 4 * num_parameters
     for name in ("model, weights", "model, gradients", "model, optimizer states"):
         assert shared[name] == copied[name] // 4
     # Two layers are the whole of this model, with the ends.
-    assert shared["gathered: layers, embeddings and output projection"] == 2 * num_parameters
+    assert shared[GATHERED] == 2 * num_parameters
     # FSDP2 casts the weights, so that hidden states have 16 bits too; under autocast they have those of the weights.
-    kept = "activations of a micro-batch"
-    assert shared[kept] < copied[kept] == count("sft", 4)[kept]
-    assert "16-bit copies of the weights in a pass" not in shared
+    assert shared[KEPT] < copied[KEPT] == count("sft")[KEPT]
+    assert NARROW not in shared
 
 
 def test_an_adapter_leaves_its_trunk_frozen(count, num_parameters) -> None:
@@ -100,6 +96,9 @@ def test_an_adapter_leaves_its_trunk_frozen(count, num_parameters) -> None:
     features = 4 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
     assert terms["model, weights"] == 4 * features
     assert terms["model, optimizer states"] == 8 * features
+    # A reward model has a score for each feature, and no output projection over 512 tokens.
+    scored = count("reward", lora_r=4, dtype="bfloat16", use_peft=True)["frozen base, weights"]
+    assert scored == terms["frozen base, weights"] - 2 * 64 * (512 - 1)
 
 
 def test_a_trunk_in_few_bits_takes_as_many(count, tiny_model_dir) -> None:
@@ -110,20 +109,16 @@ def test_a_trunk_in_few_bits_takes_as_many(count, tiny_model_dir) -> None:
 
 
 def test_who_is_read_beside_the_student_counts(count, tiny_model_dir, num_parameters) -> None:
-    assert count("distill", teacher_model_name_or_path=str(tiny_model_dir))["teacher, weights"] == pytest.approx(
-        4 * num_parameters, rel=1e-3
-    )
-    assert count("dpo", precompute_ref_log_probs=False)["reference, weights"] == pytest.approx(
-        4 * num_parameters, rel=1e-3
-    )
+    size = pytest.approx(4 * num_parameters, rel=1e-3)
+    assert count("distill", teacher_model_name_or_path=tiny_model_dir)["teacher, weights"] == size
+    assert count("dpo", precompute_ref_log_probs=False)["reference, weights"] == size
     assert "reference, weights" not in count("dpo")
 
 
 def test_kwargs_of_checkpointing_say_what_is_recomputed(count) -> None:
-    kept = "activations of a micro-batch"
-    none, whole = count("sft", activation_checkpointing=False)[kept], count("sft")[kept]
+    none, whole = count("sft", activation_checkpointing=False)[KEPT], count("sft")[KEPT]
     selective, half, offloaded = (
-        count("sft", activation_checkpointing_kwargs=options)[kept]
+        count("sft", activation_checkpointing_kwargs=options)[KEPT]
         for options in ({"save_matmuls": True}, {"every_n_layers": 2}, {"offload": True})
     )
     assert offloaded < whole < selective < none
@@ -132,12 +127,12 @@ def test_kwargs_of_checkpointing_say_what_is_recomputed(count) -> None:
 
 
 @pytest.mark.parametrize("stage", ["sft", "ppo"])
-def test_auto_takes_the_fastest_checkpointing_that_leaves_a_tenth_of_the_device(write, tiny_model_dir, stage) -> None:
+def test_auto_takes_the_fastest_checkpointing_that_leaves_a_tenth_of_the_device(build, tiny_model_dir, stage) -> None:
     model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=4)
     keys = {"reward_funcs": ["nothing:at_all"], "response_length": 16} if stage == "ppo" else {}
 
     def plan(**changes):
-        config = load_config(stage, ["--config", str(write(stage, **keys, **changes))])
+        config = build(stage, **keys).with_training(changes)
         return config, plan_memory(config, model_config, Layout("ddp"), device_bytes=1e9)
 
     # By hand, each kind: what it holds is what the recipe that asks for it holds.
@@ -163,9 +158,8 @@ def test_auto_takes_the_fastest_checkpointing_that_leaves_a_tenth_of_the_device(
 
 
 def test_attention_by_eager_and_layers_by_liger_change_what_is_kept(count) -> None:
-    kept = "activations of a micro-batch"
     by_kernel, by_eager, by_liger = (
-        count("sft", activation_checkpointing=False, **keys)[kept]
+        count("sft", activation_checkpointing=False, **keys)[KEPT]
         for keys in ({}, {"attn_implementation": "eager"}, {"use_liger_kernel": True})
     )
     # Probabilities of 2 rows, 4 heads, 64 by 64 tokens, 2 layers; in both widths, without a sum of each row.
@@ -173,66 +167,47 @@ def test_attention_by_eager_and_layers_by_liger_change_what_is_kept(count) -> No
     assert by_liger < 0.9 * by_kernel
 
 
-def test_what_a_long_model_keeps_follows_from_two_short_ones(write, tiny_model_dir) -> None:
-    for recipe, checkpointed in (("sft", True), ("lora", True), ("sft", False)):
-        config = load_config(recipe, ["--config", str(write(recipe, activation_checkpointing=checkpointed))])
-        model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
-        layout = Layout("single_gpu")
-        whole = count_kept(config, model_config, layout, is_half=True, num_built=5)
-        assert count_kept(config, model_config, layout, is_half=True) == whole
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
+def test_what_a_long_model_keeps_follows_from_two_short_ones(build, tiny_model_dir, recipe) -> None:
+    model_config = AutoConfig.from_pretrained(tiny_model_dir, num_hidden_layers=5)
+    whole = count_kept(build(recipe), model_config, ALONE, num_built=5)
+    assert count_kept(build(recipe), model_config, ALONE) == whole
 
 
 def test_a_pair_is_two_rows(count) -> None:
-    one, two = (count("dpo", per_device_train_batch_size=rows)["activations of a micro-batch"] for rows in (1, 2))
-    as_rows = count("sft", per_device_train_batch_size=2)["activations of a micro-batch"]
+    one, two = (count("dpo", per_device_train_batch_size=rows)[KEPT] for rows in (1, 2))
+    as_rows = count("sft", per_device_train_batch_size=2)[KEPT]
     assert one == as_rows
     assert two == pytest.approx(2 * one, rel=0.01)
 
 
-def test_nothing_of_it_takes_memory(write, tiny_model_dir) -> None:
-    config = load_config("sft", ["--config", str(write("sft"))])
+def test_nothing_of_it_takes_memory(build, tiny_model_dir) -> None:
     large = AutoConfig.from_pretrained(tiny_model_dir, hidden_size=65536, intermediate_size=262144, head_dim=16384)
-    terms = plan_memory(config, large, Layout("single_gpu")).components
-    assert terms["model, weights"] > 2e11
-    assert torch.get_default_device().type == "cpu"
+    assert plan_memory(build("sft"), large, ALONE).components["model, weights"] > 2e11
 
 
 def test_products_without_autocast_have_the_type_of_the_weights(count) -> None:
     """16-bit weights without autocast keep as much as those that FSDP2 casts, and nothing is cast."""
-    by_cast, by_type = count("sft", 2, is_sharded=True), count("sft", dtype="bfloat16", bf16=False)
-    kept = "activations of a micro-batch"
-    assert by_type[kept] == by_cast[kept] < count("sft")[kept]
-    assert by_type[kept] < 0.6 * count("sft", bf16=False)[kept]
-    assert "16-bit copies of the weights in a pass" not in by_type
-    gathered = "gathered: layers, embeddings and output projection"
-    shared = [count("sft", 2, is_sharded=True, **keys)[gathered] for keys in ({}, {"dtype": "bfloat16", "bf16": False})]
-    assert shared[0] == shared[1]
+    by_cast, by_type = count("sft", SHARED), count("sft", dtype="bfloat16", bf16=False)
+    assert by_type[KEPT] == by_cast[KEPT] < count("sft")[KEPT]
+    assert by_type[KEPT] < 0.6 * count("sft", bf16=False)[KEPT]
+    assert NARROW not in by_type
+    assert count("sft", SHARED, dtype="bfloat16", bf16=False)[GATHERED] == by_cast[GATHERED]
 
 
-def test_each_state_is_divided_by_the_processes_that_share_it(write, tiny_model_dir: Path, num_parameters: int) -> None:
+def test_each_state_is_divided_by_the_processes_that_share_it(count, num_parameters: int) -> None:
     """The closed forms of ZeRO: states, gradients and weights divided one after the other."""
-    config = load_config("sft", ["--config", str(write("sft"))])
-    model_config = AutoConfig.from_pretrained(tiny_model_dir)
     for shards in (Held(1, 1, 4), Held(1, 4, 4), Held(4, 4, 4)):
-        components = plan_memory(config, model_config, Layout("", 4, shards)).components
-        held = [components[f"model, {kind}"] for kind in ("weights", "gradients", "optimizer states")]
+        components = count("sft", Layout("", 4, shards))
+        held = [components[f"model, {kind}"] for kind in KINDS]
         assert held == [size * num_parameters // number for size, number in zip((4, 4, 8), shards, strict=True)]
         assert ("buckets in which gradients are summed" in components) == (shards.gradients == 1)
-        assert ("16-bit copies of the weights in a pass" in components) == (shards.weights == 1)
-
-
-KINDS = ("weights", "gradients", "optimizer states")
+        assert (NARROW in components) == (shards.weights == 1)
 
 
 @pytest.fixture
-def plan_pretraining(write, tiny_model_dir: Path):
-    """The components of a process of a pretraining run, by name."""
-
-    def plan(layout: Layout, **changes: Any) -> Mapping[str, int]:
-        config = load_config("pretrain", ["--config", str(write("pretrain", max_steps=4, **changes))])
-        return plan_memory(config, AutoConfig.from_pretrained(tiny_model_dir), layout).components
-
-    return plan
+def plan_pretraining(count):
+    return partial(count, "pretrain", max_steps=4)
 
 
 def test_deepspeed_holds_weights_in_16_bits_and_on_the_host_no_states(plan_pretraining, num_parameters) -> None:
@@ -240,7 +215,7 @@ def test_deepspeed_holds_weights_in_16_bits_and_on_the_host_no_states(plan_pretr
     components = plan_pretraining(Layout("", 4, Held(4, 0, 0), is_deepspeed=True))
     held = sum(components.get(f"model, {kind}", 0) for kind in KINDS)
     assert held == pytest.approx(2 / 4 * num_parameters, abs=3)
-    assert "16-bit copies of the weights in a pass" not in components
+    assert NARROW not in components
     assert components["bucket in which gradients are reduced"] == 2 * num_parameters
 
 
@@ -249,8 +224,8 @@ def test_tensor_parallel_ranks_hold_their_part_of_all_but_norms(plan_pretraining
     norms = 5 * 64
     assert components["model, weights"] == 4 * ((num_parameters - norms) // 2 + norms)
     # What is neither attention nor MLP is whole on each rank.
-    whole = plan_pretraining(Layout(""), activation_checkpointing=False)["activations of a micro-batch"]
-    assert whole / 2 < components["activations of a micro-batch"] < whole
+    whole = plan_pretraining(Layout(""), activation_checkpointing=False)[KEPT]
+    assert whole / 2 < components[KEPT] < whole
 
 
 def test_pipeline_stages_hold_their_layers_and_one_end(plan_pretraining, num_parameters) -> None:
@@ -259,10 +234,10 @@ def test_pipeline_stages_hold_their_layers_and_one_end(plan_pretraining, num_par
     # Of embedding and projection, 512 tokens each, a pipeline stage has one.
     assert stage["model, weights"] == whole["model, weights"] - 4 * (layer + 512 * 64)
     # As many micro-batches as stages, each of its part of the layers: the inputs of all layers, and one anew.
-    kept = [components["activations of a micro-batch"] for components in (whole, stage)]
+    kept = [components[KEPT] for components in (whole, stage)]
     assert kept[0] <= kept[1] < 2 * kept[0]
     sharded = plan_pretraining(Layout("", 4, Held(4, 4, 4), pipeline_stages=2, in_flight=2))
-    assert sharded["gathered: layers, embeddings and output projection"] == 2 * stage["model, weights"] // 4
+    assert sharded[GATHERED] == 2 * stage["model, weights"] // 4
 
 
 def test_context_parallel_ranks_keep_their_tokens_and_gather_keys_and_values(plan_pretraining) -> None:
@@ -325,13 +300,13 @@ DISTILLED = {"teacher_model_name_or_path": "owner/teacher"}
     ],
 )
 def test_a_loss_holds_so_many_bytes_of_each_logit(
-    write, recipe: str, keys: dict[str, Any], is_half: bool, softcap: float | None
+    recipe: str, keys: dict[str, Any], is_half: bool, softcap: float | None
 ) -> None:
-    config = load_config(recipe.split()[0], ["--config", str(write(recipe.split()[0], **keys))])
+    config = build_config(recipe.split()[0], bf16=is_half, **keys)
     loss = Loss(torch.bfloat16 if is_half else torch.float32)
     options = {} if softcap is None else {"softcap": softcap}
     with torch.autocast("cpu", torch.bfloat16, enabled=is_half), LiveTensors() as live:
         loss.compute(recipe, **options).backward()
     counted = live.peak / loss.num_tokens / loss.vocabulary
     shape = LlamaConfig(final_logit_softcapping=softcap)
-    assert counted == pytest.approx(count_logit_bytes(config, shape, is_half=is_half), rel=0.05)
+    assert counted == pytest.approx(count_logit_bytes(config, shape), rel=0.05)

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from transformers import (
-    DeepseekV3Config,
-    GPT2Config,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen3MoeConfig,
-)
+from tests.planning.test_compute import SMALL
+from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.planning.compute import ModelSize, compute_model_size
 
-SMALL = {
-    "vocab_size": 160,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_key_value_heads": 8}
 LLAMA_405B = {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_key_value_heads": 8}
 

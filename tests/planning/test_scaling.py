@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 
 from recipes_lib.errors import ConfigError, DataError
-from recipes_lib.planning.scaling import (
-    PUBLISHED,
-    Fit,
-    Law,
-    Run,
-    fit_isoflops,
-    fit_law,
-)
+from recipes_lib.planning.scaling import PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
 
 BESIROGLU, HOFFMANN = PUBLISHED.values()
 

@@ -18,37 +18,6 @@ from recipes_lib.planning.schedule import agree_until, build_schedule, compute_l
 PEAK, STEPS, WARMUP = 3e-4, 100, 10
 
 
-def linear(step):
-    return step / WARMUP if step < WARMUP else (STEPS - step) / (STEPS - WARMUP)
-
-
-def cosine(step):
-    return step / WARMUP if step < WARMUP else 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
-
-
-def cosine_to_a_tenth(step):
-    return step / WARMUP if step < WARMUP else 0.1 + 0.9 * cosine(step)
-
-
-def constant(step):
-    return 1.0
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs", "closed_form"),
-    [
-        ("linear", None, linear),
-        ("cosine", None, cosine),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}, cosine_to_a_tenth),
-        ("constant", None, constant),
-    ],
-)
-def test_the_learning_rate_is_the_closed_form(name, kwargs, closed_form):
-    training = {"lr_scheduler_type": name, "lr_scheduler_kwargs": kwargs}
-    rates = compute_learning_rates(PEAK, training, STEPS, WARMUP, range(STEPS + 1))
-    assert rates == pytest.approx([PEAK * closed_form(step) for step in range(STEPS + 1)], abs=1e-12)
-
-
 def test_a_schedule_that_reacts_to_the_run_is_not_predicted():
     assert compute_learning_rates(PEAK, {"lr_scheduler_type": "reduce_lr_on_plateau"}, STEPS, WARMUP, [0]) is None
 
@@ -159,7 +128,7 @@ def test_a_constant_rate_stays_at_the_peak_for_ever():
 def test_after_the_warmup_it_is_transformers_and_in_it_one_step_ahead(kind, options, keys):
     ours = build({"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind), **keys)
     training = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": options}
-    theirs = compute_learning_rates(1.0, training, STEPS, WARMUP, range(STEPS + 1))
+    theirs = np.array(compute_learning_rates(PEAK, training, STEPS, WARMUP, range(STEPS + 1))) / PEAK
     assert ours.factors(range(WARMUP, STEPS + 1)) == pytest.approx(theirs[WARMUP:], abs=1e-12)
     if "min_lr_ratio" not in options:
         # Theirs spends the first step at a rate of 0; with a stable phase, theirs rises from the floor instead.
@@ -243,22 +212,6 @@ def test_it_rises_then_falls_within_the_peak_and_the_floor(shape, num_steps):
     assert shape_alone[warm:].min(initial=1) >= schedule.min_ratio - 1e-12
 
 
-@pytest.mark.parametrize(
-    ("kind", "decay"),
-    [
-        ("linear", None),
-        ("cosine", None),
-        *(("warmup_stable_decay", decay) for decay in ("linear", "cosine", "exponential")),
-    ],
-)
-def test_nowhere_after_the_warmup_does_it_jump(kind, decay):
-    """No step, a thousandth of the run, is longer than the steepest slope; 1-sqrt has none that is steepest."""
-    keys = {"decay_type": decay} if decay else {}
-    schedule = build(kind, 1000, decay_steps=0.5, warmup_steps=0.2, min_lr_ratio=0.01, **keys)
-    steepest = max(math.pi / 2, -math.log(0.01)) / 500
-    assert np.abs(np.diff(schedule.factors(range(199, 1010)))).max() <= steepest * 1.001
-
-
 @given(shape=shapes, num_steps=st.integers(20, 100), more=st.integers(1, 100))
 def test_a_stable_phase_does_not_know_how_long_it_is(shape, num_steps, more):
     keys = shape[1] | {"warmup_steps": 5}
@@ -276,39 +229,23 @@ def test_a_run_with_a_stable_phase_is_extended_and_one_with_a_cosine_is_not():
     assert not agree_until(*(build("constant", length, warmup_steps=0.1) for length in (100, 150)), 1)
 
 
-def test_a_scheduler_keeps_nothing_of_it_so_that_a_longer_run_follows_its_own(tmp_path):
-    def resume(schedule):
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-        return LambdaLR(optimizer, functools.partial(schedule))
-
-    short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
-    scheduler = resume(short)
-    for _ in range(70):
-        scheduler.optimizer.step()
-        scheduler.step()
-    torch.save(scheduler.state_dict(), tmp_path / "scheduler.pt")
-    resumed = resume(long)
-    resumed.load_state_dict(torch.load(tmp_path / "scheduler.pt", weights_only=True))
-    for _ in range(20):
-        resumed.optimizer.step()
-        resumed.step()
-    assert resumed.get_last_lr() == pytest.approx([PEAK * long(90)])
-    assert long(90) != short(90)
-
-
-def test_a_checkpoint_holds_the_rate_of_its_next_step():
-    """Why schedules must agree on one step more than a checkpoint has taken."""
+def test_a_checkpoint_holds_the_rate_of_its_next_step_and_nothing_else_of_the_schedule():
+    """Why schedules must agree on one step more than a checkpoint has taken, and a longer run then follows its own."""
     short, long = (build("warmup_stable_decay", length, decay_steps=20) for length in (100, 150))
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK) for _ in range(2)]
     before, after = (LambdaLR(one, functools.partial(by)) for one, by in zip(optimizers, (short, long), strict=True))
-    for _ in range(81):
-        optimizers[0].step()
-        before.step()
+
+    def step(scheduler, number):
+        for _ in range(number):
+            scheduler.optimizer.step()
+            scheduler.step()
+
+    step(before, 81)
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     after.load_state_dict(before.state_dict())
     assert optimizers[1].param_groups[0]["lr"] == PEAK * short(81) != PEAK * long(81)
-    assert agree_until(short, long, 81)
-    assert not agree_until(short, long, 82)
+    step(after, 9)
+    assert after.get_last_lr() == pytest.approx([PEAK * long(90)])
 
 
 def test_it_travels_to_another_process():
@@ -318,16 +255,16 @@ def test_it_travels_to_another_process():
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys", "told"),
+    ("kind", "keys"),
     [
-        ("cosine", {"warmup_steps": STEPS + 1}, "longer than the run"),
-        ("cosine", {"warmup_tokens": STEPS * LENGTH * ROWS + 1}, "longer than the run"),
-        ("warmup_stable_decay", {"decay_steps": STEPS + 1, "warmup_steps": 0}, "longer than the run"),
-        ("warmup_stable_decay", {"decay_steps": STEPS - WARMUP + 1}, "longer than the run"),
+        ("cosine", {"warmup_steps": STEPS + 1}),
+        ("cosine", {"warmup_tokens": STEPS * LENGTH * ROWS + 1}),
+        ("warmup_stable_decay", {"decay_steps": STEPS + 1, "warmup_steps": 0}),
+        ("warmup_stable_decay", {"decay_steps": STEPS - WARMUP + 1}),
     ],
 )
-def test_what_does_not_fit_in_the_run_is_refused(kind, keys, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_does_not_fit_in_the_run_is_refused(kind, keys):
+    with pytest.raises(ConfigError, match="longer than the run"):
         build(kind, **keys)
 
 

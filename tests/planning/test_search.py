@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.planning.runs import build_config
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig
 
-from recipes_lib.config.loader import load_config
 from recipes_lib.planning.compute import read_shapes
 from recipes_lib.planning.devices import Device, choose_device
 from recipes_lib.planning.memory import count_kept
@@ -22,8 +22,7 @@ WHOLE, SHARED = Layout("ddp", 2), Layout("fsdp2", 2, Held(2, 2, 2))
 
 
 def build(model_dir: Path, recipe: str = "sft", **keys: object):
-    flags = {"model_name_or_path": model_dir, "dataset_name": "a/b", "output_dir": "out", "max_length": 256, **keys}
-    return load_config(recipe, [f"--{key}={value}" for key, value in flags.items()])
+    return build_config(recipe, **{"model_name_or_path": model_dir, "max_length": 256, **keys})
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +55,16 @@ def test_the_first_is_the_fastest_that_fits(find) -> None:
     assert small[0].seconds >= large[0].seconds
     fits = [one.fits for one in small]
     assert fits == sorted(fits, reverse=True)
-
-
-def test_where_nothing_fits_the_nearest_comes_first(find) -> None:
-    found = find(1e9)
-    assert not any(one.fits for one in found)
-    assert found[0].memory.peak == min(one.memory.peak for one in found)
+    # Where nothing fits, the nearest comes first.
+    none = find(1e9)
+    assert not any(one.fits for one in none)
+    assert none[0].memory.peak == min(one.memory.peak for one in none)
 
 
 @pytest.mark.parametrize(
     ("shape", "recipe", "keys"),
     [
-        (LlamaConfig, "sft", {}),
+        (LlamaConfig, "sft", {"bf16": False, "fp16": True}),
         (LlamaConfig, "dpo", {"use_liger_kernel": True}),
         (Gemma3TextConfig, "lora", {}),
         # Of one row alone, eager attention makes fewer copies.
@@ -75,20 +72,13 @@ def test_where_nothing_fits_the_nearest_comes_first(find) -> None:
     ],
 )
 def test_activations_of_many_rows_follow_from_those_of_few(tiny_model_dir: Path, shape, recipe, keys) -> None:
-    model = shape(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 16}
+    model = shape(vocab_size=300, **sizes, num_attention_heads=4, num_key_value_heads=2)
     config = build(tiny_model_dir, recipe, **keys)
     counter = _Counter(config, model)
     for layout, number in itertools.product((WHOLE, SHARED), (1, 7)):
         sized = config.with_training({"per_device_train_batch_size": number})
-        assert counter.count(layout, number) == count_kept(sized, model, layout, is_half=True)
+        assert counter.count(layout, number) == count_kept(sized, model, layout)
 
 
 def test_traffic_is_that_of_rings(tiny_model_dir: Path) -> None:

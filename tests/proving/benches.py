@@ -31,11 +31,15 @@ def build_bench(folder: Path, launcher: Launcher = launch_forked, device: torch.
     return Bench(folder, device, is_small=True, launch=launcher, num_gpus=int(device == GPU))
 
 
+def read_flags(arguments: Sequence[str]) -> dict[str, str]:
+    return dict(flag.removeprefix("--").split("=", 1) for flag in arguments if "=" in flag)
+
+
 def write_losses(of_cpu: float, of_device: float) -> Launcher:
     """Stands for a recipe that has these losses."""
 
     def record(arguments: Sequence[str], variables: Mapping[str, str], output: Path) -> int:
-        flags = dict(flag.removeprefix("--").split("=", 1) for flag in arguments[1:])
+        flags = read_flags(arguments)
         loss = of_cpu if flags["output_dir"].endswith("cpu") else of_device
         event = {"kind": "train", "loss": loss, "tokens_per_second": 1.0, "memory_bytes": 1}
         write_rows(Path(flags["output_dir"]) / "metrics.jsonl", [{**event, "step": step} for step in (1, 2)])
@@ -46,5 +50,4 @@ def write_losses(of_cpu: float, of_device: float) -> Launcher:
 
 if __name__ == "__main__":
     # A recipe, without charts and a measured peak.
-    keys = dict(flag.removeprefix("--").split("=", 1) for flag in sys.argv[2:])
-    sys.exit(run_recipe(Path(sys.argv[1]).stem, keys))
+    sys.exit(run_recipe(Path(sys.argv[1]).stem, read_flags(sys.argv[2:])))

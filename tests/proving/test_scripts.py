@@ -10,17 +10,8 @@ from recipes_lib.proving.scripts import main
 
 def test_the_peer_trains_and_writes_its_throughput(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = {"model_type": "llama", "vocab_size": 64, **sizes}
-    given = {
-        "model": model,
-        "rows": 2,
-        "length": 16,
-        "steps": 3,
-        "compile": False,
-        "cpu": True,
-        "output": str(tmp_path),
-    }
-    main([json.dumps({**given, "output": str(tmp_path)})])
+    given = {"model": {"model_type": "llama", "vocab_size": 64, **sizes}, "rows": 2, "length": 16, "steps": 3}
+    main([json.dumps({**given, "compile": False, "cpu": True, "output": str(tmp_path)})])
     found = json.loads((tmp_path / "peer.json").read_text())
     assert found["tokens_per_second"] > 0
     assert found.keys() == {"tokens_per_second", "memory_gb"}

@@ -305,6 +305,7 @@ def hash_blob(content: bytes) -> str:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # Headers and body are two packets, of which the second would wait for 40 ms.
     hub: Hub
 
     def do(self) -> None:

@@ -41,14 +41,6 @@ def test_the_lineage_goes_back_as_far_as_records_are_there(tmp_path):
     assert trace_lineage(record(model_commit=COMMIT)) == [("sft", f"owner/base at {COMMIT}", "owner/chats")]
 
 
-def test_a_cost_is_told_where_there_is_a_price_and_time_was_taken():
-    events = [{"kind": "train", "step": 9, "seconds": 7200.0}]
-    priced = record(num_processes=4, config={"device_hour_price": 2.5})
-    assert ("cost", "20.00, at 2.5 for a device hour") in list(describe_effort(priced, events))
-    assert "cost" not in dict(describe_effort(priced, []))
-    assert "cost" not in dict(describe_effort(record(num_processes=4), events))
-
-
 PARTS = [
     {"name": "owner/web", "revision": COMMIT, "weight": 0.75},
     {"name": "/somewhere/secret/code.jsonl", "weight": 0.25},
@@ -76,8 +68,8 @@ def test_the_effort_is_of_all_devices():
     events = [{"kind": "train", "step": 1, "seconds": 1}, last | {"num_flops": 2.5e15, "memory_bytes": 3e9}]
     events.append({"kind": "eval", "step": 4})
     hardware = {"device": "NVIDIA H100 80GB HBM3"}
-    facts = dict(describe_effort(record(hardware=hardware, num_processes=8), events))
-    assert facts == {
+    facts = record(hardware=hardware, num_processes=8)
+    expected = {
         "device": "8 x NVIDIA H100 80GB HBM3",
         "training time": "2.00 h, 16.00 device hours",
         "tokens": "5,000,000",
@@ -86,6 +78,10 @@ def test_the_effort_is_of_all_devices():
         "peak memory": "3.0 GB on the main process",
         "energy": "at most 11.20 kWh: 700 W a board, without the machine around it",
     }
+    assert dict(describe_effort(facts, events)) == expected
+    facts["config"]["device_hour_price"] = 2.5
+    assert dict(describe_effort(facts, events)) == expected | {"cost": "40.00, at 2.5 for a device hour"}
+    assert dict(describe_effort(facts, [])) == {"device": expected["device"]}
     assert list(describe_effort(record(), [])) == []
 
 

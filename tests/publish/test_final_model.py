@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.publish.runs import finish, make_run
+from tests.training.configurations import build_recipe
 from tests.training.trajectories import make_packs, make_trainer
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.publish import final_model as finishing
 from recipes_lib.publish.final_model import UNVERIFIED, export_model, finish_run, recipe
@@ -73,8 +74,7 @@ def test_the_main_process_alone_finishes(build, capsys):
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_recipe_trains_what_is_not_done_and_finishes_in_any_case(build, monkeypatch, is_done) -> None:
-    parts = {"data": DataConfig(), "tokens": TokensConfig(), "model": ModelConfig(), "evaluation": EvaluationConfig()}
-    config = RecipeConfig(recipe="sft", path=None, training={}, **parts)
+    config = build_recipe({})
     run, told = replace(build(finished=is_done), config=config), []
     monkeypatch.setattr(finishing, "start_run", lambda config, launch: told.append("start") or run)
     monkeypatch.setattr(finishing, "finish_run", lambda run: told.append("finish"))

@@ -1,12 +1,13 @@
 """A merged model is the adapter's model, whatever the adapter and however the embeddings are tied."""
 
 import json
+import math
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tests.models.adapter_models import compute_logits, load_model, save_model, train
+from tests.models.adapter_models import build_model, compute_logits, load_model, save_model, train
 from transformers import AutoTokenizer
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
@@ -16,7 +17,7 @@ from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import build_quantization_config
 from recipes_lib.publish.final_model import verify_adapter_export
-from recipes_lib.publish.merging import merge, plan_merge
+from recipes_lib.publish.merging import compare, compute_next_token_logps, merge, plan_merge
 
 TEXTS = [[3, 4, 5, 6, 7], list(range(20, 50)), [9]]
 
@@ -98,3 +99,30 @@ def test_an_adapter_from_few_bits_is_merged_into_the_full_base_and_held_against_
     assert 1e-6 < record["mean_kl"] < record["mean_kl_of_the_base"]
     in_full = run_merge(base, adapter, tmp_path / "again", tiny_tokenizer_dir)
     assert in_full["mean_kl"] < 1e-6
+
+
+def test_a_model_agrees_with_itself_and_every_position_counts():
+    model = build_model("llama").eval()
+    logps = compute_next_token_logps(model, TEXTS)
+    assert [tuple(each.shape) for each in logps] == [(len(text), 64) for text in TEXTS]
+    agreement = compare(logps, logps)
+    assert agreement.mean_kl == 0
+    assert agreement.same_choice == 1
+    assert agreement.num_tokens == sum(map(len, TEXTS))
+
+
+def test_the_divergence_is_torchs_and_not_symmetric():
+    one, other = (compute_next_token_logps(build_model(kind).eval(), TEXTS) for kind in ("llama", "tied"))
+    p, q = torch.cat(one), torch.cat(other)
+    for (first, second), (a, b) in {((p, q)): (one, other), ((q, p)): (other, one)}.items():
+        expected = torch.nn.functional.kl_div(second, first, reduction="batchmean", log_target=True)
+        agreement = compare(a, b)
+        assert agreement.mean_kl == pytest.approx(expected.item(), rel=1e-5)
+        assert agreement.same_choice == (p.argmax(-1) == q.argmax(-1)).double().mean().item()
+    assert compare(one, other).mean_kl != pytest.approx(compare(other, one).mean_kl, rel=1e-3)
+
+
+def test_two_coins_have_the_divergence_of_the_textbook():
+    fair, biased = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
+    agreement = compare([fair], [biased])
+    assert agreement.mean_kl == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1), rel=1e-6)

@@ -69,7 +69,10 @@ def test_the_command_publishes_what_is_there_and_the_second_time_nothing(hub, ru
     repository = hub.repositories["me/mine"]
     assert set(repository.tags) == {"step-10", "step-20", "v1.0"}
     assert "| eval_loss | 2.0 |" in repository.find("step-20").files["README.md"].decode()
-    assert "| eval_loss | 1.0 |" in repository.find("v1.0").files["README.md"].decode()
+    files = repository.find("v1.0").files
+    assert "| eval_loss | 1.0 |" in files["README.md"].decode()
+    model = {"model.safetensors", "config.json", "tokenizer.json"}
+    assert files.keys() == {".gitattributes", "README.md", "run.json", "metrics.jsonl", *model}
     assert main(["publish", str(run), "--tag", "v1.0"]) == EXIT_DONE
     assert read_messages(hub) == ["checkpoint-10", "checkpoint-20", MODEL]
 
@@ -87,25 +90,6 @@ def test_a_merged_model_is_published_as_it_is(hub, run, tmp_path):
     assert json.loads(files["merge.json"]) == {"base": "owner/base", "adapter": "lora"}
     assert files["README.md"].endswith(b"# merged\n")
     assert len(repository.branches["main"]) == 1
-
-
-def test_of_a_folder_only_the_model_leaves_the_machine(hub, run):
-    finish(run)
-    published = {"README.md", "run.json", "metrics.jsonl", "model.safetensors", "config.json", "tokenizer.json"}
-    for path in ("tokenizer_corpus/rows.jsonl", "tokenizer_corpus/.env", "clean.py", ".env", "tokenizer_rows.jsonl"):
-        (run / path).parent.mkdir(exist_ok=True)
-        (run / path).write_text("private")
-    assert main(["publish", str(run)]) == EXIT_DONE
-    assert set(hub.repositories["me/mine"].find("main").files) == {".gitattributes", *published}
-
-
-def test_of_a_whole_checkpoint_only_what_was_sealed_does(hub, run):
-    sealed = {path.name for path in save_checkpoint(run, 10).iterdir()}
-    (run / "checkpoint-10" / ".env").write_text("private")
-    finish(run)
-    assert main(["publish", str(run), "--hub_strategy", "checkpoint"]) == EXIT_DONE
-    files = hub.repositories["me/mine"].find("main").files
-    assert {path for path in files if "/" in path} == {f"last-checkpoint/{name}" for name in sealed}
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "metrics.jsonl"])

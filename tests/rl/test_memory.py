@@ -65,7 +65,8 @@ def shared_by(number):
 
 
 def plan(config, num_shards=1, is_half=False):
-    return plan_memory(config, load_model_config(config.model)[0], shared_by(num_shards), is_half=is_half)
+    config = config.with_training({"bf16": is_half})
+    return plan_memory(config, load_model_config(config.model)[0], shared_by(num_shards))
 
 
 def load(config):
@@ -219,7 +220,7 @@ def shipped():
         model=dataclasses.replace(config.model, dtype="float32"),
     )
     runs = [(whole, 1), (whole, 8), (config, 1)]
-    plans = [plan_memory(run, LLAMA_3_8B, shared_by(number), is_half=True) for run, number in runs]
+    plans = [plan_memory(run, LLAMA_3_8B, shared_by(number)) for run, number in runs]
     adapters = plans[-1].components
     on_base = {**adapters, "reward model, weights": adapters["critic, weights"]}
     return [*plans, dataclasses.replace(plans[-1], components=on_base)]

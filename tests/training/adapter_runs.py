@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.training.pairs import Narrator
-from tests.training.trajectories import Recorder
+from tests.training.trajectories import KEYS, Narrator, Recorder
 from transformers import AutoTokenizer
 
 from recipes_lib.config.loader import load_config
@@ -20,19 +19,6 @@ from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
 
-TRAINING: dict[str, Any] = {
-    "bf16": False,
-    "use_cpu": True,
-    "activation_checkpointing": False,
-    "learning_rate": 1e-3,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "max_steps": 4,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 0,
-    "per_device_train_batch_size": 4,
-}
-
 
 def make_adapter_trainer(
     model_dir: Path,
@@ -44,10 +30,11 @@ def make_adapter_trainer(
     **training: Any,
 ) -> tuple[SFTTrainer, Recorder, list[str]]:
     """Our trainer over ``adapter`` on the model, the steps that it records, and the lines that are told."""
-    keys = TRAINING | {"model_name_or_path": model_dir, "dataset_name": model_dir, "output_dir": output_dir} | training
+    keys = KEYS | {"model_name_or_path": model_dir, "dataset_name": model_dir, "output_dir": output_dir}
+    keys |= {"warmup_steps": 0, "per_device_train_batch_size": 4} | training
     config = load_config("lora", [f"--{name}={value}" for name, value in keys.items()])
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    recorder, lines = Recorder(), list[str]()
+    recorder = Recorder()
     args = build_training_arguments(config, read_launch(), has_eval=False)
     model = add_adapter(load_causal_lm(config.model, "sdpa", quantization), adapter, seed=args.seed)
     trainer = SFTTrainer(
@@ -56,7 +43,7 @@ def make_adapter_trainer(
         train_dataset=packs,
         data_collator=PackedCollator(pad_token_id=tokenizer.pad_token_id),
         processing_class=tokenizer,
-        observer=Observer(StepCounter(), [], [recorder], Narrator(lines)),
+        observer=Observer(StepCounter(), [], [recorder], Narrator(recorder.lines)),
         adapter=adapter,
     )
-    return trainer, recorder, lines
+    return trainer, recorder, recorder.lines

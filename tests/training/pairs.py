@@ -14,14 +14,14 @@ import numpy as np
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tests.training.configurations import build_recipe
+from tests.training.trajectories import Narrator, Recorder
 from torch import distributed, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from recipes_lib.config.recipes import read_defaults
 from recipes_lib.config.schema import (
     AdapterConfig,
-    DataConfig,
-    EvaluationConfig,
     ModelConfig,
     PreferenceConfig,
     RecipeConfig,
@@ -32,7 +32,6 @@ from recipes_lib.training.evaluation.held_out import EvaluatePairs
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.dpo_trainer import DPOTrainer, build_objective, prepare_reference
 from recipes_lib.training.trainers.pair_batches import PairAttention, build_pair_collator
@@ -40,8 +39,6 @@ from recipes_lib.training.trainers.trained_model import load_policy
 
 # Every run collects garbage; what was imported is none, and takes most of the time to look at.
 gc.freeze()
-
-FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
 def make_pairs(num_pairs: int = 16, *, seed: int = 0) -> Dataset:
@@ -86,32 +83,6 @@ def perturb_model(model_dir: Path, folder: Path, *, std: float = 0.01) -> Path:
     return folder
 
 
-class Recorder(TrainerCallback):
-    """Keeps everything that is logged, and the lines that are told."""
-
-    def __init__(self) -> None:
-        self.logs: list[dict[str, Any]] = []
-        self.lines: list[str] = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append(dict(logs))
-
-    @property
-    def steps(self) -> list[dict[str, float]]:
-        """Loss, gradient norm and learning rate of each step."""
-        return [{name: float(logs[name]) for name in FIGURES} for logs in self.logs if "loss" in logs]
-
-
-class Narrator(TrainingProgress):
-    """Puts down what is told."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self._lines = lines
-
-    def say(self, line: str) -> None:
-        self._lines.append(line)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What of a run the tests vary besides upstream's keys."""
@@ -141,16 +112,13 @@ def build_config(model_dir: Path, output_dir: Path, setting: Setting, **training
         "max_steps": 4,
         "precompute_ref_log_probs": False,
     }
-    return RecipeConfig(
-        recipe="dpo",
-        path=None,
-        data=DataConfig(dataset_name="pairs"),
+    return build_recipe(
+        defaults | keys | training,
+        "dpo",
         tokens=TokensConfig(prepared_dir=str(output_dir.parent / setting.cache)),
         model=ModelConfig(model_name_or_path=str(model_dir), dtype=setting.dtype),
-        evaluation=EvaluationConfig(),
         adapter=setting.adapter,
         preference=setting.preference,
-        training=defaults | keys | training,
     )
 
 

@@ -14,9 +14,10 @@ import numpy as np
 from tests.recipes.preferences import load_recipe
 from tests.rows import read_events
 from tests.training import pairs, pretraining, trajectories
+from tests.training.configurations import build_recipe
 from torch import distributed
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
+from recipes_lib.config.schema import ModelConfig
 from recipes_lib.training.guards.start_checks import StartChecks
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.run import start_run
@@ -52,15 +53,7 @@ def run(recipe: str, folder: Path, model_dir: Path, tokenizer_dir: Path, accumul
     keys = KEYS | {"output_dir": str(folder), "gradient_accumulation_steps": accumulation}
     if recipe == "pretrain":
         return _run_recipe(folder, tokenizer_dir, keys)
-    config = RecipeConfig(
-        recipe=recipe,
-        path=None,
-        data=DataConfig(dataset_name="rows"),
-        tokens=TokensConfig(),
-        model=ModelConfig(model_name_or_path=str(model_dir)),
-        evaluation=EvaluationConfig(),
-        training=keys,
-    )
+    config = build_recipe(keys, recipe, model=ModelConfig(model_name_or_path=str(model_dir)))
     started = start_run(config, read_launch())
     training = {name: value for name, value in started.config.training.items() if name != "output_dir"}
     # Thirty-two rows are four steps, so that the run goes on into a second epoch.

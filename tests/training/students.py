@@ -9,15 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.training.trajectories import Recorder, make_packs
+from tests.training.configurations import build_recipe
+from tests.training.trajectories import Narrator, Recorder, make_packs
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.commands.generated.distill_store import build_compute
 from recipes_lib.config.schema import (
-    DataConfig,
     DistillationConfig,
-    EvaluationConfig,
     LayersConfig,
     ModelConfig,
     RecipeConfig,
@@ -38,7 +37,6 @@ from recipes_lib.models.attention.kernels import AttentionChoice
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import build_progress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 
 KEYS: dict[str, Any] = {
@@ -77,38 +75,21 @@ def save_student(folder: Path, tokenizer_dir: Path, *, vocab_size: int = 512, se
 def build_config(student_dir: Path, teacher_dir: Path, output_dir: Path, **keys: Any) -> RecipeConfig:
     """A run in full precision on rows that are handed in; keys of distillation among those of training."""
     fields, layers = DistillationConfig.__dataclass_fields__, LayersConfig.__dataclass_fields__
-    attention = keys.pop("attn_implementation", "sdpa")
+    attention, prepared_dir = keys.pop("attn_implementation", "sdpa"), keys.pop("prepared_dir", None)
     rewards = RewardsConfig(response_length=keys.pop("response_length", 8))
-    return RecipeConfig(
-        recipe="distill",
-        path=None,
-        data=DataConfig(dataset_name="packs"),
-        tokens=TokensConfig(prepared_dir=keys.pop("prepared_dir", None)),
+    training = {name: value for name, value in keys.items() if name not in (*fields, *layers)}
+    return build_recipe(
+        {**KEYS, "output_dir": str(output_dir), **training},
+        "distill",
+        tokens=TokensConfig(prepared_dir=prepared_dir),
         model=ModelConfig(model_name_or_path=str(student_dir), attn_implementation=attention),
-        evaluation=EvaluationConfig(),
         rewards=rewards,
         distillation=DistillationConfig(
             teacher_model_name_or_path=str(teacher_dir),
             **{name: value for name, value in keys.items() if name in fields},
         ),
         layers=LayersConfig(**{name: value for name, value in keys.items() if name in layers}),
-        training=KEYS
-        | {"output_dir": str(output_dir)}
-        | {name: value for name, value in keys.items() if name not in (*fields, *layers)},
     )
-
-
-class Logs(Recorder):
-    """Keeps every figure of every logged step besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logs: list[dict[str, Any]] = []
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        super().on_log(args, state, control, logs, **kwargs)
-        if "loss" in logs:
-            self.logs.append(dict(logs))
 
 
 def store_teacher(student_dir: Path, teacher_dir: Path, packs: Any, root: Path, **keys: Any) -> StoreIdentity:
@@ -128,14 +109,12 @@ def store_teacher(student_dir: Path, teacher_dir: Path, packs: Any, root: Path, 
 
 def make_distiller(
     student_dir: Path, teacher_dir: Path, output_dir: Path, packs: Any, **keys: Any
-) -> tuple[DistillationTrainer, Logs, list[str]]:
+) -> tuple[DistillationTrainer, Recorder, list[str]]:
     """The trainer, what it logs, and what it says."""
     config = build_config(student_dir, teacher_dir, output_dir, **keys)
     tokenizer = AutoTokenizer.from_pretrained(student_dir)
     args = build_training_arguments(config, read_launch(), has_eval=False)
-    progress, lines = build_progress(is_main=False), list[str]()
-    progress.say = lines.append  # type: ignore[method-assign]
-    recorder = Logs()
+    recorder = Recorder()
     implementation = str(config.model.attn_implementation)
     vocabulary, attention = map_teacher_vocabulary(config, tokenizer), AttentionChoice(implementation, "rows")
     collate = PackedCollator(pad_token_id=tokenizer.pad_token_id)
@@ -148,9 +127,9 @@ def make_distiller(
         is_own_teacher=is_own_teacher(config),
         args=args,
         processing_class=tokenizer,
-        observer=Observer(StepCounter(), [], [recorder], progress),
+        observer=Observer(StepCounter(), [], [recorder], Narrator(recorder.lines)),
     )
-    return trainer, recorder, lines
+    return trainer, recorder, recorder.lines
 
 
 def main() -> None:
@@ -160,7 +139,7 @@ def main() -> None:
     trainer, recorder, _ = make_distiller(student_dir, teacher_dir, output_dir / "run", make_packs(), **keys)
     trainer.train()
     if trainer.is_world_process_zero():
-        (output_dir / "logs.json").write_text(json.dumps(recorder.logs))
+        (output_dir / "logs.json").write_text(json.dumps(recorder.train_logs))
     distributed.barrier()
     distributed.destroy_process_group()
 

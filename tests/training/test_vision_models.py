@@ -4,7 +4,6 @@ import pytest
 import torch
 from tests.models.vision_models import OUTSIDE, build_gemma3
 from tests.training.adapter_runs import make_adapter_trainer
-from tests.training.pairs import Narrator
 from tests.training.trajectories import make_packs, make_trainer
 
 from recipes_lib.config.schema import AdapterConfig
@@ -23,16 +22,14 @@ def model_dir(tmp_path, tiny_tokenizer):
 
 
 def test_full_fine_tuning_trains_the_text_model_and_saves_all(model_dir, tmp_path):
-    trainer, _ = make_trainer(model_dir, tmp_path / "run", make_packs(), **NUM_STEPS)
+    trainer, recorder = make_trainer(model_dir, tmp_path / "run", make_packs(), **NUM_STEPS)
     freeze_outside_text(trainer.model)  # As ``load_causal_lm`` does.
-    lines: list[str] = []
-    object.__setattr__(trainer.observer, "progress", Narrator(lines))
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     trainer.train()
     after = trainer.model.state_dict()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if not name.startswith(OUTSIDE)}
-    (line,) = [line for line in lines if line.startswith("frozen:")]
+    (line,) = [line for line in recorder.lines if line.startswith("frozen:")]
     assert "model.vision_tower." in line
     trainer.save_model(str(tmp_path / "saved"))
     saved = type(trainer.model).from_pretrained(tmp_path / "saved").state_dict()

@@ -11,25 +11,32 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from tests.training.configurations import build_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from recipes_lib.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RecipeConfig,
-    TokensConfig,
-)
+from recipes_lib.config.schema import CheckpointConfig, ModelConfig
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.training.forgetting.base_divergence import BaseDivergence
 from recipes_lib.training.forgetting.weight_penalty import WeightPenalty
 from recipes_lib.training.layouts.launch_environment import read_launch
 from recipes_lib.training.monitoring.callbacks import EvaluationHook, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
-from recipes_lib.training.monitoring.progress import build_progress
+from recipes_lib.training.monitoring.progress import TrainingProgress
 from recipes_lib.training.trainers.arguments import build_training_arguments
 from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
+
+KEYS: dict[str, Any] = {
+    "bf16": False,
+    "use_cpu": True,
+    "activation_checkpointing": False,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "max_steps": 4,
+    "lr_scheduler_type": "linear",
+}
+FIGURES = ("loss", "grad_norm", "learning_rate")
 
 
 def make_packs(num_rows: int = 16, *, seed: int = 0) -> Dataset:
@@ -47,14 +54,34 @@ def make_packs(num_rows: int = 16, *, seed: int = 0) -> Dataset:
 
 
 class Recorder(TrainerCallback):
-    """Keeps every logged step."""
+    """Keeps everything that is logged, and the lines that are told."""
 
     def __init__(self) -> None:
-        self.steps: list[dict[str, float]] = []
+        self.logs: list[dict[str, Any]] = []
+        self.lines: list[str] = []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.steps.append({name: float(logs[name]) for name in ("loss", "grad_norm", "learning_rate")})
+        self.logs.append(dict(logs))
+
+    @property
+    def train_logs(self) -> list[dict[str, Any]]:
+        """Everything that was logged of each step."""
+        return [logs for logs in self.logs if "loss" in logs]
+
+    @property
+    def steps(self) -> list[dict[str, float]]:
+        """Loss, gradient norm and learning rate of each step."""
+        return [{name: float(logs[name]) for name in FIGURES} for logs in self.train_logs]
+
+
+class Narrator(TrainingProgress):
+    """Puts down what is told."""
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
 
 
 def make_trainer(
@@ -69,27 +96,10 @@ def make_trainer(
     **training: Any,
 ) -> tuple[SFTTrainer, Recorder]:
     """Our trainer, in full precision, logging every step."""
-    defaults = {
-        "output_dir": str(output_dir),
-        "bf16": False,
-        "use_cpu": True,
-        "activation_checkpointing": False,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "max_steps": 4,
-        "lr_scheduler_type": "linear",
-    }
-    config = RecipeConfig(
-        recipe="sft",
-        path=None,
-        data=DataConfig(dataset_name="packs"),
-        tokens=TokensConfig(),
+    config = build_recipe(
+        {**KEYS, "output_dir": str(output_dir), **training},
         model=ModelConfig(model_name_or_path=str(model_dir)),
-        evaluation=EvaluationConfig(),
         checkpoints=checkpoints or CheckpointConfig(),
-        training=defaults | training,
     )
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     recorder = Recorder()
@@ -102,7 +112,7 @@ def make_trainer(
         processing_class=tokenizer,
         penalty=penalty,
         base=base,
-        observer=Observer(StepCounter(), list(hooks), [recorder], build_progress(is_main=False)),
+        observer=Observer(StepCounter(), list(hooks), [recorder], Narrator(recorder.lines)),
     )
     return trainer, recorder
 

@@ -18,12 +18,7 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.table import TABLES
 from recipes_lib.errors import EXIT_DONE, EXIT_USER, Problem
 from recipes_lib.shipped import find_launch_file
-from recipes_lib.training.layouts.launch_environment import (
-    Launch,
-    add_pipeline_flags,
-    name_pipeline,
-    plan_launch,
-)
+from recipes_lib.training.layouts.launch_environment import Launch, add_pipeline_flags, name_pipeline, plan_launch
 
 
 def main(argv: Sequence[str]) -> int:
@@ -50,11 +45,9 @@ def main(argv: Sequence[str]) -> int:
         return _print_migration(options.migrate, recipe if options.recipe else None)
     config = load_for_command(recipe, overrides, options.config)
     launch_file = find_launch_file(options.hardware) if options.hardware else None
-    launch = plan_launch(
-        launch_file, options.num_processes, name_pipeline(options.pipeline_stages, options.pipeline_schedule)
-    )
-    problems = check(config, launch, Console(highlight=False), launch_file)
-    return EXIT_USER if problems else EXIT_DONE
+    pipeline = name_pipeline(options.pipeline_stages, options.pipeline_schedule)
+    launch = plan_launch(launch_file, options.num_processes, pipeline)
+    return EXIT_USER if check(config, launch, Console(highlight=False), launch_file) else EXIT_DONE
 
 
 def check(config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> list[Problem]:
@@ -82,11 +75,9 @@ def _print_migration(path: Path, recipe: str | None) -> int:
     for change in migration.changes:
         place = f"{path}:{change.line}" if change.line else str(path)
         sys.stderr.write(f"{'you decide' if change.by_hand else 'changed'}  {place}: {change.what}\n")
-    recipe = migration.recipe
     if not migration.is_ready:
         sys.stderr.write("not complete: resolve the last lines above\n")
         return EXIT_USER
-    sys.stderr.write(
-        f"a recipe of {recipe}: name the file {recipe}.yaml or {recipe}_*.yaml, or write --recipe {recipe}\n"
-    )
+    found = migration.recipe
+    sys.stderr.write(f"a recipe of {found}: name the file {found}.yaml or {found}_*.yaml, or write --recipe {found}\n")
     return EXIT_DONE

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.files import writing
 
 _ABOUT: Final = (
     "A text classifier for recipes clean, such as good against bad pages: logistic regression on hashed words and "
@@ -41,11 +42,8 @@ def main(argv: Sequence[str]) -> None:
         train, held_out = split_held_out(texts, options.held_out)
         classifier = train_classifier(train)
         evaluation = evaluate_classifier(classifier.score, held_out)
-        try:
+        with writing(folder, "name another folder"):
             classifier.save(folder, evaluation)
-        except OSError as error:
-            found = f"cannot be written: {error.strerror}"
-            raise ConfigError(Problem(str(folder), found, "name another folder")) from error
         read_linear(folder)
     sys.stdout.write("".join([f"{line}\n" for line in describe(evaluation)]))
     if options.command == "train":
@@ -98,7 +96,6 @@ def _read_texts(label: str, names: Sequence[str]) -> list[str]:
     from recipes_lib.corpus.documents import Ledger
     from recipes_lib.corpus.inputs import READ, Read, open_inputs
     from recipes_lib.corpus.text_steps import MAX_CLASSIFIED
-    from recipes_lib.errors import DataError
 
     texts: list[str] = []
     for source in open_inputs(CorpusConfig(sources=[{"name": name} for name in names])):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,14 +9,14 @@ from typing import Any, Final
 
 from recipes_lib.commands.score import load_text_scorer
 from recipes_lib.config.corpus_keys import CorpusConfig, parse_corpus_command
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.config.loader import end_after_help
+from recipes_lib.errors import EXIT_DONE, verify_extra
 
 MEGABYTES_PER_SECOND: Final = 1.7
 """MB/s of one core, all steps on web text (``benchmarks/corpus.py``); faster without a quality preset."""
 DISK_SHARE: Final = 1.7
 """Bytes in `.work` for a byte of input: documents compressed by half, 4 for a word of about 6, and the hashes of short
 ones. The shards are the same files under other names."""
-_PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "warcio")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -28,8 +27,6 @@ def main(argv: Sequence[str]) -> None:
         DataError: A source cannot be read, or no document is left.
     """
     config = _parse(argv)
-    if config is None:
-        return
     from recipes_lib.corpus.cleaning import make_corpus
 
     manifest = make_corpus(config, load_text_scorer)
@@ -40,20 +37,14 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.write(f"{line}\n")
 
 
-def _parse(argv: Sequence[str]) -> CorpusConfig | None:
-    """Return the configuration; ``None`` after ``--help`` or ``--print-config``, which is printed.
+def _parse(argv: Sequence[str]) -> CorpusConfig:
+    """Return the configuration.
 
     Raises:
         ConfigError: It is wrong, or the extra ``corpus`` is not installed.
     """
-    config = parse_corpus_command(argv)
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return None
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
-        found = f"{' and '.join(missing)} not installed"
-        raise ConfigError(Problem("recipes clean", found, "pip install 'recipes-lib[corpus]'"))
+    config = end_after_help(parse_corpus_command(argv))
+    verify_extra("recipes clean", "corpus", "datatrove", "ftfy", "trafilatura", "warcio")
     return add_evaluated(config)
 
 
@@ -65,8 +56,7 @@ def add_evaluated(config: CorpusConfig) -> CorpusConfig:
     """
     if not config.benchmarks_of:
         return config
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(Problem("benchmarks_of", "lm-eval not installed", "pip install 'recipes-lib[eval]'"))
+    verify_extra("benchmarks_of", "eval", "lm_eval")
     from recipes_lib.config.evaluation import read_evaluated_tasks
     from recipes_lib.evaluation.suites import list_datasets
 
@@ -86,8 +76,6 @@ def check(argv: Sequence[str]) -> int:
         DataError: A source or benchmark cannot be read.
     """
     config = _parse(argv)
-    if config is None:
-        return EXIT_DONE
     from recipes_lib.corpus.cleaning import try_steps
 
     for line in try_steps(config, load_text_scorer):
@@ -104,8 +92,6 @@ def plan(argv: Sequence[str]) -> None:
         DataError: A source cannot be found.
     """
     config = _parse(argv)
-    if config is None:
-        return
     from recipes_lib.corpus.cleaning import count_cores
     from recipes_lib.corpus.inputs import count_input_bytes, open_inputs
 

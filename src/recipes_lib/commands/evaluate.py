@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.config.evaluation import EvalConfig, parse_eval_command
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.config.loader import end_after_help
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, verify_extra
 from recipes_lib.files import read_record, replace_record, try_lock
 
 _USAGE: Final = (
@@ -42,8 +42,6 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == "watch":
         return watch(argv[1:])
     config = _parse(argv)
-    if config is None:
-        return EXIT_DONE
     from recipes_lib.evaluation.harness import evaluate_model
     from recipes_lib.publish.card import add_scores
     from recipes_lib.report.html_pages import write_eval_report
@@ -65,8 +63,6 @@ def check(argv: Sequence[str]) -> int:
         ConfigError: As ``main``.
     """
     config = _parse(argv)
-    if config is None:
-        return EXIT_DONE
     from recipes_lib.evaluation.harness import describe_model
     from recipes_lib.evaluation.suites import load_tasks
 
@@ -179,18 +175,13 @@ def compare(argv: Sequence[str]) -> None:
         epilog="`recipes eval compare A B --judge J --help`: win rates of their answers by a judge.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "folders",
-        nargs="+",
-        type=Path,
-        metavar="FOLDER",
-        help="output folders of `recipes eval`; the first is the baseline",
-    )
+    told = "output folders of `recipes eval`; the first is the baseline"
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help=told)
     parser.add_argument("--output", type=Path, metavar="JSON", help="also write the table to this file")
     options = parser.parse_args(list(argv))
     if len(options.folders) < 2:
         raise ConfigError(Problem("recipes eval compare", "there is one folder", "name two or more"))
-    _verify_installed()
+    verify_extra("recipes eval", "eval", "lm_eval")
     from recipes_lib.evaluation.score_comparison import compare_folders, format_rows
 
     rows = compare_folders([_find_evaluation(folder) for folder in options.folders])
@@ -205,8 +196,8 @@ def _find_evaluation(folder: Path) -> Path:
     return folder / "eval" if (folder / "eval" / "eval.json").is_file() else folder
 
 
-def _parse(argv: Sequence[str]) -> EvalConfig | None:
-    """Return the configuration; ``None`` after ``--help`` or ``--print-config``, which is printed.
+def _parse(argv: Sequence[str]) -> EvalConfig:
+    """Return the configuration.
 
     Raises:
         ConfigError: It is wrong, or the extra ``eval`` is not installed.
@@ -218,18 +209,11 @@ def _parse(argv: Sequence[str]) -> EvalConfig | None:
         is_names = argument and argument.lstrip()[0] not in "[-"
         if at and given[at - 1] in ("--tasks", "--include_path") and is_names:
             given[at] = json.dumps(argument.split(","))
-    config = parse_eval_command(given)
-    if isinstance(config, str):
-        is_help = {"-h", "--help"} & set(argv)
-        sys.stdout.write(f"{_USAGE if is_help else ''}{config}\n")
-        return None
-    _verify_installed()
+    if {"-h", "--help"} & set(argv):
+        sys.stdout.write(_USAGE)
+    config = end_after_help(parse_eval_command(given))
+    verify_extra("recipes eval", "eval", "lm_eval")
     return config
-
-
-def _verify_installed() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(Problem("recipes eval", "lm_eval not installed", "pip install 'recipes-lib[eval]'"))
 
 
 def describe(record: Mapping[str, Any]) -> list[str]:
@@ -239,10 +223,8 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         for metric, score in found["scores"].items():
             error = "" if score["stderr"] is None else f" ± {1.96 * score['stderr']:.4f}"
             lines.append(f"{name}: {metric} {score['value']:.4f}{error}, {found['num_questions']:,} questions")
-        for key, told in (
-            ("num_cut", "did not fit and lost their beginning"),
-            ("num_empty", "were answered by nothing"),
-        ):
+        causes = {"num_cut": "did not fit and lost their beginning", "num_empty": "were answered by nothing"}
+        for key, told in causes.items():
             if found.get(key):
                 lines.append(f"warning: {name}: {found[key]:,} of {found['num_questions']:,} questions {told}")
     return lines

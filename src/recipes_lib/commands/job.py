@@ -27,6 +27,7 @@ from recipes_lib.errors import (
     EXIT_PREEMPTED,
     EXIT_STALLED,
     EXIT_USER,
+    STATUSES,
     ConfigError,
     Problem,
 )
@@ -53,8 +54,8 @@ _CONSTANTS: Final = {
     "data": DATA,
     "port": PORT,
     "retries": 3,
-    "resumable": '"status": "(preempted|stalled)"',
-    "final": '"status": "(refused|diverged)"',
+    "resumable": f'"status": "({STATUSES[EXIT_PREEMPTED]}|{STATUSES[EXIT_STALLED]})"',
+    "final": f'"status": "({STATUSES[EXIT_USER]}|{STATUSES[EXIT_DIVERGED]})"',
     "exit_done": EXIT_DONE,
     "exit_bug": EXIT_BUG,
     "exit_user": EXIT_USER,
@@ -102,6 +103,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--gpu", help="GPU type as the cluster names it, such as H100; on HF Jobs the flavor, a100x8")
     add_cloud_flags(parser)
     parser.add_argument("--name", help="name of the job (default: that of output_dir)")
+    parser.add_argument("--output_dir", "--output-dir", metavar="DIR", help="of the run (default: the recipe's)")
     options, overrides = parser.parse_known_args(argv)
     sys.stdout.write(write_job(options.to, describe_job(options, overrides)))
 
@@ -110,19 +112,10 @@ def add_machine_flags(parser: argparse._ActionsContainer) -> None:
     """Add the flags that say what a job requests of a cluster."""
     parser.add_argument("--num_nodes", type=int, default=1, help="machines (default: 1)")
     parser.add_argument("--gpus_per_node", type=int, default=1, help="GPUs of each (default: 1)")
-    parser.add_argument(
-        "--cpus_per_gpu",
-        type=int,
-        help=f"share machines (default: whole ones, but for one GPU, with {CPUS_PER_GPU}); SLURM",
-    )
-    parser.add_argument(
-        "--secret",
-        action="append",
-        default=[],
-        dest="secrets",
-        metavar="SECRET",
-        help="name of an environment variable that the cluster stores as a secret",
-    )
+    told = f"share machines (default: whole ones, but for one GPU, with {CPUS_PER_GPU}); SLURM"
+    parser.add_argument("--cpus_per_gpu", type=int, help=told)
+    told = "name of an environment variable that the cluster stores as a secret"
+    parser.add_argument("--secret", action="append", default=[], dest="secrets", metavar="SECRET", help=told)
     parser.add_argument("--hours", type=int, help=f"time limit of a job (default: {HOURS})")
 
 
@@ -144,7 +137,8 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
         ConfigError: As ``main``.
     """
     recipe, _ = split_recipe(["--config", options.config, *(["--recipe", options.recipe] if options.recipe else [])])
-    config = parse_command(recipe, ["--config", options.config, *overrides])
+    place = ["--output_dir", options.output_dir] if options.output_dir else []
+    config = parse_command(recipe, ["--config", options.config, *place, *overrides])
     if isinstance(config, str):
         raise ConfigError(Problem("recipes job", "that flag belongs to the recipe", "remove it"))
     if problems := list(_find_problems(options, options.to, options.config)):
@@ -162,7 +156,7 @@ def describe_job(options: argparse.Namespace, overrides: Sequence[str]) -> dict[
         read_launch_file(find_launch_file(options.hardware))
     hardware = options.hardware or ("ddp" if num_processes > 1 else "single_gpu")
     command = ["recipes", "launch", "--recipe", recipe, "--config", options.config, "--hardware", hardware]
-    command += ["--num_processes", str(num_processes), *_leave_out(overrides, "output_dir"), "--output_dir", output_dir]
+    command += ["--num_processes", str(num_processes), *overrides, "--output_dir", output_dir]
     cpus_per_gpu = options.cpus_per_gpu or (CPUS_PER_GPU if num_processes == 1 else None)
     derived = {"name": name, "command": command, "output_dir": output_dir, "cpus_per_gpu": cpus_per_gpu}
     derived["starter"] = list(SRUN)
@@ -194,35 +188,9 @@ def write_job(to: str, job: Mapping[str, Any]) -> str:
     return yaml.safe_dump(yaml.safe_load(text), sort_keys=False, width=1000)
 
 
-def _leave_out(overrides: Sequence[str], key: str) -> list[str]:
-    """Return the flags without ``key``, which is set already."""
-    kept: list[str] = []
-    words = iter(overrides)
-    for word in words:
-        name, equals, _ = word.partition("=")
-        # Flags of a recipe take dashes as well.
-        if name.replace("-", "_") != f"__{key}":
-            kept.append(word)
-        elif not equals:
-            next(words, None)
-    return kept
-
-
-def find_wrong_requests(options: argparse.Namespace) -> Iterator[Problem]:
-    """Yield what is wrong with the flags of ``add_machine_flags``."""
-    for flag in ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours"):
-        if getattr(options, flag) is not None and getattr(options, flag) < 1:
-            yield Problem(f"--{flag}", f"is {getattr(options, flag)}", "write 1 or more")
-    for name in options.secrets:
-        if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
-            yield Problem(
-                "--secret", "it is not the name of an environment variable", "write its name, never its value"
-            )
-
-
 def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[Problem]:
     """Yield what a cluster cannot take of the flags of a job that reads a file."""
-    yield from find_wrong_requests(options)
+    yield from _find_wrong_values(options, file)
     for flag in CLUSTERS[to].needed:
         if getattr(options, flag) is None:
             yield Problem(f"--{flag}", f"{to} needs it", f"write --{flag} ... (docs/cloud.md)")
@@ -231,10 +199,16 @@ def _find_problems(options: argparse.Namespace, to: str, file: str) -> Iterator[
             yield Problem(f"--{flag}", f"it is not supported for {to}", "remove it")
     if to == "hf-jobs" and options.num_nodes > 1:
         yield Problem("--num_nodes", "a job of HF Jobs is one machine", "choose a flavor with more GPUs")
-    yield from _find_wrong_names(options, file)
 
 
-def _find_wrong_names(options: argparse.Namespace, file: str) -> Iterator[Problem]:
+def _find_wrong_values(options: argparse.Namespace, file: str) -> Iterator[Problem]:
+    for flag in ("num_nodes", "gpus_per_node", "cpus_per_gpu", "hours"):
+        if getattr(options, flag) is not None and getattr(options, flag) < 1:
+            yield Problem(f"--{flag}", f"is {getattr(options, flag)}", "write 1 or more")
+    for name in options.secrets:
+        if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
+            found = "it is not the name of an environment variable"
+            yield Problem("--secret", found, "write its name, never its value")
     for flag in ("gpu", "image", "volume"):
         value = getattr(options, flag)
         if value is not None and not re.fullmatch(r"[\w./:@-]+", value, re.ASCII):
@@ -293,9 +267,9 @@ def _submit_whole(options: argparse.Namespace, pipeline: Pipeline, chosen: Seque
     job = vars(options) | {"name": name, "command": command, "output_dir": None}
     script = pipeline.output_dir / JOBS / f"{options.executor}.yaml"
     script.write_text(write_job(options.executor, job | {"hours": options.hours or HOURS}), encoding="utf-8")
-    secrets = (
-        [word for name in options.secrets for word in ("--secret", name)] if options.executor == "skypilot" else []
-    )
+    # The other cluster reads them where it stores them.
+    of_flags = options.secrets if options.executor == "skypilot" else []
+    secrets = [word for name in of_flags for word in ("--secret", name)]
     told = _ask([*CLUSTERS[options.executor].submit, *secrets, str(script)])
     sys.stdout.write(f"{told.rstrip()}\n{len(chosen)} stages submitted as one job: {script}\n")
 
@@ -323,8 +297,7 @@ def _submit(options: argparse.Namespace, pipeline: Pipeline, stage: Stage, neede
 
 def _describe(options: argparse.Namespace, pipeline: Pipeline, stage: Stage) -> dict[str, Any]:
     """Return the variables of the batch script of a stage: as ``describe_job``, of ``recipes run --only``."""
-    is_launched = bool(stage.launch)
-    num_nodes, gpus_per_node = (options.num_nodes, options.gpus_per_node) if is_launched else (1, 1)
+    num_nodes, gpus_per_node = (options.num_nodes, options.gpus_per_node) if stage.launch else (1, 1)
     command = [sys.executable, "-m", "recipes_lib.cli", "run", str(options.pipeline), "--only", stage.name]
     command += ["--output_dir", str(pipeline.output_dir)]
     command += ["--launcher", shlex.join(SRUN)] if num_nodes > 1 else []

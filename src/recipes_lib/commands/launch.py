@@ -144,9 +144,8 @@ def main(argv: Sequence[str]) -> int:
     if machines.num_machines > 1 and document["distributed_type"] == "NO":
         found = f"{file} is for one process: each of {machines.num_machines} machines would train a model of its own"
         raise ConfigError(Problem("--hardware", found, "use accelerate_configs/ddp.yaml, or cpu_ddp.yaml on CPUs"))
-    num_processes = options.num_processes
-    if num_processes is None:
-        num_processes = _count_processes(file, document, machines)
+    given = options.num_processes
+    num_processes = _count_processes(file, document, machines) if given is None else given
     if num_processes % machines.num_machines:
         found = f"{num_processes} processes cannot be divided equally among {machines.num_machines} machines"
         raise ConfigError(Problem("--num_processes", found, "write a multiple of the number of machines"))
@@ -206,13 +205,8 @@ def _settle_machines(options: argparse.Namespace, found: Machines) -> Machines:
     settled = Machines(**fields, told_by=told_by)
     is_silent = "num_machines" in given and found.num_machines == 1 and "machine_rank" not in given
     if settled.num_machines > 1 and (settled.main_process_ip is None or is_silent):
-        raise ConfigError(
-            Problem(
-                "--num_machines",
-                f"there are {settled.num_machines} machines, without --machine_rank and --main_process_ip",
-                "write both, or start under SLURM",
-            )
-        )
+        silence = f"there are {settled.num_machines} machines, without --machine_rank and --main_process_ip"
+        raise ConfigError(Problem("--num_machines", silence, "write both, or start under SLURM"))
     if not 0 <= settled.machine_rank < settled.num_machines:
         found_ = f"machine {settled.machine_rank} of {settled.num_machines}: they count from 0"
         raise ConfigError(Problem("--machine_rank", found_, "write the rank of this machine"))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from recipes_lib.config.loader import add_recipe_flags, load_for_command, split_recipe
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import writing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -114,12 +115,9 @@ def preview(argv: Sequence[str], load_tokenizer: TokenizerLoader = _load_tokeniz
     rows = build_preview(config, load_tokenizer(config), options.rows)
     if options.html is not None:
         title = f"{config.data.dataset_name or 'dataset_mixture'}: what is trained on"
-        try:
+        with writing(options.html, "name another file after --html"):
             options.html.parent.mkdir(parents=True, exist_ok=True)
             write_page(options.html, "preview", title=title, rows=rows)
-        except OSError as error:
-            found = f"cannot be written: {error.strerror}"
-            raise ConfigError(Problem(str(options.html), found, "name another file after --html")) from None
     console = Console(highlight=False)
     for row in rows:
         console.print(render_text(row), end="\n\n", soft_wrap=True)

@@ -105,9 +105,8 @@ def choose_stages(pipeline: Pipeline, first: str | None, last: str | None) -> li
     names = [stage.name for stage in pipeline.stages]
     for name in (first, last):
         if name is not None and name not in names:
-            raise ConfigError(
-                Problem("recipes run", f"there is no stage {name!r}", f"the stages are {', '.join(names)}")
-            )
+            remedy = f"the stages are {', '.join(names)}"
+            raise ConfigError(Problem("recipes run", f"there is no stage {name!r}", remedy))
     begin, end = (0 if first is None else names.index(first)), (len(names) if last is None else names.index(last) + 1)
     if begin >= end:
         raise ConfigError(Problem("recipes run", f"{first} comes after {last}", "swap --from and --until"))
@@ -174,11 +173,10 @@ def _pretending(path: Path) -> Iterator[Pipeline]:
 
 def _put_output(stage: Stage) -> None:
     """Create a placeholder for the output of a stage, so that later stages find it."""
+    folder = stage.output.parent if stage.output.suffix else stage.output
+    folder.mkdir(parents=True, exist_ok=True)
     if stage.output.suffix:
-        stage.output.parent.mkdir(parents=True, exist_ok=True)
         stage.output.touch()
-    else:
-        stage.output.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager

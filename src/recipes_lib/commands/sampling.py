@@ -9,10 +9,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
@@ -25,18 +25,40 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from recipes_lib.data.prompts import PromptData, PromptRow
+    from recipes_lib.evaluation.answering import LocalModel
+    from recipes_lib.evaluation.endpoint import Reply
+    from recipes_lib.evaluation.judges import Grade, Judgment
     from recipes_lib.rl.collect import Collector
 
 
-class Counts(Protocol):
-    """Protocol of a dataclass of running counts.
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Running counts of a file of rows.
 
     Attributes:
         num_bytes: File size at the time of the other counts.
     """
 
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    num_bytes: int
+    num_bytes: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class TokenCounts(Counts):
+    """Running counts of a file that a model writes.
+
+    Attributes:
+        num_prompt_tokens: Read by the model.
+        num_tokens: Written by it.
+    """
+
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+
+    def add_tokens(self, replies: Iterable[Reply | Grade | Judgment]) -> None:
+        """Count the tokens of replies."""
+        for reply in replies:
+            self.num_prompt_tokens += reply.num_prompt_tokens
+            self.num_tokens += reply.num_tokens
 
 
 Counted = TypeVar("Counted", bound=Counts)
@@ -124,8 +146,8 @@ class Answered(NamedTuple):
     usable: bool
 
 
-@dataclass(slots=True)
-class PairCounts:
+@dataclass(slots=True, kw_only=True)
+class PairCounts(Counts):
     """Progress of a set of pairs.
 
     Attributes:
@@ -135,7 +157,6 @@ class PairCounts:
         num_unfinished: Prompts with fewer than two usable answers.
         score_sum: Sum of all known rewards.
         num_answers: Answers with a known reward.
-        num_bytes: File size after these prompts.
     """
 
     num_prompts: int = 0
@@ -144,7 +165,6 @@ class PairCounts:
     num_unfinished: int = 0
     score_sum: float = 0.0
     num_answers: int = 0
-    num_bytes: int = 0
 
     def describe(self) -> str:
         """Return the counts in a line."""
@@ -326,8 +346,8 @@ def _read_source(function: Any) -> str:
         return repr(function)
 
 
-@dataclass(slots=True)
-class AnswerCounts:
+@dataclass(slots=True, kw_only=True)
+class AnswerCounts(Counts):
     """Progress of a set of answers.
 
     Attributes:
@@ -336,7 +356,6 @@ class AnswerCounts:
         num_unfinished: Answers that ran into the limit.
         num_empty: Answers that no row may hold: empty, or with a NUL or half a surrogate pair.
         num_reasoned: Kept answers that began with reasoning.
-        num_bytes: Of the file.
     """
 
     num_prompts: int = 0
@@ -344,7 +363,6 @@ class AnswerCounts:
     num_unfinished: int = 0
     num_empty: int = 0
     num_reasoned: int = 0
-    num_bytes: int = 0
 
     def describe(self) -> str:
         """Return the counts in a line."""
@@ -389,8 +407,10 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     """
     from recipes_lib.data.store import compute_key
     from recipes_lib.distillation.teacher_store import identify_teacher
-    from recipes_lib.models.generation import set_stop_tokens
+    from recipes_lib.evaluation.answering import LocalModel
+    from recipes_lib.models.generation import GenerateBackend, Sampling, set_stop_tokens
     from recipes_lib.models.loading import load_causal_lm
+    from recipes_lib.training.trainers.arguments import build_autocast
 
     if config.data.dataset_mixture:
         where = config.provenance.get("dataset_mixture", "dataset_mixture")
@@ -400,11 +420,15 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     teacher: Any = load_causal_lm(config.model, attention)
     teacher.to(args.device)
     stop_ids = set_stop_tokens(teacher, tokenizer, prompts.terminators)
+    length, temperature = config.rewards.response_length, config.distillation.sampling_temperature
+    sampling, size = Sampling(stop_ids, 0, length, temperature), args.per_device_eval_batch_size
+    backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
+    model = LocalModel(backend, teacher, tokenizer, sampling, size, args.seed, math.inf, {})
     facts = {
         "teacher": {"name": config.model.model_name_or_path, **identify_teacher(config)},
         "dataset": {"name": config.data.dataset_name, "fingerprint": prompts.record["fingerprint"]},
-        "response_length": config.rewards.response_length,
-        "temperature": config.distillation.sampling_temperature,
+        "response_length": length,
+        "temperature": temperature,
         "seed": args.seed,
         "reasoning": reasoning,
     }
@@ -412,7 +436,7 @@ def write_answers(config: RecipeConfig, output: Path, *, reasoning: str) -> str:
     key = compute_key({**facts, "stop_ids": stop_ids, "prompts": asked})
     what = "answers of another teacher, to other prompts, or otherwise sampled"
     file = RowFile(output, key, AnswerCounts(), what=what, facts=facts)
-    file.write(answer(config, args, teacher, tokenizer, prompts.train, file.counts, reasoning=reasoning))
+    file.write(answer(model, prompts.train, file.counts, reasoning=reasoning))
     return file.counts.describe()
 
 
@@ -425,14 +449,7 @@ def take_teacher(config: RecipeConfig) -> RecipeConfig:
 
 
 def answer(
-    config: RecipeConfig,
-    args: Any,
-    teacher: Any,
-    tokenizer: Any,
-    prompts: Sequence[PromptRow],
-    counts: AnswerCounts,
-    *,
-    reasoning: str,
+    model: LocalModel, prompts: Sequence[PromptRow], counts: AnswerCounts, *, reasoning: str
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield rows, batch by batch, and update the counts.
 
@@ -440,27 +457,15 @@ def answer(
     out; a batch is counted when it is yielded.
 
     Args:
-        config: Length and temperature of answers.
-        args: Batch size, seed, device and precision.
-        teacher: On the device, with its stop tokens.
-        tokenizer: Of the teacher.
+        model: The teacher.
         prompts: All of them.
         counts: Of what is done.
         reasoning: ``keep`` or ``drop``.
     """
     from recipes_lib.data.sources.messages import is_answer
-    from recipes_lib.evaluation.answering import LocalModel
-    from recipes_lib.models.generation import GenerateBackend, Sampling, read_stop_ids
-    from recipes_lib.training.trainers.arguments import build_autocast
 
-    size = args.per_device_eval_batch_size
-    sampling = Sampling(
-        read_stop_ids(teacher), 0, config.rewards.response_length, config.distillation.sampling_temperature
-    )
-    backend = GenerateBackend(sampling, batch_size=size, precision=build_autocast(args))
-    model = LocalModel(backend, teacher, tokenizer, sampling, size, args.seed, math.inf, {})
-    for start in range(counts.num_prompts, len(prompts), size):
-        batch = prompts[start : start + size]
+    for start in range(counts.num_prompts, len(prompts), model.batch_size):
+        batch = prompts[start : start + model.batch_size]
         written = model.write([prompt.input_ids for prompt in batch], range(start, start + len(batch)))
         rows = []
         for prompt, answer in zip(batch, written, strict=True):

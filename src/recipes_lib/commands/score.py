@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from recipes_lib.commands.sampling import RowFile
+from recipes_lib.commands.sampling import Counts, RowFile
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -25,8 +25,8 @@ ROWS_PER_CHUNK: Final = 256
 """Rows that are tokenised, sorted by length, scored and written together."""
 
 
-@dataclass(slots=True)
-class ScoreCounts:
+@dataclass(slots=True, kw_only=True)
+class ScoreCounts(Counts):
     """How far a file of scored rows is.
 
     Attributes:
@@ -34,14 +34,12 @@ class ScoreCounts:
         num_kept: Those whose loss lies within the limits.
         num_target_tokens: Of all rows.
         nll: Negative log-likelihood of all target tokens, in nats.
-        num_bytes: Of the file, as of these rows.
     """
 
     num_rows: int = 0
     num_kept: int = 0
     num_target_tokens: int = 0
     nll: float = 0.0
-    num_bytes: int = 0
 
     def describe(self) -> str:
         """Return the counts in a line."""

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.errors import ConfigError, DataError, Problem, UserError, collecting, raise_problems
+from recipes_lib.files import writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -76,6 +77,7 @@ class HeldOutTail:
 
     def __init__(self) -> None:
         self.texts: deque[str] = deque()
+        self._sizes: deque[int] = deque()
         self._num_bytes = 0
 
     def split(self, texts: Iterable[str]) -> Iterator[str]:
@@ -87,6 +89,7 @@ class HeldOutTail:
             size = count_bytes(text)
             total += size
             self._num_bytes += size
+            self._sizes.append(size)
             self.texts.append(text)
             while self._num_bytes > MAX_TAIL_BYTES:
                 yield self._release()
@@ -95,11 +98,8 @@ class HeldOutTail:
             yield self._release()
 
     def _release(self) -> str:
-        from recipes_lib.models.vocabulary import count_bytes
-
-        text = self.texts.popleft()
-        self._num_bytes -= count_bytes(text)
-        return text
+        self._num_bytes -= self._sizes.popleft()
+        return self.texts.popleft()
 
 
 def read_texts(mixture: Mixture, template: ChatTemplate | None) -> Iterator[str]:
@@ -140,21 +140,17 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> bool:
     Raises:
         ConfigError: The folder holds another one, or cannot be written.
     """
-    try:
-        with TemporaryDirectory(dir=folder, prefix=".tokenizer-") as staging:
-            tokenizer.save_pretrained(staging)
-            # Last, so that a reader that finds the vocabulary also finds the other files.
-            files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
-            if (folder / _FILE).exists():
-                if any(not _is_same(file, folder / file.name) for file in files):
-                    raise _build_refusal(folder)
-                return False
-            for file in files:
-                file.replace(folder / file.name)
-    except OSError as error:
-        raise ConfigError(
-            Problem(str(folder), f"cannot be written: {error.strerror}", "name another folder")
-        ) from error
+    unwritable = writing(folder, "name another folder")
+    with unwritable, TemporaryDirectory(dir=folder, prefix=".tokenizer-") as staging:
+        tokenizer.save_pretrained(staging)
+        # Last, so that a reader that finds the vocabulary also finds the other files.
+        files = sorted(Path(staging).iterdir(), key=lambda file: (file.name == _FILE, file.name))
+        if (folder / _FILE).exists():
+            if any(not _is_same(file, folder / file.name) for file in files):
+                raise _build_refusal(folder)
+            return False
+        for file in files:
+            file.replace(folder / file.name)
     return True
 
 
@@ -203,13 +199,7 @@ def _read_settings(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: The chat template cannot be read, a special token is too short, or the vocabulary is too small.
     """
-    from recipes_lib.models.vocabulary import (
-        CHATML_TEMPLATE,
-        CHATML_TOKENS,
-        EOS_TOKEN,
-        NUM_BYTES,
-        PAD_TOKEN,
-    )
+    from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, EOS_TOKEN, NUM_BYTES, PAD_TOKEN
 
     problems: list[Problem] = []
     eos_token = EOS_TOKEN if options.eos_token is None else options.eos_token
@@ -244,11 +234,8 @@ def _open_folder(folder: Path, vocab_size: int) -> None:
     """
     from tokenizers import Tokenizer
 
-    try:
+    with writing(folder, "name another --output_dir", "cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = Problem(str(folder), f"cannot be made: {error.strerror}", "name another --output_dir")
-        raise ConfigError(problem) from error
     if not (folder / _FILE).exists():
         return
     try:

@@ -165,7 +165,15 @@ def load_for_command(recipe: str, overrides: Sequence[str], config: str | None =
     Raises:
         ConfigError: As ``load_config``.
     """
-    parsed = parse_command(recipe, [*(["--config", config] if config else []), *overrides])
+    return end_after_help(parse_command(recipe, [*(["--config", config] if config else []), *overrides]))
+
+
+def end_after_help(parsed: Parsed | str) -> Parsed:
+    """Return a configuration; print the text of ``--help`` or ``--print-config``, and end the command.
+
+    Args:
+        parsed: What the parser of a command has returned.
+    """
     if isinstance(parsed, str):
         sys.stdout.write(f"{parsed}\n")
         raise SystemExit(EXIT_DONE)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -63,18 +63,6 @@ from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import hash_file, read_record, replace_record, try_lock
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
-_STEP_KEYS: Final[Mapping[str, Sequence[str]]] = {
-    "extract": ("extract_seconds",),
-    "fix_text": (),
-    "language": ("languages", "language_threshold", "language_thresholds"),
-    "quality": (),
-    "classifier": ("classifier_label", "classifier_threshold"),
-    "toxicity": ("toxicity_keep_fraction", "toxicity_classifier_label", "toxicity_classifier_threshold"),
-    "perplexity": ("perplexity_bounds", "perplexity_keep"),
-    "pii": ("pii_kinds", "pii_action"),
-    "decontamination": ("decontamination_ngram", "decontamination_action"),
-}
-"""The keys of each step, beside its mode and the files that it reads."""
 _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "extract": ("trafilatura",),
     "fix_text": ("ftfy",),
@@ -131,7 +119,10 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
     except OSError as error:
         found = f"cannot be written: {error.strerror}"
         raise ConfigError(Problem(config.output_dir, found, "name another output_dir")) from error
-    with _lock(work):
+    with (work / "lock").open("w") as file:
+        if try_lock(file) is False:
+            found = "another process is making this corpus"
+            raise ConfigError(Problem(config.output_dir, found, "wait for it, or name another output_dir"))
         sources = open_inputs(config)
         jobs, key = build_jobs(config, sources, work, load_scorer)
         manifest = _read_finished(config, key)
@@ -169,15 +160,6 @@ def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
         if place.is_dir() and data.resolve().is_relative_to(place.resolve()):
             found = f"output_dir lies in the source {entry['name']}, which would then contain its own corpus"
             raise ConfigError(Problem(config.output_dir, found, "name another output_dir"))
-
-
-@contextmanager
-def _lock(work: Path) -> Iterator[None]:
-    with (work / "lock").open("w") as file:
-        if try_lock(file) is False:
-            found = "another process is making this corpus"
-            raise ConfigError(Problem(str(work.parent), found, "wait for it, or name another output_dir"))
-        yield
 
 
 def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
@@ -234,14 +216,14 @@ def build_jobs(
 
 def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_scorer: LoadScorer | None) -> Job:
     """Return the cleaning job of a source, in a folder named after everything that determines its output."""
-    steps, has_lines = build_steps(config, source.kind, load_scorer), config.repeated_lines != "off"
+    steps = build_steps(config, source.kind, load_scorer)
     content = {
         "version": __version__,
         "source": [source.label, source.kind, source.fingerprint, source.entry.get("html"), config.broken_rows],
         "tasks": [[part.label for part in task] for task in source.tasks],
         "steps": [_describe_step(step, config, source.kind) for step in steps],
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
-        "lines": config.repeated_lines_unit if has_lines else None,
+        "lines": config.repeated_lines_unit if config.repeated_lines != "off" else None,
         "quoted": [config.pii != "off", config.pii_kinds],
         "code": _hash_code(
             *(Read, read_warc, enumerate_lines, canonicalize, clean_messages),
@@ -253,7 +235,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
     pipeline = [
         Read(source, ledger, raises=config.broken_rows == "error"),
         *(Apply(step, getattr(config, step.name), ledger) for step in steps),
-        WriteClean(folder, config, ledger, has_lines=has_lines),
+        WriteClean(folder, config, ledger),
     ]
     return Job(f"cleaning {source.label}", folder, pipeline, len(source.tasks))
 
@@ -261,8 +243,11 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
 def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
     """Return everything that determines the result of a step: mode, keys, files, versions and code."""
     name = step.name
-    settings = {key: getattr(config, key) for key in _STEP_KEYS[name]}
-    settings |= {"thresholds": choose_thresholds(kind, config.quality_thresholds)} if name == "quality" else {}
+    # The keys of a step begin with its name; of a file, the content counts and not the path.
+    settings = {
+        key: value for key, value in list_values(config).items() if key.startswith(name) and not key.endswith("_path")
+    }
+    settings |= {"quality_thresholds": choose_thresholds(kind, config.quality_thresholds)} if name == "quality" else {}
     read: Mapping[str, Sequence[str | None]] = {
         "language": [config.language_model_path],
         "classifier": [config.classifier_path],
@@ -281,7 +266,7 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
             for entry in config.benchmarks or ()
         ]
     versions = read_versions(_STEP_PACKAGES.get(name, ()))
-    return [name, getattr(config, name), settings, files, versions, _hash_code(type(step))]
+    return [name, settings, files, versions, _hash_code(type(step))]
 
 
 def _list_files(path: str) -> list[Path]:

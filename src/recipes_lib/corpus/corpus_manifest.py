@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,6 +51,11 @@ class Finish(PipelineStep):  # type: ignore[misc]
         """
         super().__init__()
         self.sources, self.folders, self.key, self.config = sources, folders, key, config
+        self.tasks = [
+            f"{folder}/{number:05d}"
+            for source, folder in zip(sources, folders["clean"], strict=True)
+            for number in range(len(source.tasks))
+        ]
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Write the manifest last; yield nothing.
@@ -60,12 +66,10 @@ class Finish(PipelineStep):  # type: ignore[misc]
         output_dir = Path(self.config.output_dir)
         work = output_dir / ".work"
         ledger = Ledger((), self.config.num_samples)
-        for source, folder in zip(self.sources, self.folders["clean"], strict=True):
-            for number in range(len(source.tasks)):
-                ledger.add(read_record(work / folder / f"{number:05d}.json"))
-        num_tasks = sum(len(source.tasks) for source in self.sources)
+        for task in self.tasks:
+            ledger.add(read_record(work / f"{task}.json"))
         shards = work / self.folders["shards"]
-        records = [read_record(shards / f"{number:05d}.json") for number in range(num_tasks)]
+        records = [read_record(shards / f"{number:05d}.json") for number in range(len(self.tasks))]
         for record in records:
             ledger.add(record)
         if not any(record["documents"] for record in records):
@@ -103,11 +107,6 @@ class Finish(PipelineStep):  # type: ignore[misc]
 
     def _quote_originals(self, samples: dict[str, list[dict[str, Any]]], work: Path) -> None:
         """Add to each removed near duplicate the document that it repeats."""
-        tasks = [
-            (work / folder, number)
-            for source, folder in zip(self.sources, self.folders["clean"], strict=True)
-            for number in range(len(source.tasks))
-        ]
         starts = np.load(work / self.folders["compare"] / "starts.npy")
         for name, found in samples.items():
             for sample in found if name.startswith(NEAR_STEP) else ():
@@ -115,13 +114,8 @@ class Finish(PipelineStep):  # type: ignore[misc]
                 if ordinal >= 0:
                     # The task whose first document is the last one at or before this one.
                     task = int(np.searchsorted(starts, ordinal, "right")) - 1
-                    folder, number = tasks[task]
                     row = ordinal - int(starts[task])
-                    original = next(
-                        document
-                        for at, document in enumerate(read_shard(folder / f"{number:05d}.parquet"))
-                        if at == row
-                    )
+                    original = next(islice(read_shard(work / f"{self.tasks[task]}.parquet"), row, None))
                     sample["original"] = quote(original.text, choose_hiding(self.config))
 
     def _describe(self, ledger: Ledger, placed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

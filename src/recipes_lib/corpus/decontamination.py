@@ -15,7 +15,7 @@ from datatrove.data import Document
 
 from recipes_lib.config.corpus_keys import label_entry
 from recipes_lib.corpus.duplicates import HashArray, hash_ngrams, hash_words
-from recipes_lib.data.sources.canonical import load_source
+from recipes_lib.data.sources.canonical import open_entry
 from recipes_lib.data.sources.rows import RawRow, Source
 from recipes_lib.errors import DataError, Problem
 
@@ -111,26 +111,15 @@ class Decontamination:
         document.metadata["contaminated_by"] = tasks
         if not self._excises:
             return tasks[0]
-        kept, position = [], 0
-        # A negative end would count from the end of the text.
-        for start, end in _merge((start, end) for _, start, end in hits):
-            kept.append(document.text[position : max(position, start - _EXCISED_CHARACTERS)])
-            position = end + _EXCISED_CHARACTERS
+        kept, position, last = [], 0, -1
+        for start, end in sorted((start, end) for _, start, end in hits):
+            if start > last:
+                # A negative end would count from the end of the text.
+                kept.append(document.text[position : max(position, start - _EXCISED_CHARACTERS)])
+            last = max(last, end)
+            position = last + _EXCISED_CHARACTERS
         document.text = "\n".join([*kept, document.text[position:]]).strip("\n")
         return None
-
-
-def _merge(spans: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    current: tuple[int, int] | None = None
-    for start, end in sorted(spans):
-        if current is not None and start <= current[1]:
-            current = current[0], max(current[1], end)
-            continue
-        if current is not None:
-            yield current
-        current = start, end
-    if current is not None:
-        yield current
 
 
 def open_benchmark(benchmark: Mapping[str, Any]) -> Source:
@@ -139,12 +128,8 @@ def open_benchmark(benchmark: Mapping[str, Any]) -> Source:
     Raises:
         DataError: It cannot be found.
     """
-    return load_source(
-        benchmark["name"],
-        config=benchmark.get("config"),
-        revision=benchmark.get("revision"),
-        split=benchmark.get("split", "train"),
-    )
+    # Its columns are read, not renamed.
+    return open_entry({**benchmark, "columns": None})
 
 
 def read_items(benchmark: Mapping[str, Any]) -> Iterator[str]:

@@ -124,11 +124,8 @@ Hide = Callable[[str], str]
 def quote(text: str, hide: Hide | None) -> str:
     """Return the beginning of a text for a report, with masked personal data."""
     # Twice as much is masked, so that nothing at the end is cut into what is no longer found.
-    return (
-        text[:MAX_SAMPLE_CHARACTERS]
-        if hide is None
-        else hide(text[: 2 * MAX_SAMPLE_CHARACTERS])[:MAX_SAMPLE_CHARACTERS]
-    )
+    beginning = text[: 2 * MAX_SAMPLE_CHARACTERS]
+    return (beginning if hide is None else hide(beginning))[:MAX_SAMPLE_CHARACTERS]
 
 
 class Samples:
@@ -258,8 +255,8 @@ def count_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def write_shard(path: Path, documents: Iterator[Document]) -> int:
-    """Atomically write documents as a Parquet file, metadata as JSON; return their number.
+def write_shard(path: Path, documents: Iterator[Document]) -> None:
+    """Atomically write documents as a Parquet file, metadata as JSON.
 
     Raises:
         OSError: The file cannot be written.
@@ -268,12 +265,10 @@ def write_shard(path: Path, documents: Iterator[Document]) -> int:
     import pyarrow.parquet as pq
 
     # Large strings: those of a batch together can pass the 2 GiB to which the offsets of others are limited.
-    schema, count = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS]), 0
+    schema = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS])
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=schema))
-            count += len(rows)
-    return count
 
 
 def read_shard(path: Path) -> Iterator[Document]:

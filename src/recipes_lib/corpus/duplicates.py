@@ -57,9 +57,9 @@ def count_compared_bytes(num_documents: int) -> int:
 class Hashes:
     """Hashes of the documents of a task."""
 
-    def __init__(self, config: CorpusConfig, *, has_lines: bool) -> None:
+    def __init__(self, config: CorpusConfig) -> None:
         """Compute the hashes that ``config`` needs."""
-        self.config, self.has_lines = config, has_lines
+        self.config = config
         self._minhash = MinHash(config.near_duplicates_bands, config.near_duplicates_rows, config.near_duplicates_seed)
         self._found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _ARRAYS}
 
@@ -71,17 +71,12 @@ class Hashes:
         if self.config.near_duplicates != "off":
             shingles = hash_shingles(text, self.config.near_duplicates_ngram)
             keys = self._minhash.compute_keys(shingles)
-        lines = hash_lines(text, self.config.repeated_lines_unit) if self.has_lines else np.zeros(0, np.uint64)
-        sizes = (np.array([len(array)], np.int64) for array in (shingles, lines))
-        arrays: tuple[npt.NDArray[Any], ...] = (
-            np.frombuffer(digest, np.uint64)[None],
-            keys[None],
-            next(sizes),
-            shingles,
-            next(sizes),
-            lines,
-        )
-        for name, array in zip(_ARRAYS, arrays, strict=True):
+        has_lines = self.config.repeated_lines != "off"
+        lines = hash_lines(text, self.config.repeated_lines_unit) if has_lines else np.zeros(0, np.uint64)
+        self._found["exact"].append(np.frombuffer(digest, np.uint64)[None])
+        self._found["bands"].append(keys[None])
+        for name, array in (("shingles", shingles), ("lines", lines)):
+            self._found[f"num_{name}"].append(np.array([len(array)], np.int64))
             self._found[name].append(array)
 
     def write(self, folder: Path, rank: int) -> None:

@@ -6,10 +6,11 @@ import hashlib
 import io
 import itertools
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
@@ -25,7 +26,7 @@ from recipes_lib.corpus.documents import (
     split_chat,
 )
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
-from recipes_lib.data.sources.canonical import RenamedSource, load_source
+from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
 from recipes_lib.data.sources.hub_datasets import HubSource
 from recipes_lib.data.sources.local_files import (
@@ -37,7 +38,7 @@ from recipes_lib.data.sources.local_files import (
     find_suffix,
 )
 from recipes_lib.data.sources.messages import TRAIN
-from recipes_lib.data.sources.readers import BrokenFileError, read_parquet
+from recipes_lib.data.sources.readers import read_parquet
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem
 
@@ -89,12 +90,14 @@ class FileRange:
 
     def rows(self) -> Iterator[Entry]:
         """Read from the start."""
-        with self.path.open("rb") as file:
+        import pyarrow as pa
+
+        with pa.OSFile(str(self.path)) as file:
             if self.path.suffix == _PARQUET:
                 yield from read_parquet(file, self.name, range(self.start, self.stop))
                 return
-            ranged = cast(io.BufferedReader, io.BufferedReader(_ByteRange(file, self.start, self.stop), 1 << 20))
-            yield from READERS[".jsonl"](ranged, self.name)
+            lines = file.get_stream(self.start, self.stop - self.start)
+            yield from READERS[".jsonl"](io.BufferedReader(lines, 1 << 20), self.name)
 
     def fingerprint(self) -> str:
         """SHA-256 of the file, and of the range."""
@@ -154,15 +157,7 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
         digests = b"".join(name.encode() + compute_digest(page) for name, page in zip(names, pages, strict=True))
         fingerprint = hashlib.sha256(digests).hexdigest()
     else:
-        source = load_source(
-            entry["name"],
-            config=entry.get("config"),
-            revision=entry.get("revision"),
-            split=entry.get("split", "train"),
-            columns=entry.get("columns"),
-            streaming=entry.get("streaming", False),
-            text_documents=entry.get("text_documents", "file"),
-        )
+        source = open_entry(entry, text_documents="file")
         parts, fingerprint = list(split_source(source, label, task_bytes)), source.fingerprint()
     return CorpusInput(label, kind, entry, tuple(_group(parts, task_bytes)), fingerprint)
 
@@ -230,7 +225,7 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
 
             num_groups = pq.read_metadata(path).num_row_groups
             return sorted({num_groups * at // num for at in range(num + 1)})
-    except (OSError, ValueError, BrokenFileError):  # The reader reports the error.
+    except (OSError, ValueError, DataError):  # The reader reports the error.
         pass
     return []
 
@@ -335,27 +330,8 @@ class Read(PipelineStep):  # type: ignore[misc]
                 yield read_page(part.page, part.label)
         except DataError as error:
             yield from error.problems
-        except BrokenFileError as error:
-            yield error.problem
         except OSError as error:
             yield Problem(part.label, f"cannot be read: {error.strerror or error}")
-
-
-class _ByteRange(io.RawIOBase):
-    """A range of bytes of a file as a file."""
-
-    def __init__(self, file: io.BufferedReader, start: int, stop: int) -> None:
-        self._file, self._left = file, stop - start
-        file.seek(start)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._file.read(min(len(buffer), self._left))
-        buffer[: len(data)] = data
-        self._left -= len(data)
-        return len(data)
 
 
 def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | Problem]:
@@ -440,15 +416,10 @@ class SpreadSource:
 
     def rows(self) -> Iterator[Entry]:
         """Yield rows and problems from each place in turn; an exhausted place is replaced by another."""
-        inner = self.source.source if isinstance(self.source, RenamedSource) else self.source
         # Each place of a stream is a file on the network.
         places = 4 if self.streaming else _PLACES
-        size = None
-        if isinstance(inner, FileSource):
-            size = sum(path.stat().st_size for path in inner.files.values())
-        elif isinstance(inner, HubSource):
-            size = inner.num_bytes
-        parts = [part.source or inner for part in split_source(self.source, self.name, -(-(size or 0) // places) or 1)]
+        size = sum(part.num_bytes or 0 for part in split_source(self.source, self.name, sys.maxsize))
+        parts = [part.source or self.source for part in split_source(self.source, self.name, -(-size // places) or 1)]
         # Every stride-th part first: the first rows then come from all over the source.
         stride = -(-len(parts) // places)
         waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
@@ -461,8 +432,6 @@ class SpreadSource:
                         continue
                     except StopIteration:
                         pass
-                    except BrokenFileError as error:
-                        yield error.problem
                     except DataError as error:
                         yield from error.problems
                     active.remove(rows)

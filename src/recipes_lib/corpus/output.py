@@ -51,15 +51,15 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
 
     type, name = "WRITE", "clean documents"
 
-    def __init__(self, folder: Path, config: CorpusConfig, ledger: Ledger, *, has_lines: bool) -> None:
-        """Write into ``folder``; ``has_lines``: hashes of lines too."""
+    def __init__(self, folder: Path, config: CorpusConfig, ledger: Ledger) -> None:
+        """Write into ``folder``."""
         super().__init__()
-        self.folder, self.config, self.ledger, self.has_lines = folder, config, ledger, has_lines
+        self.folder, self.config, self.ledger = folder, config, ledger
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
         """Read all documents; yield none."""
         self.ledger.clear()  # Here: of a pipeline of generators the last one runs first.
-        hashes = Hashes(self.config, has_lines=self.has_lines)
+        hashes = Hashes(self.config)
         write_shard(self.folder / f"{rank:05d}.parquet", self._add(data, hashes))
         hashes.write(self.folder, rank)
         replace_record(self.folder / f"{rank:05d}.json", self.ledger.to_record())

@@ -121,9 +121,9 @@ def count_languages(sample: list[str]) -> Counter[str]:
 def _find_repeated(sample: list[str]) -> Iterator[str]:
     """Duplicates, and lines of many documents."""
     # By files, as of a corpus: the same code finds what cleaning would find.
-    config = CorpusConfig()
+    config = CorpusConfig(repeated_lines="annotate")
     with tempfile.TemporaryDirectory() as folder:
-        hashes = Hashes(config, has_lines=True)
+        hashes = Hashes(config)
         for text in sample:
             hashes.add(text)
         hashes.write(Path(folder), 0)

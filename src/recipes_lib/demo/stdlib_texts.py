@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import decode_source
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -110,15 +111,9 @@ def load_modules(roots: Iterable[Path]) -> list[Module]:
                 modules[name] = module
     found = sum(len(text) for module in modules.values() for _, text in _iter_texts(module))
     if found < MIN_CHARACTERS:
-        raise DataError(
-            Problem(
-                " and ".join(map(str, roots)),
-                f"the sources of the standard library hold {found} characters of documented code, "
-                f"fewer than {MIN_CHARACTERS}",
-                "run the demo with a Python that came with its sources, as those of python.org, uv, conda and the "
-                "Linux distributions do",
-            )
-        )
+        told = f"its sources hold {found} characters of documented code, fewer than {MIN_CHARACTERS}"
+        remedy = "run the demo with a Python that came with its sources: python.org, uv, conda, Linux distributions"
+        raise DataError(Problem(" and ".join(map(str, roots)), told, remedy))
     return [modules[name] for name in sorted(modules)]
 
 
@@ -279,10 +274,6 @@ def _ask(question: QuestionTemplate, definitions: Iterable[Definition]) -> Itera
             yield Chat(question, question.text.format(subject), answer)
 
 
-def _read_signature(definition: Definition) -> str:
-    return definition.signature
-
-
 def _read_first_sentence(definition: Definition) -> str:
     paragraph = " ".join(definition.docstring.partition("\n\n")[0].split())
     sentence = _SENTENCE.match(paragraph)
@@ -343,11 +334,12 @@ def _conjugate(verb: str) -> str:
 
 _ACTIONS = {form: _conjugate(verb) for verb in _VERBS.split() for form in (verb, _conjugate(verb))}
 
+_SIGNATURE: Callable[[Definition], str] = attrgetter("signature")
 QUESTIONS = (
-    QuestionTemplate("What is `{}`?", _read_signature, _tell_kind, r"It is (.+)\."),
-    QuestionTemplate("How many parameters does `{}` have?", _read_signature, _tell_parameters, r"It has (\w+)"),
-    QuestionTemplate("Can `{}` be called without arguments?", _read_signature, _count_required, r"(\w+)"),
-    QuestionTemplate("Describe `{}`.", _read_signature, _describe),
+    QuestionTemplate("What is `{}`?", _SIGNATURE, _tell_kind, r"It is (.+)\."),
+    QuestionTemplate("How many parameters does `{}` have?", _SIGNATURE, _tell_parameters, r"It has (\w+)"),
+    QuestionTemplate("Can `{}` be called without arguments?", _SIGNATURE, _count_required, r"(\w+)"),
+    QuestionTemplate("Describe `{}`.", _SIGNATURE, _describe),
     QuestionTemplate('What does it do? Its documentation says: "{}"', _read_first_sentence, _tell_action, r"It (\w+)"),
 )
 """Kinds that even a tiny model can answer about what it never saw: their facts stand in the question, or nearly so."""

@@ -30,7 +30,7 @@ from recipes_lib.demo.stdlib_texts import (
     standard_library,
 )
 from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
-from recipes_lib.files import read_lines, read_record
+from recipes_lib.files import read_lines, read_record, writing
 from recipes_lib.models.vocabulary import CHATML_TEMPLATE, CHATML_TOKENS, train_tokenizer
 from recipes_lib.pipelines.pipeline import load_pipeline
 from recipes_lib.pipelines.runner import run_pipeline
@@ -210,20 +210,13 @@ def open_folder(output_dir: Path) -> None:
     Raises:
         ConfigError: It cannot be written, or lacks room.
     """
-    try:
+    with writing(output_dir, "name another --output_dir"):
         (output_dir / "data").mkdir(parents=True, exist_ok=True)
         # A file of the demo's, as the proof that files can be written, too.
         (output_dir / "data" / "pretrain.jsonl").touch()
-    except OSError as error:
-        problem = Problem(str(output_dir), f"cannot be written: {error.strerror}", "name another --output_dir")
-        raise ConfigError(problem) from error
     if (free := shutil.disk_usage(output_dir).free) < DISK_BYTES:
-        problem = Problem(
-            str(output_dir),
-            f"the demo needs {DISK_BYTES / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free",
-            "make room, or name an --output_dir on another disk",
-        )
-        raise ConfigError(problem)
+        found = f"the demo needs {DISK_BYTES / 1e6:.0f} MB, and {free / 1e6:.0f} MB are free"
+        raise ConfigError(Problem(str(output_dir), found, "make room, or name an --output_dir on another disk"))
 
 
 def write_start(output_dir: Path) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -97,19 +97,14 @@ class LocalModel:
         length = self.sampling.response_length
         # A prompt without room is the error of its own reply: one long row does not end a run of thousands.
         fitting = [at for at, prompt in enumerate(prompts) if len(prompt) + length <= self.positions]
-        written = dict(
-            zip(
-                fitting,
-                self.write([prompts[at] for at in fitting], [numbers[at] for at in fitting]),
-                strict=True,
-            )
-        )
-        return [
-            Reply(found.text.strip(), found.has_ended, len(prompts[at]), found.num_tokens)
-            if (found := written.get(at)) is not None
-            else Reply("", is_finished=False, error=f"{len(prompts[at]):,} tokens leave no room for {length:,}")
-            for at in range(len(chats))
+        replies = [
+            Reply("", is_finished=False, error=f"{len(prompt):,} tokens leave no room for {length:,}")
+            for prompt in prompts
         ]
+        written = self.write([prompts[at] for at in fitting], [numbers[at] for at in fitting])
+        for at, found in zip(fitting, written, strict=True):
+            replies[at] = Reply(found.text.strip(), found.has_ended, len(prompts[at]), found.num_tokens)
+        return replies
 
     def write(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
         """Answer prompts of token ids, the generation prompt included."""
@@ -176,7 +171,7 @@ def load_local_model(
         DataError: Its logits are NaN.
     """
     adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
-    base = named if adapter is None else ModelConfig(**{**_read_options(named), **read_base(adapter)._asdict()})
+    base = named if adapter is None else replace(named, **read_base(adapter)._asdict())
     tokenizer = load_tokenizer(named, TokensConfig())
     settings, _ = load_model_config(base)
     device = torch.device("cuda" if torch.cuda.is_available() and not use_cpu else "cpu")
@@ -221,10 +216,6 @@ def _verify_logits(model: Any, vocab_size: int) -> None:
     if logits.isnan().any():
         found, remedy = "its logits are not finite", "name an earlier checkpoint, or another `dtype`"
         raise DataError(Problem("model_name_or_path", found, remedy))
-
-
-def _read_options(named: ModelConfig) -> dict[str, Any]:
-    return {"dtype": named.dtype, "trust_remote_code": named.trust_remote_code}
 
 
 def identify_weights(*places: ModelConfig) -> list[Any]:

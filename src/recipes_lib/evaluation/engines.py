@@ -25,7 +25,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import resolve_max_length
 from sqlitedict import SqliteDict
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from recipes_lib.config.evaluation import EvalConfig
 from recipes_lib.config.schema import ModelConfig
@@ -78,27 +78,15 @@ def _build_endpoint(config: EvalConfig) -> Any:
     # They tell of every attempt, and of every request that waits behind one; the last one is told by ``Remembering``.
     for name in ("lm_eval.models.api_models", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    options: dict[str, Any] = {
-        "model": config.model_name_or_path,
-        "base_url": config.base_url,
-        "num_concurrent": config.num_concurrent,
-        "batch_size": config.batch_size or 1,
-        "seed": config.seed,
-    }
+    options: dict[str, Any] = {"model": config.model_name_or_path, "base_url": config.base_url, "seed": config.seed}
+    options |= {"num_concurrent": config.num_concurrent, "batch_size": config.batch_size or 1}
     if config.is_chat_endpoint:
         return _build_patient("local-chat-completions", options)
     positions = None
     with suppress(ConfigError):  # A place may hold a tokenizer alone.
         positions, _ = load_model_config(ModelConfig(model_name_or_path=config.tokenizer_name_or_path))
-    return _build_patient(
-        "local-completions",
-        options
-        | {
-            "tokenizer": config.tokenizer_name_or_path,
-            "tokenizer_backend": "huggingface",
-            "max_length": resolve_max_length(positions),
-        },
-    )
+    options |= {"tokenizer": config.tokenizer_name_or_path, "tokenizer_backend": "huggingface"}
+    return _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
 
 
 def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
@@ -238,9 +226,15 @@ class CheckedModel(HFLM):  # type: ignore[misc]
 
     def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
         # Overridden (lm-eval 0.4.13) for the logits, which are seen nowhere else.
-        watch = _Watch()
-        tokens = super()._model_generate(context, *args, logits_processor=LogitsProcessorList([watch]), **kwargs)
-        if watch.is_broken is not None and bool(watch.is_broken):
+        broken: list[torch.Tensor] = []  # On the device: each token is watched without synchronisation.
+
+        def watch(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            broken.append(scores.isnan().any())
+            return scores
+
+        processors: Any = LogitsProcessorList([watch])
+        tokens = super()._model_generate(context, *args, logits_processor=processors, **kwargs)
+        if broken and torch.stack(broken).any():
             raise _refuse_logits()
         return tokens
 
@@ -260,18 +254,6 @@ class _WholeModel:
                 Problem("model_name_or_path", found, f"name a complete {type(model).__name__} checkpoint")
             )
         return model
-
-
-class _Watch(LogitsProcessor):
-    """Accumulates on the device whether a logit was NaN, without synchronisation."""
-
-    def __init__(self) -> None:
-        self.is_broken: torch.Tensor | None = None
-
-    def __call__(self, _ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        broken = scores.isnan().any()
-        self.is_broken = broken if self.is_broken is None else self.is_broken | broken
-        return scores
 
 
 def _refuse_logits() -> DataError:
@@ -396,15 +378,11 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
         return
     prompt, rest = arguments[:2]
     if isinstance(rest, str):
-        if _count_bytes(rest) <= room:
-            return
-        # At least one token of the prompt must stay: the first of the choice is predicted from it.
-        length = len(model.tok_encode(rest, add_special_tokens=False))
-        is_refused = length >= room
+        length = 0 if _count_bytes(rest) <= room else len(model.tok_encode(rest, add_special_tokens=False))
     else:
         room, length = int(model.max_length), find_answer_length(model, rest)
-        is_refused = length >= room
-    if is_refused:
+    # At least one token of the prompt must stay: the first of the choice is predicted from it.
+    if length >= room:
         found = f"an answer of {length:,} tokens does not fit its {room:,} positions: {prompt[-60:]!r} ..."
         remedy = "leave the task out, or shorten its max_gen_toks by gen_kwargs"
         raise ConfigError(Problem("model_name_or_path", found, remedy))

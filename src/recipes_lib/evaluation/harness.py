@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,10 @@ RECORD: Final = "eval.json"
 SAMPLES: Final = "samples.jsonl"
 _FIELDS: Final = {**dict.fromkeys(("task", "filter", "doc_hash", "prompt_hash"), str), "scores": dict}
 _CACHE: Final = ".requests"
+_DECISIVE: Final = (
+    *("*.safetensors", "*.bin", "*config.json", "tokenizer.json", "*.model", "vocab*", "merges.txt", "*.jinja"),
+)
+"""Files of a model that decide its answers."""
 _SETTINGS: Final = (
     *("limit", "apply_chat_template", "fewshot_as_multiturn", "system_instruction", "gen_kwargs", "seed"),
     *("engine", "dtype", "attn_implementation", "tokenizer_name_or_path"),
@@ -133,27 +138,20 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
         remedy = f"recipes export {name} FOLDER, and evaluate that"
         raise ConfigError(Problem("model_name_or_path", "is a checkpoint in shards", remedy))
     adapter = find_adapter(name, revision)
-    base = None if adapter is None else read_base(adapter)
     if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():  # PEFT would look for them on the Hub.
         remedy = "name a complete adapter; pickled weights could run code: convert them where you trust them"
         raise ConfigError(Problem("model_name_or_path", f"{name} has no {ADAPTER_WEIGHTS}", remedy))
-    named = ModelConfig(
-        model_name_or_path=name if base is None else base.model_name_or_path,
-        model_revision=revision if base is None else base.model_revision,
-        trust_remote_code=config.trust_remote_code,
-    )
+    named = ModelConfig(model_name_or_path=name, model_revision=revision, trust_remote_code=config.trust_remote_code)
+    if adapter is not None:
+        named = replace(named, **read_base(adapter)._asdict())
     settings, _ = load_model_config(named)
-    architectures = settings.architectures or []
-    if wrong := [kind for kind in architectures if "Classification" in kind or "RewardModel" in kind]:
+    if wrong := [kind for kind in settings.architectures or [] if "Classification" in kind or "RewardModel" in kind]:
         found = f"{name} is a {wrong[0]}, which does not generate text"
         raise ConfigError(Problem("model_name_or_path", found, "name a language model"))
     described: dict[str, Any] = {"name": name, "fingerprint": _fingerprint(adapter or folder, settings)}
-    if base is not None:
-        described |= {
-            "base": base.model_name_or_path,
-            "base_revision": base.model_revision,
-            "base_fingerprint": _fingerprint(Path(str(base.model_name_or_path)), settings),
-        }
+    if adapter is not None:
+        described |= {"base": named.model_name_or_path, "base_revision": named.model_revision}
+        described["base_fingerprint"] = _fingerprint(Path(str(named.model_name_or_path)), settings)
     return described | _describe_tokenizer(config)
 
 
@@ -169,17 +167,7 @@ def _fingerprint(folder: Path, settings: Any) -> str:
     if not folder.is_dir():
         # A commit names every file of the Hub; hashing tens of gigabytes would say no more.
         return str(getattr(settings, "_commit_hash", None))
-    patterns = (
-        "*.safetensors",
-        "*.bin",
-        "*config.json",
-        "tokenizer.json",
-        "*.model",
-        "vocab*",
-        "merges.txt",
-        "*.jinja",
-    )
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+    files = sorted(file for pattern in _DECISIVE for file in folder.glob(pattern))
     return _hash([(file.name, hash_file(file)) for file in files])
 
 
@@ -206,21 +194,17 @@ def _verify_shares(config: EvalConfig, tasks: Mapping[str, Any], world_size: int
 
 
 def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    prompts = [str(getattr(arguments[0], "prompt", arguments[0])) for arguments in sample["arguments"]]
-    choices = [
-        arguments[1] for arguments in sample["arguments"] if len(arguments) > 1 and isinstance(arguments[1], str)
-    ]
-    answers = sample["filtered_resps"]
+    asked = sample["arguments"]
     return {
         "task": task,
         "doc_id": sample["doc_id"],
         "filter": sample["filter"],
-        "prompt": prompts[0],
-        "choices": choices,
+        "prompt": str(getattr(asked[0][0], "prompt", asked[0][0])),
+        "choices": [one[1] for one in asked if len(one) > 1 and isinstance(one[1], str)],
         "target": sample["target"],
-        "answers": answers,
+        "answers": sample["filtered_resps"],
         "scores": {name: sample[name] for name in sample["metrics"]},
-        "is_cut": any(is_cut(model, arguments) for arguments in sample["arguments"]),
+        "is_cut": any(is_cut(model, arguments) for arguments in asked),
         # Of the answers as the model gave them: a filter writes "[invalid]" where it finds nothing.
         "is_empty": all(isinstance(text, str) and not text.strip() for given in sample["resps"] for text in given),
         "doc_hash": sample["doc_hash"],

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from recipes_lib.errors import DataError, Problem, list_first, raise_problems
+from recipes_lib.errors import DataError, Problem, collecting, list_first, raise_problems
 from recipes_lib.evaluation.endpoint import Answerer, Message, split_reasoning
 from recipes_lib.files import read_lines
 
@@ -134,10 +134,8 @@ def load_questions(path: Path, limit: int | None = None) -> list[Question]:
     for number, where, columns in _read_rows(path):
         if limit is not None and len(found) == limit:
             break
-        try:
+        with collecting(problems):
             found.append(read_question(columns, number, where))
-        except DataError as error:
-            problems += error.problems
     raise_problems([*problems, *_find_repeated([question.id for question in found], path)], str(path))
     return found
 
@@ -155,11 +153,8 @@ def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
     for name, (_, where, columns) in zip(ids, rows, strict=True):
         if name not in asked:
             continue
-        try:
+        with collecting(problems):
             found[name] = read_answers(columns, where)
-        except DataError as error:
-            problems += error.problems
-        else:
             if len(found[name]) != asked[name]:
                 told = f"{len(found[name])} answers to a question of {asked[name]} turns"
                 problems.append(Problem(where, told, "write an answer for each turn"))
@@ -188,17 +183,14 @@ def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iter
         chats = [questions[at].build_chat(answers[at]) for at in open_]
         # All open questions of a turn together; each turn of each question has a number of its own.
         replies = engine.answer(chats, [places[at] * MAX_TURNS + turn for at in open_])
-        failed = [
-            Problem(
-                f"question {questions[at].id}", f"cannot be answered: {reply.error}", "remove it, or change lengths"
-            )
-            for at, reply in zip(open_, replies, strict=True)
-            if reply.error is not None
-        ]
-        # All of the turn at once, and before the next turn costs anything.
-        raise_problems(failed, "questions")
+        failed = []
         for at, reply in zip(open_, replies, strict=True):
             answers[at].append(split_reasoning(reply.text)[1])  # It is neither judged nor read in the next turn.
+            if reply.error is not None:
+                found = f"cannot be answered: {reply.error}"
+                failed.append(Problem(f"question {questions[at].id}", found, "remove it, or change lengths"))
+        # All of the turn at once, and before the next turn costs anything.
+        raise_problems(failed, "questions")
     return answers
 
 

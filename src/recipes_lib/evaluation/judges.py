@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -25,9 +26,16 @@ if TYPE_CHECKING:
     from recipes_lib.models.heads.scoring import RewardModel
 
 Outcome = Literal["base", "other", "tie"]
+Answers = Sequence[Sequence[str]]
+"""Of each question, an answer to each turn."""
 PROMPTS: Final = Path(__file__).with_name("judge_prompts")
 """Shipped prompts: ``pairwise.yaml`` and ``grade.yaml``."""
 _GRADE: Final = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
+_PLACES: Final[tuple[Mapping[str, Outcome], ...]] = (
+    {"first": "base", "second": "other", "tie": "tie"},
+    # In the second order the answer of the base stands in second place.
+    {"first": "other", "second": "base", "tie": "tie"},
+)
 _TEMPLATE_FIELDS: Final = {"system": str, "user": str}
 
 
@@ -57,30 +65,6 @@ def combine_orders(orders: Sequence[Outcome | None]) -> Outcome | None:
     return orders[0] if len(set(orders)) == 1 else "tie"
 
 
-class Judge(Protocol):
-    """Interface of judges."""
-
-    def compare(
-        self,
-        questions: Sequence[Question],
-        base: Sequence[Sequence[str]],
-        other: Sequence[Sequence[str]],
-        numbers: Sequence[int],
-    ) -> list[Judgment]:
-        """Compare two answers to each question; ``numbers`` are those of the questions."""
-        ...
-
-    def grade(
-        self, questions: Sequence[Question], answers: Sequence[Sequence[str]], numbers: Sequence[int]
-    ) -> list[Grade]:
-        """Grade an answer to each question."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Return what determines the verdicts besides questions and answers, as JSON values."""
-        ...
-
-
 class Grade(NamedTuple):
     """Grade of an answer; ``None`` where there is none, with what the judge wrote."""
 
@@ -105,11 +89,7 @@ class RewardJudge:
         return dict(self.identity)
 
     def compare(
-        self,
-        questions: Sequence[Question],
-        base: Sequence[Sequence[str]],
-        other: Sequence[Sequence[str]],
-        numbers: Sequence[int],
+        self, questions: Sequence[Question], base: Answers, other: Answers, numbers: Sequence[int]
     ) -> list[Judgment]:
         """Compare two answers to each question.
 
@@ -126,9 +106,7 @@ class RewardJudge:
             found.append(Judgment(winner, [winner], [first.value, second.value]))
         return found
 
-    def grade(
-        self, questions: Sequence[Question], answers: Sequence[Sequence[str]], numbers: Sequence[int]
-    ) -> list[Grade]:
+    def grade(self, questions: Sequence[Question], answers: Answers, numbers: Sequence[int]) -> list[Grade]:
         """Return the reward of each chat.
 
         Raises:
@@ -180,11 +158,7 @@ class PromptedJudge:
         return found
 
     def compare(
-        self,
-        questions: Sequence[Question],
-        base: Sequence[Sequence[str]],
-        other: Sequence[Sequence[str]],
-        numbers: Sequence[int],
+        self, questions: Sequence[Question], base: Answers, other: Answers, numbers: Sequence[int]
     ) -> list[Judgment]:
         """Compare two answers to each question in both orders.
 
@@ -198,23 +172,15 @@ class PromptedJudge:
                 chats.append(_build_chat(prompt, self.pairwise, question, first=first, second=second))
         replies = self.engine.answer(chats, [2 * number + order for number in numbers for order in (0, 1)])
         judgments = []
-        for at in range(0, len(replies), 2):
-            pair = replies[at : at + 2]
-            places: tuple[dict[str, Outcome], ...] = (
-                {"first": "base", "second": "other", "tie": "tie"},
-                # In the second order the answer of the base stands in second place.
-                {"first": "other", "second": "base", "tie": "tie"},
-            )
+        for pair in zip(replies[::2], replies[1::2], strict=True):
             said = [parse_verdict(reply.text, prompt["verdicts"]) for reply in pair]
-            orders = [None if mark is None else named[mark] for mark, named in zip(said, places, strict=True)]
+            orders = [None if mark is None else named[mark] for mark, named in zip(said, _PLACES, strict=True)]
             tokens = (sum(reply.num_prompt_tokens for reply in pair), sum(reply.num_tokens for reply in pair))
             details = [reply.text if reply.error is None else f"error: {reply.error}" for reply in pair]
             judgments.append(Judgment(combine_orders(orders), orders, details, *tokens))
         return judgments
 
-    def grade(
-        self, questions: Sequence[Question], answers: Sequence[Sequence[str]], numbers: Sequence[int]
-    ) -> list[Grade]:
+    def grade(self, questions: Sequence[Question], answers: Answers, numbers: Sequence[int]) -> list[Grade]:
         """Grade an answer to each question.
 
         Raises:
@@ -229,6 +195,9 @@ class PromptedJudge:
             Grade(parse_grade(reply.text, *prompt["scale"]), reply.text, reply.num_prompt_tokens, reply.num_tokens)
             for reply in self.engine.answer(chats, numbers)
         ]
+
+
+Judge = RewardJudge | PromptedJudge
 
 
 def _build_chat(prompt: Mapping[str, Any], path: Path, question: Question, **answers: Sequence[str]) -> Chat:
@@ -294,7 +263,7 @@ def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome 
 
     Source: the win rate is ``(1 + d) / 2`` for the mean ``d`` of +1, 0 and -1, whose interval is ``compute_interval``.
     """
-    counts = {winner: sum(one == winner for one, _ in judgments) for winner in ("other", "tie", "base", None)}
+    counts = Counter(winner for winner, _ in judgments)
     # A reward model has one entry: it cannot prefer a position.
     swapped = [orders for winner, orders in judgments if winner is not None and len(orders) > 1]
     agreement = sum(len(set(orders)) == 1 for orders in swapped) / len(swapped) if swapped else None

@@ -105,16 +105,11 @@ def _read_scores(folder: Path) -> _Scores:
 def _compare(
     name: str, metric: str, model: str, pairs: Sequence[Any], *, falls: bool, is_mean_of_tasks: bool
 ) -> Difference:
-    values = [
-        np.array(
-            [
-                (one[question][1], two[question][1])
-                for question in one
-                if question in two and one[question][0] == two[question][0]  # Asked by the same prompt.
-            ]
-        )
-        for one, two in pairs
-    ]
+    values = []
+    for one, two in pairs:
+        # Asked by the same prompt.
+        both = [(one[asked], two[asked]) for asked in one if asked in two and one[asked][0] == two[asked][0]]
+        values.append(np.array([(first, second) for (_, first), (_, second) in both]))
     if not all(map(len, values)):
         nothing = float("nan")
         return Difference(name, metric, model, 0, nothing, nothing, nothing, nothing, "not comparable")

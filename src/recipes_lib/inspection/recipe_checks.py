@@ -279,12 +279,10 @@ class PPOInspection(Inspection):
         from recipes_lib.training.trainers.arguments import resolve_precision
 
         super().look_at_kernels(say)
-        is_half = bool(resolve_precision(self.config)["bf16"])  # PPO refuses fp16.
+        config = self.config.with_training({"bf16": bool(resolve_precision(self.config)["bf16"])})  # PPO refuses fp16.
         launched = build_layout(self.launch, self.launch.engine, self.config.read("gradient_accumulation_steps"))
         others = (one for one in list_layouts(self.launch.world_size) if one.shards != launched.shards)
-        asked, *rest = (
-            plan_memory(self.config, self.model_config, layout, is_half=is_half) for layout in (launched, *others)
-        )
+        asked, *rest = (plan_memory(config, self.model_config, layout) for layout in (launched, *others))
         size = read_device_memory()
         say(f"{asked.about or 'one model trained'}: {asked.peak / 1e9:.1f} GB at most; `recipes plan` lists it")
         if size is not None and not asked.fits(size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import re
 import shlex
 import sys
@@ -44,7 +45,8 @@ _KEYS: Final = ("output_dir", "environment", "stages")
 _STAGE_KEYS: Final = tuple(key for key in _SHAPES if key not in {*_ROUND_KEYS, *_KEYS})
 _NAME: Final = re.compile(r"\w[\w.-]*")
 _REFERENCE: Final = re.compile(r"\$\{([^}]*)\}")
-_REQUIREMENT: Final = re.compile(r"\s*(<=|>=|==|<|>)\s*(-?\d+(?:\.\d+)?(?:[eE]-?\d+)?)\s*")
+_COMPARISONS: Final = {"<=": operator.le, ">=": operator.ge, "==": operator.eq, "<": operator.lt, ">": operator.gt}
+_REQUIREMENT: Final = re.compile(rf"\s*({'|'.join(_COMPARISONS)})\s*(-?\d+(?:\.\d+)?(?:[eE]-?\d+)?)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ class _Reader:
         inner = entry.get("stages")
         if entry["rounds"] < 1 or not inner:
             remedy = "write rounds: 3, start: {policy: MODEL} and stages: {...}"
-            self.problems.append(Problem(where, "is not a number of rounds with stages", remedy))
+            self._refuse(where, "is not a number of rounds with stages", remedy)
             return
         for name, start in (entry.get("start") or {}).items():
             self.known[f"{name}.previous"] = self._resolve(where, str(start))
@@ -213,9 +215,7 @@ class _Reader:
         matrix = entry.get("matrix") or {}
         values = [value if isinstance(value, list) else [value] for value in matrix.values()]
         if [] in values:
-            self.problems.append(
-                Problem(f"{where}.matrix", "has a key without values", f"write {_SHAPES['matrix'][1]}")
-            )
+            self._refuse(f"{where}.matrix", "has a key without values", f"write {_SHAPES['matrix'][1]}")
         stages = []
         for number, combination in enumerate(itertools.product(*values), 1):
             full = f"{name}{suffix}" + (f"-{number}" if matrix else "")
@@ -227,16 +227,16 @@ class _Reader:
     def _find_kind(self, where: str, entry: Any) -> str | None:
         """Return the kind of a stage: recipe, command or program; ``None`` for an invalid entry."""
         if not isinstance(entry, Mapping):
-            self.problems.append(Problem(where, "is not a stage", "write {recipe: ..., config: ...}"))
+            self._refuse(where, "is not a stage", "write {recipe: ..., config: ...}")
             return None
         if not self.has_shape(where, entry, _STAGE_KEYS):
             return None
         kinds = [kind for kind in _KINDS if entry.get(kind) is not None]
         if len(kinds) != 1:
-            self.problems.append(Problem(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them"))
+            self._refuse(where, f"has {len(kinds)} of {', '.join(_KINDS)}", "write one of them")
             return None
         if not entry[kinds[0]]:
-            self.problems.append(Problem(f"{where}.{kinds[0]}", "is empty", f"write {_SHAPES[kinds[0]][1]}"))
+            self._refuse(f"{where}.{kinds[0]}", "is empty", f"write {_SHAPES[kinds[0]][1]}")
             return None
         return kinds[0]
 
@@ -290,12 +290,12 @@ class _Reader:
     def _claim(self, where: str, name: str, output: Path) -> None:
         """Raise if a stage has the name or the output of another one."""
         if not _NAME.fullmatch(name):
-            self.problems.append(Problem(where, f"{name!r} is not a folder name", "write letters, digits and -"))
+            self._refuse(where, f"{name!r} is not a folder name", "write letters, digits and -")
         if name in self.names:
-            self.problems.append(Problem(where, f"another stage is called {name!r} too", "name one of them otherwise"))
+            self._refuse(where, f"another stage is called {name!r} too", "name one of them otherwise")
         elif str(output) in self.outputs:
             found = f"writes {output}, as {self.outputs[str(output)]} does"
-            self.problems.append(Problem(where, found, "give one of them another `output`"))
+            self._refuse(where, found, "give one of them another `output`")
         self.names.add(name)
         self.outputs[str(output)] = name
 
@@ -311,20 +311,20 @@ class _Reader:
     def _read_gates(self, where: str, entry: Mapping[str, Any]) -> dict[str, str]:
         require = {str(key): str(value) for key, value in (entry.get("require") or {}).items()}
         for figure, wanted in require.items():
+            place = f"{where}.require.{figure}"
             stage, _, rest = figure.partition(".")
             if stage in self.groups and rest:
                 found = "is of another stage, and a stage's `require` is about its own output"
                 remedy = f"write it at {stage}: require: {{{rest}: {json.dumps(wanted)}}}"
-                self.problems.append(Problem(f"{where}.require.{figure}", found, remedy))
+                self._refuse(place, found, remedy)
             elif not _REQUIREMENT.fullmatch(wanted):
-                remedy = "write one such as '> 0.65'"
-                self.problems.append(Problem(f"{where}.require.{figure}", f"is {wanted!r}", remedy))
+                self._refuse(place, f"is {wanted!r}", "write one such as '> 0.65'")
         return require
 
     def _find_launch(self, where: str, entry: Mapping[str, Any]) -> list[Path]:
         if "launch" in entry and entry.get("recipe") not in RECIPE_NAMES:
             found = f"{entry.get('recipe', 'this stage')} is not a training, and runs as one process"
-            self.problems.append(Problem(f"{where}.launch", found, "delete the line"))
+            self._refuse(f"{where}.launch", found, "delete the line")
             return []
         try:
             return [find_launch_file(entry["launch"])] if "launch" in entry else []
@@ -343,31 +343,32 @@ class _Reader:
         try:
             return shlex.split(entry[kind])
         except ValueError as error:
-            self.problems.append(Problem(f"{where}.{kind}", f"cannot be read: {error}", "write a list of words"))
+            self._refuse(f"{where}.{kind}", f"cannot be read: {error}", "write a list of words")
             return []
 
     def _resolve(self, where: str, text: str) -> _Known:
-        stages: list[str] = []
+        # Texts alternate with the names between them.
+        parts = [
+            self._find_known(where, part.strip()) if at % 2 else _Known(part, part)
+            for at, part in enumerate(_REFERENCE.split(text))
+        ]
+        texts, symbols, stages = zip(*parts, strict=True)
+        return _Known("".join(texts), "".join(symbols), tuple(dict.fromkeys(itertools.chain(*stages))))
 
-        def replace(match: re.Match[str], at: int) -> str:
-            name = match[1].strip()
-            if name not in self.known:
-                if at == 0:
-                    self._refuse_reference(where, name, self.known)
-                return ""
-            stages.extend(self.known[name].stages)
-            return str(self.known[name][at])
+    def _find_known(self, where: str, name: str) -> _Known:
+        if name not in self.known:
+            self._refuse_reference(where, name, self.known)
+        return self.known.get(name, _Known("", ""))
 
-        # Twice: as the command runs it, and with symbols for paths, of which the hash is made.
-        texts = [_REFERENCE.sub(lambda match, at=at: replace(match, at), text) for at in (0, 1)]  # type: ignore[misc]
-        return _Known(texts[0], texts[1], tuple(dict.fromkeys(stages)))
+    def _refuse(self, where: str, found: str, remedy: str) -> None:
+        self.problems.append(Problem(where, found, remedy))
 
     def _refuse_reference(self, where: str, name: str, known: Any) -> None:
         remedy = suggest(name, known, "name a stage above it, as in ${sft.output}", "{}")
         sweep = self.groups.get(name.removesuffix(".output"), [])
         if len(sweep) > 1:
             remedy = f"it is several stages: name one of {', '.join(f'{stage}.output' for stage in sweep)}"
-        self.problems.append(Problem(where, f"there is no {name!r} here", remedy))
+        self._refuse(where, f"there is no {name!r} here", remedy)
 
     def has_shape(self, where: str, entry: Mapping[str, Any], known: Sequence[str]) -> bool:
         """Return whether all keys and value types are valid; invalid ones become problems."""
@@ -375,9 +376,9 @@ class _Reader:
         for key, value in entry.items():
             if key not in known:
                 remedy = suggest(key, known, f"the keys are {', '.join(known)}")
-                self.problems.append(Problem(where, f"there is no key `{key}`", remedy))
+                self._refuse(where, f"there is no key `{key}`", remedy)
             elif value is not None and (not isinstance(value, _SHAPES[key][0]) or isinstance(value, bool)):
-                self.problems.append(Problem(f"{where}.{key}", f"is {value!r:.60}", f"write {_SHAPES[key][1]}"))
+                self._refuse(f"{where}.{key}", f"is {value!r:.60}", f"write {_SHAPES[key][1]}")
         return len(self.problems) == before
 
 
@@ -405,11 +406,4 @@ def holds(wanted: str, value: float) -> bool:
     """Return whether a value meets a requirement such as ``> 0.65``."""
     match = _REQUIREMENT.fullmatch(wanted)
     assert match is not None
-    bound = float(match[2])
-    return {
-        "<": value < bound,
-        "<=": value <= bound,
-        ">": value > bound,
-        ">=": value >= bound,
-        "==": value == bound,
-    }[match[1]]
+    return bool(_COMPARISONS[match[1]](value, float(match[2])))

@@ -22,14 +22,13 @@ from recipes_lib.errors import (
     EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_PREEMPTED,
-    EXIT_STALLED,
-    EXIT_USER,
+    STATUSES,
     ConfigError,
     DataError,
     Problem,
     suggest,
 )
-from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock
+from recipes_lib.files import parse_number, read_lines, read_record, replace_record, try_lock, writing
 from recipes_lib.pipelines.pipeline import Pipeline, Stage, holds
 
 STATE: Final = "pipeline.json"
@@ -37,13 +36,6 @@ _LOGS: Final = ("checkpoint-*", "report", "report.html", "index.html", "_lock", 
 """Files of an output that may change: they are not verified."""
 _RECORDS: Final = (".json", ".html", ".md", ".png")
 """Suffixes of files that are rewritten later, by an evaluation or by publishing."""
-_ENDS: Final = {
-    "preempted": EXIT_PREEMPTED,
-    "stalled": EXIT_STALLED,
-    "diverged": EXIT_DIVERGED,
-    "refused": EXIT_USER,
-}
-"""Status in ``run.json`` -> exit code."""
 
 
 def run_pipeline(
@@ -102,13 +94,11 @@ def _holding(folder: Path, only: str) -> Iterator[None]:
         ConfigError: One is in it, or the folder cannot be written.
     """
     with ExitStack() as files:
-        try:
+        with writing(folder, "name another"):
             folder.mkdir(parents=True, exist_ok=True)
             # A whole pipeline takes the lock alone; jobs of single stages share it, and each takes that of its stage.
             names = [f"{STATE}.lock", *([f"{STATE}.{only}.lock"] if only else [])]
             opened = [files.enter_context((folder / name).open("a", encoding="utf-8")) for name in names]
-        except OSError as error:
-            raise ConfigError(Problem(str(folder), f"cannot be written: {error.strerror}", "name another")) from error
         for file in opened:
             if try_lock(file, is_shared=bool(only) and file is opened[0]) is False:
                 remedy = f"wait until it has ended, or stop it (`fuser {file.name}` names it)"
@@ -189,7 +179,7 @@ class _Progress:
             code = run_child(words, self.pipeline.environment, self.root)
             # Launchers of several processes return 1 however the run ended; its record says how.
             if code == EXIT_BUG and stage.launch:
-                code = _read_end(self.root / stage.output, began) or EXIT_BUG
+                code = _read_end(self.root / stage.output, began)
         finally:
             entry["seconds"] = round(spent + time.time() - began, 1)
             if code == EXIT_DONE:
@@ -266,14 +256,14 @@ def _list_files(output: Path) -> dict[str, int | None]:
     return files
 
 
-def _read_end(output: Path, began: float) -> int | None:
-    """Return the exit code for the status that a run has recorded since; ``None`` if it has recorded none."""
+def _read_end(output: Path, began: float) -> int:
+    """Return the exit code for the status that a run has recorded since; ``EXIT_BUG`` if it has recorded none."""
     record = output / "run.json"
     try:
-        is_newer = record.stat().st_mtime >= began
-        return _ENDS.get(str(read_record(record).get("status"))) if is_newer else None
+        status = read_record(record).get("status") if record.stat().st_mtime >= began else None
     except (OSError, DataError):
-        return None
+        return EXIT_BUG
+    return next((code for code, name in STATUSES.items() if name == status), EXIT_BUG)
 
 
 def _is_unfinished(output: Path) -> bool:
@@ -291,11 +281,8 @@ def _move_aside(place: Path, name: str, say: Callable[[str], object]) -> None:
     number = 1
     while (aside := place.with_name(f"{place.name}.replaced-{number}")).exists():
         number += 1
-    try:
+    with writing(place, "move it away", "was written by another configuration and cannot be moved aside"):
         place.rename(aside)
-    except OSError as error:
-        found = f"was written by another configuration and cannot be moved aside: {error.strerror}"
-        raise ConfigError(Problem(str(place), found, "move it away")) from error
     say(f"{name}: changed since; what it was is now {aside}")
 
 
@@ -339,29 +326,25 @@ def run_child(words: Sequence[str], environment: Mapping[str, str], cwd: Path) -
 
 def find_broken_gates(stage: Stage, root: Path) -> Iterator[str]:
     """Yield the requirements that a stage's output does not meet."""
+    figures = list_figures(root / stage.output)
     for name, wanted in stage.require.items():
-        value = read_figure(root / stage.output, name)
+        value = figures.get(name)
         if value is None:
-            figures = list_figures(root / stage.output)
             hint = suggest(name, figures, f"there are {', '.join(sorted(figures)) or 'none'}", "{}", cutoff=0.4)
             yield f"require: there is no figure {name!r} in {stage.output}; {hint}"
         elif not holds(wanted, value):
             yield f"require: {name} is {value:.4g}, and has to be {wanted}"
 
 
-def read_figure(output: Path, name: str) -> float | None:
-    """Return the last value of a figure: of ``metrics.jsonl``, ``run.json`` or an evaluation; ``None`` where it is not.
+def list_figures(output: Path) -> dict[str, float]:
+    """Return every figure of an output: ``metrics.jsonl``, whose last value counts, ``run.json`` or an evaluation.
+
+    Their names are ``eval_loss``, ``loss`` or, of a benchmark or a group of them, ``gsm8k.exact_match``; keys within
+    ``run.json`` by dots. NaN is a figure too, and meets no requirement.
 
     Args:
         output: Folder of a run, or of ``recipes eval``.
-        name: ``eval_loss``, ``loss`` or, of a benchmark or a group of them,
-            ``gsm8k.exact_match``; keys within ``run.json`` by dots.
     """
-    return list_figures(output).get(name)
-
-
-def list_figures(output: Path) -> dict[str, float]:
-    """Return every figure of an output, by its name; NaN is one, and meets no requirement."""
     figures: dict[str, float] = {}
     for file in ("eval/eval.json", "eval.json", "reward_report.json", "run.json"):
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -12,13 +12,7 @@ import torch
 import yaml
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from recipes_lib.config.schema import ModelConfig, RecipeConfig
 from recipes_lib.errors import ConfigError, Problem
@@ -63,16 +57,9 @@ def compute_flops_per_token(config: PretrainedConfig, sequence_length: int, *, i
     Source: Chowdhery et al. 2022 (PaLM), appendix B; equal to ``torch.utils.flop_counter`` in
     ``tests/planning/test_compute.py``.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model, inner = _build_on_meta(config)
     text_config: Any = config.get_text_config(decoder=True)
-    head = model.get_output_embeddings()
-    num_weights = sum(
-        _count_active_weights(parameter, text_config)
-        for module in model.modules()
-        if module is not head and not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    )
+    head, num_weights = model.get_output_embeddings(), _count_active_weights(inner, text_config)
     passes = FORWARD_AND_BACKWARD - is_frozen
     attention = FORWARD_AND_BACKWARD * _count_attention(text_config, sequence_length)
     return TokenFlops(passes * 2 * num_weights + attention, passes * 2.0 * head.weight.numel())
@@ -147,22 +134,38 @@ def reads_teacher(config: RecipeConfig) -> bool:
     return has_live_teacher(config) or config.forgetting.kl_to_base > 0
 
 
-def _count_active_weights(parameter: nn.Parameter, config: Any) -> float:
+def _build_on_meta(config: PretrainedConfig) -> tuple[Any, list[nn.Parameter]]:
+    """Build a model without memory; return its parameters besides those of embeddings and output projection too."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    head = model.get_output_embeddings()
+    inner = (module for module in model.modules() if module is not head and not isinstance(module, nn.Embedding))
+    return model, [parameter for module in inner for parameter in module.parameters(recurse=False)]
+
+
+def _count_active_weights(parameters: Sequence[nn.Parameter], config: Any) -> float:
     """Return the number of weights that multiply one token: no biases and norms, the routed share of experts."""
-    if parameter.ndim < 2:
-        return 0
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     num_experts = next((getattr(config, name) for name in names if hasattr(config, name)), None)
-    is_routed = parameter.ndim == 3 and len(parameter) == num_experts
-    share: float = config.num_experts_per_tok / num_experts if is_routed else 1
-    return parameter.numel() * share
+    number = 0.0
+    for parameter in (parameter for parameter in parameters if parameter.ndim > 1):
+        is_routed = parameter.ndim == 3 and len(parameter) == num_experts
+        number += parameter.numel() * (config.num_experts_per_tok / num_experts if is_routed else 1)
+    return number
+
+
+def count_features(model_config: PretrainedConfig) -> tuple[int, int]:
+    """Return the features of the queries, and of the keys, of a token in a layer."""
+    text: Any = model_config.get_text_config()
+    head_dim: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    key_heads: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return text.num_attention_heads * head_dim, key_heads * head_dim
 
 
 def _count_attention(config: Any, sequence_length: int) -> float:
     """Return the forward FLOPs per token of attention scores and weighted sums, over all layers."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    score_dim = getattr(config, "qk_head_dim", None) or head_dim
-    value_dim = getattr(config, "v_head_dim", None) or head_dim
+    head_dim = count_features(config)[0] // config.num_attention_heads
+    score_dim, value_dim = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)
     # A window without a list of layers applies to all of them, as in Mistral.
     kind = "sliding_attention" if getattr(config, "use_sliding_window", True) else "full_attention"
@@ -204,31 +207,15 @@ def compute_model_size(config: PretrainedConfig) -> ModelSize:
     Source: the published counts of the models in ``tests/planning/test_model_size.py``.
     """
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        flops = compute_flops_per_token(config, 0)
+        model, inner = _build_on_meta(config)
     except (KeyError, ValueError, RuntimeError, ZeroDivisionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         found = f"a {config.model_type} model cannot be built: {reason}"
         raise ConfigError(Problem("model_config", found, "check the sizes against each other")) from error
-    head = model.get_output_embeddings()
-    tables = {
-        parameter
-        for module in model.modules()
-        if module is head or isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    total = int(model.num_parameters())
-    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim > 1) - sum(
-        table.numel() for table in tables if table.ndim > 1
-    )
-    # A token without attention costs only its matrix products, each weight once.
-    met = round(flops.body / (FORWARD_AND_BACKWARD * _FORWARD_FLOPS))
-    return ModelSize(
-        total=total,
-        non_embedding=total - sum(table.numel() for table in tables),
-        active=total - (matrices - met),
-    )
+    total, alone = int(model.num_parameters()), set(inner)
+    matrices = sum(parameter.numel() for parameter in alone if parameter.ndim > 1)
+    met = round(_count_active_weights(inner, config.get_text_config(decoder=True)))
+    return ModelSize(total, sum(parameter.numel() for parameter in alone), total - (matrices - met))
 
 
 def compute_training_flops(num_parameters: float, num_tokens: float) -> float:

@@ -26,6 +26,7 @@ from recipes_lib.models.heads.loss_head import add_loss_head
 from recipes_lib.models.inference import unwrap_adapter
 from recipes_lib.models.loading import choose_teacher
 from recipes_lib.models.quantization import count_quantized_bytes
+from recipes_lib.planning import memory_plan
 from recipes_lib.planning.activations import (
     AUTO,
     CAUSAL,
@@ -43,44 +44,16 @@ from recipes_lib.planning.activations import (
 from recipes_lib.planning.compute import (
     PAIR_RECIPES,
     RL_RECIPES,
+    count_features,
     find_shape,
     has_live_reference,
     has_live_teacher,
     read_shapes,
     reads_teacher,
 )
-from recipes_lib.planning.devices import choose_device
 from recipes_lib.planning.disk import count_state_bytes
-from recipes_lib.planning.memory_plan import (
-    ACTIVATIONS,
-    BUCKETS,
-    CACHE,
-    COMMUNICATION,
-    COMMUNICATION_BYTES,
-    CONTEXT,
-    CONTEXT_BYTES,
-    COPIES,
-    ENGINE,
-    ENGINE_CACHE,
-    ENGINE_COPY,
-    GATHERED,
-    GATHERED_LAYERS,
-    HEAD_GRADIENT,
-    KINDS,
-    LAYER,
-    OTHER_KEYS,
-    PHASES,
-    SAMPLED,
-    SAMPLING_BYTES,
-    UNREDUCED,
-    ZERO_BUCKET,
-    Held,
-    Layout,
-    MemoryPlan,
-    shorten,
-)
+from recipes_lib.planning.memory_plan import KINDS, PHASES, Held, Layout, MemoryPlan, shorten
 
-_USUAL_GB: Final = (24, 48, 80, 141, 192)
 _BUCKET_SIZE: Final = 500_000_000
 """Numbers of a bucket: DeepSpeed's default ``reduce_bucket_size``."""
 
@@ -92,24 +65,13 @@ def list_layouts(num_processes: int) -> Iterator[Layout]:
         yield Layout("fsdp2", num_processes, Held(num_processes, num_processes, num_processes))
 
 
-def list_devices(gpu: str | None) -> dict[str, float]:
-    """Return the bytes of a GPU by name; ``None``: of common sizes.
-
-    Raises:
-        ConfigError: The GPU is not known.
-    """
-    if gpu is None:
-        return {f"{size} GB": size * 1e9 for size in _USUAL_GB}
-    return {gpu: choose_device(gpu).memory}
+def has_half_products(config: RecipeConfig) -> bool:
+    """Return whether products of a run are in 16 bits by autocast: unless the recipe says ``bf16: false`` alone."""
+    return config.training.get("bf16") is not False or bool(config.training.get("fp16"))
 
 
 def plan_memory(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    layout: Layout,
-    *,
-    is_half: bool | None = None,
-    device_bytes: float = 80e9,
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, device_bytes: float = 80e9
 ) -> MemoryPlan:
     """Plan the memory of one process of a run, without loading anything.
 
@@ -117,7 +79,6 @@ def plan_memory(
         config: The run.
         model_config: Of the model that is trained.
         layout: How its processes hold the models.
-        is_half: Whether products are in 16 bits by autocast; ``None``: unless the recipe says ``bf16: false``.
         device_bytes: Of the GPU, on which the size of a chunk of logits depends.
 
     Raises:
@@ -126,37 +87,54 @@ def plan_memory(
     Source: closed forms in ``tests/planning/test_memory.py``; PPO, counted on real models, in
     ``tests/rl/test_memory.py``.
     """
-    if is_half is None:
-        is_half = config.training.get("bf16") is not False or bool(config.training.get("fp16"))
-    count = _count_rl if config.recipe in RL_RECIPES else _count_trainer
+    is_rl = config.recipe in RL_RECIPES
     narrowed = layout.narrow(model_config)
-    about, models, temporary, choices = count(config, narrowed, layout, is_half)
+    text = narrowed.get_text_config()
+    with torch.device("meta"):
+        built = (_build_rl if is_rl else _build_trainer)(config, narrowed, layout)
+    temporary = _count_exchange(config, built, layout)
+    kept = count_kept(config, narrowed, layout)
+    if is_rl:
+        temporary |= _count_rollouts(config, narrowed, layout, built, kept)
+    elif layout.shards.weights != 1:
+        parts = [_count_parts(module) for module in (built.trained, built.teacher) if module]
+        # The next layer is prefetched during compute; layers of a pipeline stage stay gathered until the last
+        # micro-batch.
+        several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
+        numbers = max(several(layers) + ends for layers, ends in parts)
+        temporary[memory_plan.GATHERED_LAYERS] = numbers * _count_width(config, narrowed)
+    is_auto = config.read("activation_checkpointing") == AUTO
+    kinds = {name: kind for name, (kind, _) in MODES.items()} if is_auto else {"": read_checkpointing(config)}
+    choices = count_choices(config, narrowed, layout, kept, kinds)
     # Without a choice, the last kind is described.
     temporary |= next(reversed(choices.values()))
-    temporary |= {CONTEXT: CONTEXT_BYTES, COMMUNICATION: COMMUNICATION_BYTES if layout.num_gpus > 1 else 0}
+    temporary |= {
+        memory_plan.CONTEXT: memory_plan.CONTEXT_BYTES,
+        memory_plan.COMMUNICATION: memory_plan.COMMUNICATION_BYTES if layout.num_gpus > 1 else 0,
+    }
     held = {
         f"{name}, {kind}": size // shards if shards else 0
-        for name, model in models.items()
+        for name, model in built.models.items()
         for kind, size, shards in zip(KINDS, model, layout.shards, strict=True)
     }
     components = {name: size for name, size in (held | temporary).items() if size}
-    phases = _name_phases(config) if config.recipe in RL_RECIPES else {}
-    if "critic" not in models:
-        phases.pop("critic's update", None)
-    num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
-    text = narrowed.get_text_config()
-    logit_bytes = count_logit_bytes(config, text, is_half=is_half)
-    part = TEACHER_PART if reads_teacher(config) else 1
-    plan = MemoryPlan(layout, about, components, phases, num_predicted, text.vocab_size, logit_bytes, part)
-    if config.read("activation_checkpointing") == AUTO:
-        plan = dataclasses.replace(plan, choices=choices)
-    if ENGINE in components:
-        share = config.engine.vllm_gpu_memory_utilization
-        plan = dataclasses.replace(plan, engine_share=share, engine_row=components[ENGINE_CACHE])
-    return plan.place(device_bytes)
+    is_colocated = memory_plan.ENGINE in components
+    return MemoryPlan(
+        layout,
+        built.about,
+        components,
+        _name_phases(config) if is_rl else {},
+        num_predicted=0 if config.recipe == "reward" else Batch.of(config, layout).num_targets,
+        vocabulary=text.vocab_size,
+        logit_bytes=count_logit_bytes(config, text),
+        chunk_part=TEACHER_PART if reads_teacher(config) else 1,
+        engine_share=config.engine.vllm_gpu_memory_utilization if is_colocated else 0,
+        engine_row=components[memory_plan.ENGINE_CACHE] if is_colocated else 0,
+        choices=choices if is_auto else {},
+    ).place(device_bytes)
 
 
-def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig, *, is_half: bool) -> int:
+def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
     """Return the bytes that the loss holds for each logit of a chunk at its peak.
 
     Cross-entropy and log-probabilities of tokens turn float32 logits into their gradient in place; entropy needs the
@@ -165,7 +143,7 @@ def count_logit_bytes(config: RecipeConfig, model_config: PreTrainedConfig, *, i
 
     Source: counted in ``tests/planning/test_memory.py``.
     """
-    narrow = 2 * is_half
+    narrow = 2 * has_half_products(config)
     # The derivative of a cap on the logits; a square of them too while it is computed, where the losses of tokens peak.
     slope = 4 if getattr(model_config, "final_logit_softcapping", None) else 0
     if reads_teacher(config):
@@ -222,38 +200,46 @@ def settle_checkpointing(config: RecipeConfig, plan: MemoryPlan) -> RecipeConfig
     return config.with_training(list_keys(plan.checkpointing))
 
 
-_Counted = tuple[str, dict[str, Held], dict[str, int], dict[str, dict[str, int]]]
-"""Which models share a base model, in words; the bytes of each model in all; what a process holds besides, by name; and
-what it holds by the kind of activation checkpointing: all kinds where the recipe says ``auto``."""
+class _Built(NamedTuple):
+    """Models of a process on the meta device.
+
+    Attributes:
+        models: Their bytes by name, the trained one first.
+        trained: The trained model, with its frozen base.
+        about: Which models share a base model, in words.
+        teacher: Read by each step of distillation.
+    """
+
+    models: dict[str, Held]
+    trained: Any
+    about: str = ""
+    teacher: Any = None
 
 
-def _count_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
-    """Plan a recipe with upstream's trainer: one trained model and frozen ones."""
+def _build_trainer(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout) -> _Built:
+    """Build the models of a recipe with upstream's trainer: one trained model and frozen ones."""
     is_reward = config.recipe == "reward"
-    with torch.device("meta"):
-        kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
-        model = _build(kind, model_config, config.model.dtype)
-        if config.adapter.use_peft:
-            model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
-        frozen = dict(_build_frozen(config, model_config))
-    keeps_master = layout.is_deepspeed and is_half
+    kind = AutoModelForSequenceClassification if is_reward else AutoModelForCausalLM
+    model, teacher = _build(kind, model_config, config.model.dtype), None
+    base, frozen = Held(_count_stored(config, model)), dict[str, Held]()
+    if config.adapter.use_peft:
+        frozen["frozen base"] = base
+        model = add_adapter(model, config.adapter, seed=0, task_type="SEQ_CLS" if is_reward else "CAUSAL_LM")
+    elif has_live_reference(config):
+        frozen["reference"] = base
+    elif config.forgetting.kl_to_base:
+        frozen["base model"] = base
+    if has_live_teacher(config):
+        named = choose_teacher(config)
+        teacher = _build(AutoModelForCausalLM, find_shape(named), named.dtype)
+        frozen["teacher"] = Held(_count_stored(config, teacher))
+    keeps_master = layout.is_deepspeed and has_half_products(config)
     trained = _count_trained(_find_trained(model), config, keeps_master=keeps_master)
-    models = {"model": trained, **{name: Held(_count_stored(config, other)) for name, other in frozen.items()}}
     if config.forgetting.ewc_lambda:
-        models["EWC reference"] = Held(trained.weights)
+        frozen["EWC reference"] = Held(trained.weights)
         if config.forgetting.ewc_fisher == "diagonal":
-            models["Fisher information"] = Held(trained.weights)
-    width = _count_width(config, model_config, is_half)
-    temporary = _count_exchange(config, model, layout, is_half=is_half)
-    if layout.shards.weights != 1:
-        parts = map(_count_parts, (model, *frozen.values()))
-        # The next layer is prefetched during compute; layers of a pipeline stage stay gathered until the last
-        # micro-batch.
-        several = sum if layout.pipeline_stages > 1 else (lambda layers: 2 * max(layers))
-        temporary[GATHERED_LAYERS] = width * max(several(layers) + ends for layers, ends in parts)
-    kept = count_kept(config, model_config, layout, is_half=is_half)
-    choices = count_choices(config, model_config, layout, kept, _list_checkpointing(config), is_half=is_half)
-    return "", models, temporary, choices
+            frozen["Fisher information"] = Held(trained.weights)
+    return _Built({"model": trained, **frozen}, model, teacher=teacher)
 
 
 def count_choices(
@@ -262,76 +248,62 @@ def count_choices(
     layout: Layout,
     kept: Activations,
     kinds: Mapping[str, Checkpointing],
-    *,
-    is_half: bool,
 ) -> dict[str, dict[str, int]]:
     """Return what a micro-batch holds for its backward pass, by component, for each kind of checkpointing.
 
     Args:
-        config: The run, of a recipe with upstream's trainer.
+        config: The run.
         model_config: What a process computes of the model that is trained.
         layout: How its processes hold the model.
         kept: From ``count_kept``.
         kinds: By name.
-        is_half: As for ``plan_memory``.
     """
-    width = _count_width(config, model_config, is_half)
     return {
         name: {
-            ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
-            **_count_other_keys(config, model_config, layout, checkpointing, width),
+            memory_plan.ACTIVATIONS: kept.count(checkpointing, layout.in_flight),
+            **_count_other_keys(config, model_config, layout, checkpointing),
         }
         for name, checkpointing in kinds.items()
     }
 
 
-def _list_checkpointing(config: RecipeConfig) -> dict[str, Checkpointing]:
-    """Possible kinds of checkpointing of a run: all of them, or that of the recipe."""
-    if config.read("activation_checkpointing") == AUTO:
-        return {name: checkpointing for name, (checkpointing, _) in MODES.items()}
-    return {"": read_checkpointing(config)}
-
-
 def _count_other_keys(
-    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, checkpointing: Checkpointing, width: int
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, checkpointing: Checkpointing
 ) -> dict[str, int]:
     """Count gathered keys and values for the attention of layers that are not recomputed."""
     if not layout.gathers_keys:
         return {}
-    text: Any = model_config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    num_layers = text.num_hidden_layers
+    (_, num_features), num_layers = count_features(model_config), model_config.get_text_config().num_hidden_layers
     if checkpointing.every and not checkpointing.keeps_products:
         num_layers -= max(-(-num_layers // checkpointing.every) - 1, 0)
     batch = Batch.of(config, layout)
     others = batch.num_rows * batch.length * (layout.context - 1)
-    return {OTHER_KEYS: 2 * width * others * text.num_key_value_heads * head_dim * num_layers}
+    return {memory_plan.OTHER_KEYS: 2 * _count_width(config, model_config) * others * num_features * num_layers}
 
 
-def _count_exchange(config: RecipeConfig, model: Any, layout: Layout, *, is_half: bool) -> dict[str, int]:
+def _count_exchange(config: RecipeConfig, built: _Built, layout: Layout) -> dict[str, int]:
     """Count the buffers of a layout's gradient reduction, autocast's 16-bit copies, and the loss's own gradient."""
-    keeps_master = layout.is_deepspeed and is_half
-    gradients = _count_trained(_find_trained(model), config, keeps_master=keeps_master).gradients
-    temporary = {}
+    model, gradients = built.trained, next(iter(built.models.values())).gradients
+    is_half, temporary = has_half_products(config), {}
     if layout.is_deepspeed:
         width = 2 if is_half else next(model.parameters()).element_size()
-        temporary[ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
+        temporary[memory_plan.ZERO_BUCKET] = min(gradients, _BUCKET_SIZE * width)
     elif layout.shards.gradients == 1 < layout.num_processes and config.recipe not in RL_RECIPES:
-        temporary[BUCKETS] = gradients
+        temporary[memory_plan.BUCKETS] = gradients
     if layout.shards.weights != 1:
         layers, ends = _count_parts(model, _find_trained)
-        temporary[UNREDUCED] = 4 * max(sum(layers) if layout.pipeline_stages > 1 else max(layers), ends)
-    elif is_half and not keeps_master:
+        temporary[memory_plan.UNREDUCED] = 4 * max(sum(layers) if layout.pipeline_stages > 1 else max(layers), ends)
+    elif is_half and not layout.is_deepspeed:
         copied = sum(parameter.numel() for parameter in model.parameters() if parameter.dtype == torch.float32)
-        temporary[COPIES] = 2 * copied
+        temporary[memory_plan.COPIES] = 2 * copied
     head = model.get_output_embeddings()
     if layout.shards.weights == 1 and head is not None and head.weight.requires_grad:
-        temporary[HEAD_GRADIENT] = 4 * head.weight.numel()
+        temporary[memory_plan.HEAD_GRADIENT] = 4 * head.weight.numel()
     return temporary
 
 
 def count_kept(
-    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, is_half: bool, num_built: int = 3
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, *, num_built: int = 3
 ) -> Activations:
     """Return the bytes that a micro-batch saves for its backward pass, independent of the placement of weights.
 
@@ -339,13 +311,13 @@ def count_kept(
         config: The run.
         model_config: What a process computes of the model that is trained.
         layout: Context-parallel layouts divide the tokens of a row.
-        is_half: As for ``plan_memory``.
         num_built: Layers that are counted; those beyond are like the last.
 
     Raises:
         ConfigError: The adapter does not fit the model.
     """
     num_layers: int = model_config.get_text_config().num_hidden_layers
+    is_half = has_half_products(config)
     # Below the first adapter there are no gradients, so the first layer saves less than the others.
     shortened = shorten(model_config, min(num_layers, num_built))
     batch, kernel = Batch.of(config, layout), "eager" if config.model.attn_implementation == "eager" else CAUSAL
@@ -362,79 +334,65 @@ def count_kept(
         return count_activations(model, *batch).extend(num_layers)
 
 
-def _build_frozen(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the frozen models by name, including the base model of an adapter."""
-    if config.adapter.use_peft:
-        yield "frozen base", _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    elif has_live_reference(config):
-        yield "reference", _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    elif config.forgetting.kl_to_base:
-        yield "base model", _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    if has_live_teacher(config):
-        teacher = choose_teacher(config)
-        yield "teacher", _build(AutoModelForCausalLM, find_shape(teacher), teacher.dtype)
-
-
 def _name_phases(config: RecipeConfig) -> dict[str, Sequence[str]]:
     """Phases of an iteration; a colocated vLLM does not use the policy's weights while sampling."""
     phases, engine = dict(PHASES), config.engine
+    if config.recipe != "ppo":
+        del phases["critic's update"]
     if engine.use_vllm:
-        asleep = (ENGINE, ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
+        asleep = (memory_plan.ENGINE, memory_plan.ENGINE_CACHE) if engine.vllm_enable_sleep_mode else ()
         # The policy is sent one layer at a time.
-        phases["sampling"] = (GATHERED.format("a layer"), *asleep)
+        phases["sampling"] = (memory_plan.GATHERED.format("a layer"), *asleep)
     return phases
 
 
-def _count_rl(config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, is_half: bool) -> _Counted:
-    """Plan a run of reinforcement learning, whose phases have different components."""
-    text, micro = model_config.get_text_config(), Batch.of(config, layout)
+def _count_rollouts(
+    config: RecipeConfig, model_config: PreTrainedConfig, layout: Layout, built: _Built, kept: Activations
+) -> dict[str, int]:
+    """Count what sampling and reading of answers hold, on one device by ``generate`` or an engine."""
+    text, micro, policy = model_config.get_text_config(), Batch.of(config, layout), built.trained
+    temporary = dict[str, int]()
     batch = config.read("per_device_eval_batch_size")
-    with torch.device("meta"):
-        about, models, policy = _build_rl(config, model_config)
-    temporary = _count_exchange(config, policy, layout, is_half=is_half)
-    kept = count_kept(config, model_config, layout, is_half=is_half)
-    width, (layers, ends) = _count_width(config, model_config, is_half), _count_parts(unwrap_adapter(policy))
+    width, (layers, ends) = _count_width(config, model_config), _count_parts(unwrap_adapter(policy))
+    copied = width * (sum(layers) + ends)
     if layout.shards.weights != 1:
         gathered = {
-            "sampling": 0 if config.engine.use_vllm else width * (sum(layers) + ends),
-            "scoring": models["reward model"].weights,
+            "sampling": 0 if config.engine.use_vllm else copied,
+            "scoring": built.models["reward model"].weights,
             # This layer, the prefetched next one, and the output projection.
             "a layer": width * (2 * max(layers) + text.vocab_size * text.hidden_size),
         }
-        temporary |= {GATHERED.format(name): size for name, size in gathered.items()}
-    with on_fakes(policy, is_half=is_half):
+        temporary |= {memory_plan.GATHERED.format(name): size for name, size in gathered.items()}
+    with on_fakes(policy, is_half=has_half_products(config)):
         row = count_cache(policy, micro.length)
     if not config.engine.use_vllm:
-        temporary |= {CACHE: batch * row, SAMPLED: batch * text.vocab_size * SAMPLING_BYTES}
+        temporary |= {
+            memory_plan.CACHE: batch * row,
+            memory_plan.SAMPLED: batch * text.vocab_size * memory_plan.SAMPLING_BYTES,
+        }
     elif config.engine.vllm_mode == "colocate":
-        temporary |= {ENGINE: width * (sum(layers) + ends), ENGINE_CACHE: row}
+        temporary |= {memory_plan.ENGINE: copied, memory_plan.ENGINE_CACHE: row}
     is_narrow = width < _find_dtype(model_config, config.model.dtype).itemsize
     if config.engine.use_transformers_continuous_batching and is_narrow:
-        temporary[ENGINE_COPY] = width * (sum(layers) + ends)
-    temporary[LAYER] = round(kept.largest_layer * batch / micro.num_rows)
-    choices = {name: {ACTIVATIONS: kept.count(one)} for name, one in _list_checkpointing(config).items()}
-    return about, models, temporary, choices
+        temporary[memory_plan.ENGINE_COPY] = copied
+    return temporary | {memory_plan.LAYER: round(kept.largest_layer * batch / micro.num_rows)}
 
 
-def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str, dict[str, Held], Any]:
-    """Build the models of ``load_actor_critic`` and ``load_rewards`` on the meta device; RLOO and GRPO have no critic.
-
-    Returns:
-        Which models share a base model, in words; their bytes; and the policy with a loss head.
-    """
+def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig, _layout: Layout) -> _Built:
+    """Build the models of ``load_actor_critic`` and ``load_rewards``; RLOO and GRPO have no critic."""
     policy = _build(AutoModelForCausalLM, model_config, config.model.dtype)
-    base, shares = _count_stored(config, policy), config.adapter.use_peft
+    base, shares, is_ppo = _count_stored(config, policy), config.adapter.use_peft, config.recipe == "ppo"
     add_loss_head(policy)
     folder = None
     if shares:
-        folder = _find_shared_reward(config, model_config) if config.recipe == "ppo" else None
+        folder = _find_shared_reward(config, model_config) if is_ppo else None
         policy = add_adapter(policy, config.adapter, seed=0)
     trained = _count_trained(_find_trained(policy), config)
     models = {"policy": trained._replace(weights=trained.weights + (base if shares else 0))}
-    if config.recipe == "ppo":
+    if is_ppo:
         own = _list_role(policy, add_critic(policy, folder), CRITIC) if shares else _build_critic(config, model_config)
         models["critic"] = _count_trained(own, config)
-    if not shares and (config.recipe == "ppo" or config.read("beta")):
+    if not shares and (is_ppo or config.read("beta")):
         models["reference"] = Held(base)
     about = "adapters of policy and critic on one trunk" if shares else "models of their own"
     if folder is not None:
@@ -442,7 +400,7 @@ def _build_rl(config: RecipeConfig, model_config: PreTrainedConfig) -> tuple[str
         reward = count_bytes(_list_role(policy, add_reward(policy, folder), REWARD))
     elif (reward := _count_own_reward(config, model_config)) and shares:
         about += "; a reward model of its own"
-    return about if config.recipe == "ppo" else "", {**models, "reward model": Held(reward)}, policy
+    return _Built({**models, "reward model": Held(reward)}, policy, about if is_ppo else "")
 
 
 def _build_critic(config: RecipeConfig, model_config: PreTrainedConfig) -> Iterable[Tensor]:
@@ -516,9 +474,9 @@ def _find_dtype(model_config: PreTrainedConfig, dtype: str) -> torch.dtype:
     return (getattr(model_config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
-def _count_width(config: RecipeConfig, model_config: PreTrainedConfig, is_half: bool) -> int:
+def _count_width(config: RecipeConfig, model_config: PreTrainedConfig) -> int:
     """Bytes per number of the compute dtype; without autocast that of the weights."""
-    return 2 if is_half else _find_dtype(model_config, config.model.dtype).itemsize
+    return 2 if has_half_products(config) else _find_dtype(model_config, config.model.dtype).itemsize
 
 
 def _find_trained(module: nn.Module) -> list[nn.Parameter]:

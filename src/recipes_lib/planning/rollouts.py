@@ -15,6 +15,7 @@ from recipes_lib.planning.compute import (
     compute_flops_per_token,
     compute_hours,
     compute_model_size,
+    count_features,
 )
 from recipes_lib.planning.devices import Device, find_overhead
 from recipes_lib.planning.memory import Batch
@@ -112,13 +113,11 @@ def estimate_iteration(
     is_continuous = engine.use_vllm or engine.use_transformers_continuous_batching
     batch = min(each, MAX_SEQUENCES if is_continuous else config.read("per_device_eval_batch_size"))
     num_batches = math.ceil(each / batch)
-    text, whole = model_config.get_text_config(), compute_model_size(model_config)
+    whole, num_layers = compute_model_size(model_config), model_config.get_text_config().num_hidden_layers
     size = whole.active
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     # Keys and values that a token reads: of its prompt and, on average, of half the answer.
-    row = _NARROW * 2 * text.num_hidden_layers * heads * width * (prompt + answer / 2)
-    host = 0 if is_continuous else _HOST_SECONDS * text.num_hidden_layers
+    row = _NARROW * 2 * num_layers * count_features(model_config)[1] * (prompt + answer / 2)
+    host = 0 if is_continuous else _HOST_SECONDS * num_layers
     # A decoding step is bound by the memory's bandwidth, by its products, or by the host that launches kernels.
     token = max((_NARROW * size + batch * row) / device.bandwidth, 2 * size * batch / peak, host)
     # Forward passes without gradients recompute nothing, so they reach more of the peak than updates do.

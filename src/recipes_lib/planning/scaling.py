@@ -18,7 +18,6 @@ FLOPS_PER_TOKEN: Final = 2 * FORWARD_AND_BACKWARD
 """Of each parameter: ``C = 6 N D``."""
 MAX_EXTRAPOLATION: Final = 10.0
 """Times the operations of the largest run that a law without an interval is asked about."""
-NUM_RESAMPLES: Final = 200
 _INTERVAL: Final = (5.0, 95.0)
 _DELTA: Final = 1e-3
 _MIN_RUNS: Final = 6
@@ -144,7 +143,7 @@ class Fit:
         return float(low), float(high)
 
 
-def fit_law(runs: Sequence[Run], num_resamples: int = NUM_RESAMPLES, *, seed: int = 0) -> Fit:
+def fit_law(runs: Sequence[Run], num_resamples: int = 200, *, seed: int = 0) -> Fit:
     """Fit a law to runs: Huber loss of log losses, summed, by L-BFGS-B from a grid of starts.
 
     Args:

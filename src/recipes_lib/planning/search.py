@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.planning.activations import MODES, Activations, list_keys
-from recipes_lib.planning.compute import compute_hours, compute_model_size, count_step
+from recipes_lib.planning.compute import compute_hours, compute_model_size, count_features, count_step
 from recipes_lib.planning.devices import Device, Measured, find_efficiency
 from recipes_lib.planning.memory import Batch, count_choices, count_kept, plan_memory, read_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
@@ -100,14 +100,16 @@ def search(
                 plain = sized.with_training(list_keys("none"))
                 memory = plan_memory(plain, model_config, layout, device_bytes=device.memory)
             options = list(_list_modes(sized, counter, number, memory, device))
-            for keys, mode, placed in options:
+            for mode, placed in options:
                 for choice in compiled:
-                    changed = config.with_training(all_keys := {**batch, **keys, "torch_compile": choice})
+                    keys = {**batch, **list_keys(mode), "torch_compile": choice}
+                    changed = config.with_training(keys)
                     share, _ = find_efficiency(changed, measured)
                     seconds = 3600 * compute_hours(num_flops, layout.num_gpus, peak, share)
-                    costs = _list_costs(seconds, changed, model_config, size, layout, device)
-                    found.append(Candidate(layout, all_keys, mode, placed, placed.peak <= device.memory, costs))
-            if all(placed.peak > device.memory for _, _, placed in options):
+                    sent = time_traffic(count_traffic(changed, model_config, size, layout), layout, device)
+                    costs = _list_costs(seconds, sent, rows // number, layout)
+                    found.append(Candidate(layout, keys, mode, placed, placed.peak <= device.memory, costs))
+            if all(placed.peak > device.memory for _, placed in options):
                 break  # Larger micro-batches need more memory.
     found.sort(key=_rank)
     return found
@@ -127,7 +129,6 @@ class _Counter:
 
     def __init__(self, config: RecipeConfig, model_config: PreTrainedConfig) -> None:
         self._config, self.model_config = config, model_config
-        self.is_half = config.training.get("bf16") is not False
         self._counted: dict[tuple[object, ...], Activations] = {}
 
     def count(self, layout: Layout, number: int) -> Activations:
@@ -141,39 +142,31 @@ class _Counter:
         if key not in self._counted:
             sized = self._config.with_training({"per_device_train_batch_size": number})
             narrowed = layout.narrow(self.model_config)
-            self._counted[key] = count_kept(sized, narrowed, layout, is_half=self.is_half)
+            self._counted[key] = count_kept(sized, narrowed, layout)
         return self._counted[key]
 
 
 def _list_modes(
     config: RecipeConfig, counter: _Counter, number: int, memory: MemoryPlan, device: Device
-) -> Iterator[tuple[dict[str, Any], str, MemoryPlan]]:
-    """Yield the keys of each kind of checkpointing, its name, and the memory of a process."""
+) -> Iterator[tuple[str, MemoryPlan]]:
+    """Yield each kind of checkpointing, and the memory of a process with it."""
     layout, kept = memory.layout, counter.count(memory.layout, number)
     kinds = {mode: checkpointing for mode, (checkpointing, _) in MODES.items()}
     narrowed = layout.narrow(counter.model_config)
-    choices = count_choices(config, narrowed, layout, kept, kinds, is_half=counter.is_half)
+    choices = count_choices(config, narrowed, layout, kept, kinds)
     num_predicted = 0 if config.recipe == "reward" else Batch.of(config, layout).num_targets
     for mode, sizes in choices.items():
         components = {**memory.components, **sizes}
         placed = dataclasses.replace(memory, components=components, num_predicted=num_predicted).place(device.memory)
-        yield list_keys(mode), mode, placed
+        yield mode, placed
 
 
-def _list_costs(
-    seconds: float,
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    num_parameters: float,
-    layout: Layout,
-    device: Device,
-) -> dict[str, float]:
-    """Return the seconds of an optimizer step by what takes them, from those of its matrix products.
+def _list_costs(seconds: float, sent: Traffic, num_batches: int, layout: Layout) -> dict[str, float]:
+    """Return the seconds of an optimizer step by what takes them, from those of its matrix products and traffic.
 
     Weights and gradients travel while others are computed; what a layer waits for does not.
     """
-    sent = time_traffic(count_traffic(config, model_config, num_parameters, layout), layout, device)
-    bubble = seconds * (layout.pipeline_stages - 1) / config.read("gradient_accumulation_steps")
+    bubble = seconds * (layout.pipeline_stages - 1) / num_batches
     return {
         "compute": seconds,
         "bubble": bubble,
@@ -287,10 +280,7 @@ def _count_hidden_states(config: RecipeConfig, model_config: PreTrainedConfig, l
     every = read_checkpointing(config).every
     passes = 2 + (1 / every if every else 0)
     num_layers, hidden = text.num_hidden_layers / layout.pipeline_stages, 2 * num_tokens * text.hidden_size
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    heads = text.num_attention_heads
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    queries, keys = (2 * num_tokens * head_dim * number for number in (heads, key_heads))
+    queries, keys = (2 * num_tokens * number for number in count_features(model_config))
     sent = 2 * _others(layout.tensor) * hidden * (2 * num_layers + 1)
     if layout.gathers_keys:
         sent += (layout.context - 1) * 2 * keys * num_layers

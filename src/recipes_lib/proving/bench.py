@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from recipes_lib.environment import read_versions
 from recipes_lib.files import replace_text
+from recipes_lib.models.vocabulary import train_tokenizer
 from recipes_lib.shipped import find_recipe
 from recipes_lib.training.layouts.launch_environment import read_environment
 from recipes_lib.training.monitoring.metrics import METRICS_FILE
@@ -193,14 +193,14 @@ class Bench:
         # The last file that is written, and whole or absent: with it, all are there.
         if (folder / "documents.jsonl").exists():
             return folder
-        tokenizer = _build_tokenizer()
+        eos, pad, *others = _SPECIAL
+        # Trained on nothing: special tokens and the 256 bytes.
+        tokenizer = train_tokenizer(
+            [], vocab_size=320, eos_token=eos, pad_token=pad, special_tokens=others, chat_template=_TEMPLATE
+        )
         for name, seed in (("model", 0), ("teacher", 1)):
             set_seed(seed)
-            ids: dict[str, Any] = {
-                "bos_token_id": None,
-                "eos_token_id": tokenizer.eos_token_id,
-                "pad_token_id": tokenizer.pad_token_id,
-            }
+            ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
             LlamaForCausalLM(LlamaConfig(vocab_size=320, **SHAPE, **ids)).save_pretrained(folder / name)
             tokenizer.save_pretrained(folder / name)
         draw = random.Random(0)
@@ -244,16 +244,3 @@ def score_letters(*, completions: Sequence[str], **_: Any) -> list[float]:
 def name_device() -> str:
     """Return the name of the GPU, or of the processor without one."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-
-
-def _build_tokenizer() -> PreTrainedTokenizerFast:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(_SPECIAL)
-    names: dict[str, Any] = {"eos_token": _SPECIAL[0], "pad_token": _SPECIAL[1]}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)  # type: ignore[no-untyped-call]
-    fast.chat_template = _TEMPLATE
-    return fast

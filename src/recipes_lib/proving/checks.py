@@ -96,15 +96,10 @@ def compare_with_cpu(recipe: str, bench: Bench) -> Figures:
     figure, more = ("grad_norm", {"max_steps": 8}) if is_rl else ("loss", {})
     # Updates by Adam amplify the rounding of small gradients.
     allowed = {"fp32": 1e-2} if is_rl else {"fp32": 1e-4, "bf16": 5e-2}
-    runs = {
-        name: bench.train(
-            recipe,
-            f"{recipe}-{name}",
-            on_device=name != "cpu",
-            **bench.set_up(recipe, bf16=str(name == "bf16").lower(), **more),
-        )
-        for name in ("cpu", *allowed)
-    }
+    runs = {}
+    for name in ("cpu", *allowed):
+        keys = bench.set_up(recipe, bf16=str(name == "bf16").lower(), **more)
+        runs[name] = bench.train(recipe, f"{recipe}-{name}", on_device=name != "cpu", **keys)
     gaps = {name: measure_gap(runs["cpu"], runs[name], figure) for name in allowed}
     for name, gap in gaps.items():
         if not gap <= allowed[name]:
@@ -158,15 +153,9 @@ def build_model(bench: Bench, attention: str, **shape: Any) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    model: Any = (
-        AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=attention
-        )
-        .to(bench.device)
-        .train()
-    )
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-untyped-call]
     add_loss_head(model)
-    return model
+    return model.to(bench.device).train()
 
 
 def compute_packed(model: Any, bench: Bench, *, is_flat: bool) -> list[Tensor]:
@@ -312,10 +301,8 @@ def count_synchronisations(recipe: str, bench: Bench) -> Figures:
     """Count host synchronisations per step, by the warnings of torch's synchronisation debugger."""
     few, many = (_count_in_a_step(bench, recipe, count) for count in (1, 3))
     if many > few or many > _ALLOWED:
-        found = (
-            f"a step of 1 micro-batch has {few:g} host synchronisations, one of 3 has {many:g}; {_ALLOWED} are allowed"
-        )
-        raise WrongResultError(found)
+        told = f"a step of 1 micro-batch has {few:g} host synchronisations, one of 3 has {many:g}"
+        raise WrongResultError(f"{told}; {_ALLOWED} are allowed")
     return {"synchronisations_a_step": many}
 
 
@@ -340,11 +327,8 @@ def list_checks() -> Iterable[Check]:
     yield Check("environment", "versions, device, matrix products, copies", look_at_environment)
     for recipe in OF_RECIPE:
         yield Check(f"numbers-{recipe}", f"losses of {recipe} on CPU and device", partial(compare_with_cpu, recipe))
-    for kernel, package in {
-        "varlen": "",
-        "flash_attention_2": "flash_attn",
-        "flash_attention_3": "flash_attn_3",
-    }.items():
+    kernels = {"varlen": "", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_3"}
+    for kernel, package in kernels.items():
         compare = partial(compare_attention, kernel)
         yield Check(f"attention-{kernel}", f"{kernel} = sdpa on packed rows", compare, package)
     yield Check("loss-head", "chunked loss = dense loss; time of both", compare_loss_head)
@@ -361,12 +345,8 @@ def list_checks() -> Iterable[Check]:
         needs = "bitsandbytes" if method == "qlora" else ""
         finetune = partial(measure_finetuning, method)
         yield Check(f"finetune-8B-{method}", f"{method} fine-tuning of 8B: tokens a second", finetune, needs)
-    batching = {"use_transformers_continuous_batching": "true"}
-    for engine, keys, needs in (
-        ("generate", {}, ""),
-        ("batching", batching, ""),
-        ("vllm", {"use_vllm": "true"}, "vllm"),
-    ):
+    batching, vllm = {"use_transformers_continuous_batching": "true"}, {"use_vllm": "true"}
+    for engine, keys, needs in (("generate", {}, ""), ("batching", batching, ""), ("vllm", vllm, "vllm")):
         yield Check(f"engine-{engine}", f"GRPO by {engine}: tokens a second", partial(measure_engine, keys), needs)
     yield Check("checkpoint", "pause of an asynchronous checkpoint", measure_checkpoint_pause)
     for launch_file in ("ddp", "fsdp2", "fsdp2_cp"):

@@ -57,7 +57,7 @@ def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> list
 def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
     """Compare two models by what ``compute_next_token_logps`` gave for them on the same texts.
 
-    Source: ``torch.nn.functional.kl_div``; ``tests/publish/test_agreement.py``.
+    Source: ``torch.nn.functional.kl_div``; ``tests/publish/test_merging.py``.
     """
     pairs = list(zip(first, second, strict=True))
     num_tokens = sum(len(logps) for logps in first)

@@ -24,11 +24,13 @@ from recipes_lib.config.schema import RecipeConfig, flatten_config
 from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.environment import read_git_commit, read_versions
 from recipes_lib.errors import (
+    EXIT_BUG,
+    EXIT_STALLED,
+    STATUSES,
     ConfigError,
     DataError,
     DivergedError,
     LostPeerError,
-    PreemptedError,
     Problem,
     UserError,
     explain_refusal,
@@ -73,13 +75,6 @@ RECORDED: Final = {"stage": str, "config": dict, "rows_per_step": int | None, "s
 """Fields of ``run.json`` by which a run is resumed; each checkpoint holds them too."""
 LOCK_FILE: Final = "_lock"
 """Lock file of the main process of a run; names with an underscore are not uploaded."""
-ENDS: Final = {
-    PreemptedError: "preempted",
-    DivergedError: "diverged",
-    KeyboardInterrupt: "interrupted",
-    UserError: "refused",
-}
-"""Exception -> status of a run that it ended."""
 
 _CLAIMS: Final[list[TextIO]] = []
 """Lock files stay open while this process lives: closing a file unlocks it."""
@@ -128,20 +123,21 @@ class Run:
 
     @contextmanager
     def recording_its_end(self) -> Iterator[None]:
-        """Record the final status of the block: one of ``ENDS``, ``failed`` or ``done``; ``stalled`` for a hang.
+        """Record the final status of the block: one of ``STATUSES``, ``interrupted``, ``failed`` or ``done``.
 
         Raises:
             LostPeerError: A connection was lost because another process has ended.
             ConfigError: The machine refused something, such as room on the disk, or the output directory is gone.
         """
-        WATCHDOG.on_stall = lambda reason: self._record_end("stalled", reason)
+        WATCHDOG.on_stall = lambda reason: self._record_end(STATUSES[EXIT_STALLED], reason)
         try:
             yield
             self.record(status="done", finished=_now(), model_files=list_model_files(self.output_dir), **self._tell())
         except BaseException as error:
             STOP.close()
             cause = self._explain(error)
-            status = next((status for kind, status in ENDS.items() if isinstance(cause, kind)), "failed")
+            otherwise = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
+            status = STATUSES.get(getattr(cause, "exit_code", EXIT_BUG), otherwise)
             self._record_end(status, f"{type(cause).__name__}: {cause}")
             raise cause from (error.__cause__ if cause is error else error)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from recipes_lib.commands.generated.candidates import (
+    Answer,
     Candidate,
     filter_replies,
     find_failure,
@@ -39,8 +40,9 @@ def run(
 ) -> tuple[list[Candidate], Counter[str], Any]:
     path = tmp_path / "replies.jsonl"
     path.write_text("".join(f"{json.dumps(one)}\n" for one in replies))
-    config, removed, samples = SynthesisConfig(**{"num_candidates": len(replies), **keys}), Counter[str](), {}
-    found = list(filter_replies(config, load_method(method), SOURCE, build_checks(config), path, removed, samples))
+    config = SynthesisConfig(**{"num_candidates": len(replies), "method": method, **keys})
+    removed, samples = Counter[str](), dict[str, Any]()
+    found = list(filter_replies(load_method(config), SOURCE, build_checks(config), path, removed, samples))
     return found, removed, samples
 
 
@@ -57,18 +59,14 @@ def test_each_candidate_is_kept_or_counted_once(tmp_path: Path) -> None:
         reply(1, "cut", "6"),
         num_answers=2,
     )
-    assert [(one.values["prompt"], one.answers, one.places) for one in found] == [
-        ("2 + 2?", ["4"], [0]), ("3 + 3?", ["6"], [1]),
-    ]  # fmt: skip
+    told = [(one.values["prompt"], [(answer.text, answer.place) for answer in one.answers]) for one in found]
+    assert told == [("2 + 2?", [("4", 0)]), ("3 + 3?", [("6", 1)])]
     assert removed == Counter(
         ["unfinished", "empty", "refused by the engine", "refusal", "no instruction in the reply", "near duplicate"]
     )
     assert samples["unfinished"][0]["answers"] == ["cut"]
-
-
-def test_of_an_earlier_and_longer_launch_only_the_first_count(tmp_path: Path) -> None:
-    found, _, _ = run(tmp_path, reply(0, "4"), reply(1, "6"), reply(2, "7"), num_candidates=1)
-    assert [one.answers for one in found] == [["4"]]
+    found, _, _ = run(tmp_path, reply(0, "4"), reply(1, "6"), num_candidates=1)
+    assert [one.answers[0].text for one in found] == ["4"], "of an earlier and longer launch only the first count"
 
 
 def test_an_instruction_that_repeats_a_seed_or_an_earlier_one_is_removed(tmp_path: Path) -> None:
@@ -93,8 +91,8 @@ def test_answers_of_the_majority_are_chosen_against_the_others(tmp_path: Path) -
         num_answers=4, min_agreement=0.5,
     )  # fmt: skip
     (candidate,) = found
-    assert (candidate.agreement, candidate.agrees) == (0.75, [False, True, True, True])
-    assert candidate.find_extremes() == (1, 0)
+    assert (candidate.agreement, [one.agrees for one in candidate.answers]) == (0.75, [False, True, True, True])
+    assert [one.place for one in candidate.find_extremes()] == [1, 0]
     assert removed == {"no agreement": 1}
 
 
@@ -109,28 +107,28 @@ def test_answers_of_the_majority_are_chosen_against_the_others(tmp_path: Path) -
     ],
 )
 def test_best_and_worst(agrees: list[bool], grades: list[float | None], extremes: tuple[int, int]) -> None:
-    places = list(range(len(agrees)))
-    assert (
-        Candidate({}, ["x"] * len(agrees), [None] * len(agrees), places, agrees, None, grades).find_extremes()
-        == extremes
-    )
+    given = zip(agrees, grades, strict=True)
+    answers = [Answer("x", place, agrees=one, grade=grade) for place, (one, grade) in enumerate(given)]
+    assert tuple(answer.place for answer in Candidate({}, answers).find_extremes()) == extremes
 
 
 def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path) -> None:
     config = SynthesisConfig(judge="j", num_answers=3, model_name_or_path="m", min_score=2.0)
     candidates, _, samples = run(tmp_path, reply(0, "four", "4", "five"), reply(1, "a"), num_answers=3)
-    candidates[0].grades, candidates[1].grades = [5.0, 9.0, 1.0], [1.0]
+    for answer, grade in zip([*candidates[0].answers, *candidates[1].answers], (5.0, 9.0, 1.0, 1.0), strict=True):
+        answer.grade = grade
     removed: Counter[str] = Counter()
-    kept = [one for one in candidates if keep_graded(config, one, removed)]
-    assert removed == {"low grade": 1}
-    assert write_rows(config, load_method("answers"), kept, tmp_path, samples) == (1, 1)
+    ungraded = Candidate({}, [Answer("x", 0)])
+    kept = [one for one in (*candidates, ungraded) if keep_graded(config, one, removed)]
+    assert removed == {"low grade": 1, "no grade": 1}
+    assert write_rows(load_method(config), kept, tmp_path, samples) == (1, 1)
     (row,), (pair,) = (list(read_row_file(tmp_path / name)) for name in ("rows.jsonl", "pairs.jsonl"))
     assert row["messages"] == [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
     assert row["synthesis"] == {
         "method": "answers", "model": "m", "number": 0, "answer": 1, "source": ["f:0"], "grade": 9.0, "agreement": None,
     }  # fmt: skip
     assert [pair[side][0]["content"] for side in ("prompt", "chosen", "rejected")] == ["2 + 2?", "4", "five"]
-    assert write_rows(SynthesisConfig(), load_method("answers"), candidates, tmp_path, samples) == (4, 0)
+    assert write_rows(load_method(SynthesisConfig()), candidates, tmp_path, samples) == (4, 0)
     assert not (tmp_path / "pairs.jsonl").exists(), "pairs of an earlier launch are gone"
 
 
@@ -138,26 +136,19 @@ def test_rows_carry_their_provenance_and_pairs_their_two_answers(tmp_path: Path)
 def test_reasoning_is_kept_or_dropped_and_never_filtered_by(tmp_path: Path, reasoning: str, content: str) -> None:
     texts = ("<think>Hm.</think>4", "<think>I'm sorry, but I can't help you.</think>", "so 4")
     (candidate,), _, samples = run(tmp_path, reply(0, *texts), num_answers=3, min_agreement=0.5)
-    assert (candidate.answers, candidate.places) == (["4", "so 4"], [0, 2])
+    assert [(one.text, one.place) for one in candidate.answers] == [("4", 0), ("so 4", 2)]
     config = SynthesisConfig(min_agreement=0.5, reasoning=reasoning)
-    write_rows(config, load_method("answers"), [candidate], tmp_path, samples)
+    write_rows(load_method(config), [candidate], tmp_path, samples)
     (row,) = read_row_file(tmp_path / "rows.jsonl")
     assert row["messages"][-1]["content"] == content
-
-
-def test_answers_without_a_grade_are_no_rows() -> None:
-    removed: Counter[str] = Counter()
-    assert not keep_graded(SynthesisConfig(judge="j"), Candidate({}, ["x"], [None], [0], [True], None, [None]), removed)
-    assert removed == {"no grade": 1}
 
 
 def test_failures_have_one_reason_each() -> None:
     step = {"name": "answer", "prompt": "p", "pattern": "<a>(.*)</a>"}
     given = {"error": None, "is_finished": True}
-    assert find_failure(step, "<a>x</a>", **given) is None
-    assert find_failure(step, "x", **given) == "no answer in the reply"
-    assert find_failure(step, " ", **given) == "empty"
-    assert find_failure(step, "<a>x\0</a>", **given) == "a NUL or half a surrogate pair"
+    reasons = {"<a>x</a>": None, "x": "no answer in the reply", " ": "empty"}
+    reasons["<a>x\0</a>"] = "a NUL or half a surrogate pair"
+    assert {text: find_failure(step, text, **given) for text in reasons} == reasons
     assert find_failure(step, "<a>x</a>", error=None, is_finished=False) == "unfinished"
     assert find_failure(step, "", error="400", is_finished=False) == "refused by the engine"
 

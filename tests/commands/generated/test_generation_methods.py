@@ -24,10 +24,10 @@ DOCUMENTS = [SourceRow(f"f:{n}", f"Document {n} {{{{ 7 * 7 }}}}") for n in range
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_method_renders_every_prompt_and_a_row(name: str) -> None:
-    method = load_method(name)
+    method = load_method(SynthesisConfig(method=name))
     rows = DOCUMENTS if method.fields["reads"] == "documents" else PROMPTS
     for number in range(12):
-        values = method.draw(SynthesisConfig(), rows, number)
+        values = method.draw(rows, number)
         for step in method.steps:
             chat = method.build_chat(step, values)
             assert chat[-1]["role"] == "user"
@@ -44,28 +44,31 @@ def test_a_shipped_method_renders_every_prompt_and_a_row(name: str) -> None:
 
 
 def test_a_system_prompt_of_the_method_takes_the_place_of_that_of_the_row() -> None:
-    method = load_method("explanation")
-    values = method.draw(SynthesisConfig(), PROMPTS, 0)
+    method = load_method(SynthesisConfig(method="explanation"))
+    values = method.draw(PROMPTS, 0)
     (system, _) = method.build_chat(method.steps[0], values)
     assert system["content"] == values["instruction"] != SYSTEM["content"]
     messages = method.build_row({**values, "answer": "So."})["messages"]
     assert [message["content"] for message in messages] == [values["instruction"], "Question 0?", "So."]
-    kept = load_method("answers")
-    values = kept.draw(SynthesisConfig(), PROMPTS, 0)
+    kept = load_method(SynthesisConfig())
+    values = kept.draw(PROMPTS, 0)
     assert kept.build_row({**values, "answer": "So."})["messages"][0] == SYSTEM
     assert kept.build_chat(kept.steps[0], values)[0] == SYSTEM
 
 
 def test_what_is_drawn_depends_on_seed_and_number_alone() -> None:
-    method, config = load_method("instructions"), SynthesisConfig()
-    drawn = [method.draw(config, PROMPTS, number) for number in range(30)]
-    assert drawn == [method.draw(config, PROMPTS, number) for number in range(30)]
-    assert drawn != [method.draw(SynthesisConfig(seed=1), PROMPTS, number) for number in range(30)]
+    def draw(**keys: Any) -> list[dict[str, Any]]:
+        method = load_method(SynthesisConfig(method="instructions", **keys))
+        return [method.draw(PROMPTS, number) for number in range(30)]
+
+    drawn = draw()
+    assert drawn == draw() != draw(seed=1)
     assert {len({seed["where"] for seed in one["seeds"]}) for one in drawn} == {3}, "without replacement"
-    assert {one["kind"] for one in drawn} == set(method.fields["choices"]["kind"])
-    assert len(method.draw(SynthesisConfig(num_seeds=9), PROMPTS, 0)["seeds"]) == 5
-    of_prompts = load_method("answers")
-    assert [of_prompts.draw(config, PROMPTS, number)["source"] for number in (1, 6)] == [["f:1"], ["f:1"]]
+    kinds = load_method(SynthesisConfig(method="instructions")).fields["choices"]["kind"]
+    assert {one["kind"] for one in drawn} == set(kinds)
+    assert len(draw(num_seeds=9)[0]["seeds"]) == 5
+    of_prompts = load_method(SynthesisConfig())
+    assert [of_prompts.draw(PROMPTS, number)["source"] for number in (1, 6)] == [["f:1"], ["f:1"]]
 
 
 @pytest.mark.parametrize(
@@ -101,22 +104,30 @@ def test_a_wrong_method_is_told(tmp_path: Path, change: dict[str, Any], found: s
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({**fields, **change}))
     with pytest.raises(ConfigError, match=found):
-        load_method(str(path))
+        load_method(SynthesisConfig(method=str(path)))
 
 
 def test_an_unknown_method_names_those_that_are_there() -> None:
     with pytest.raises(ConfigError, match="answers, evolution, explanation, instructions, textbook"):
-        load_method("evolutions")
+        load_method(SynthesisConfig(method="evolutions"))
 
 
 def test_sources_are_read_as_the_method_needs_them(tmp_path: Path) -> None:
     path = tmp_path / "s.jsonl"
     write_rows(path, [{"prompt": f"p{n}", "text": f"t{n}"} for n in range(4)])
-    config = SynthesisConfig(dataset_name=str(path), num_candidates=2)
-    for reads, texts in (("prompts", ["p0", "p1"]), ("seeds", ["p0", "p1", "p2", "p3"]), ("documents", ["t0", "t1"])):
-        assert [row.text for row in read_source(config, reads)[0]] == texts
+
+    def read(method: str, **keys: Any) -> list[str]:
+        rows, _ = read_source(load_method(SynthesisConfig(method=method, dataset_name=str(path), **keys)))
+        return [row.text for row in rows]
+
+    for method, texts in (
+        ("answers", ["p0", "p1"]),
+        ("instructions", ["p0", "p1", "p2", "p3"]),
+        ("textbook", ["t0", "t1"]),
+    ):
+        assert read(method, num_candidates=2) == texts
     write_rows(path, [{"prompt": "p"}, {"text": "t"}, {"turns": ["a", "b"]}])
-    for reads, found in (("prompts", ["has no question", "has several turns"]), ("documents", ["has no `text`"] * 2)):
+    for method, found in (("answers", ["has no question", "has several turns"]), ("textbook", ["has no `text`"] * 2)):
         with pytest.raises(DataError) as caught:
-            read_source(SynthesisConfig(dataset_name=str(path)), reads)
+            read(method)
         assert [problem.found for problem in caught.value.problems] == found

@@ -75,24 +75,6 @@ def test_win_rates_are_told_by_category_with_what_the_judge_cost(folder: Path, c
     }  # fmt: skip
 
 
-def test_an_interrupted_comparison_asks_for_the_rest_alone(folder: Path) -> None:
-    server = ChatEndpoint(lambda body: prefer_longer(body) if len(server.asked) < 25 else (401, {}, "no more"))
-    # One at a time: requests that were under way when another failed would arrive later.
-    assert compare(folder, "--judge", f"{server.url}#j", "--num_concurrent", 1) == 2
-    done = len(read_rows(folder / "out" / "verdicts-1.jsonl"))
-    assert 0 < done < NUM_QUESTIONS
-    again = ChatEndpoint(prefer_longer)
-    again_url, server.answer = again.url, prefer_longer
-    num_asked = len(server.asked)
-    assert compare(folder, "--judge", f"{server.url}#j") == 0
-    assert len(server.asked) - num_asked == 2 * (NUM_QUESTIONS - done)
-    whole = read_rates(folder)
-    assert whole["rates"]["all"]["num_questions"] == NUM_QUESTIONS
-    # Another judge is never mixed in.
-    assert compare(folder, "--judge", f"{again_url}#another") == 2
-    assert not again.asked
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
 def test_an_interrupted_command_resumes_to_the_same_bytes(folder: Path, number: signal.Signals) -> None:
     """While the judge is asked for the thirteenth pair; ctrl-C tells one line and no traceback."""
@@ -117,12 +99,15 @@ def test_an_interrupted_command_resumes_to_the_same_bytes(folder: Path, number: 
     if number == signal.SIGINT:
         assert told.stderr.splitlines()[-1] == "interrupted"
         assert "Traceback" not in told.stderr
-    assert 0 < len(read_rows(folder / "out" / "verdicts-1.jsonl")) < NUM_QUESTIONS
+    assert 0 < (num_done := len(read_rows(folder / "out" / "verdicts-1.jsonl"))) < NUM_QUESTIONS
     num_asked = len(server.asked)
     assert run_recipes([*map(str, words), "--output_dir", str(folder / "out")]) == 0
-    assert len(server.asked) - num_asked < 2 * NUM_QUESTIONS
+    assert len(server.asked) - num_asked == 2 * (NUM_QUESTIONS - num_done), "the rest alone"
     for name in ("verdicts-1.jsonl", "judge.json"):
         assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
+    another = ChatEndpoint(prefer_longer)
+    assert compare(folder, "--judge", f"{another.url}#another") == 2
+    assert not another.asked, "verdicts of two judges are never mixed"
 
 
 def test_local_models_answer_and_a_reward_model_judges(folder: Path, tiny_model_dir: Path, monkeypatch) -> None:
@@ -153,16 +138,18 @@ def test_an_endpoint_can_be_compared_with_a_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "judge", "found"),
+    ("other", "flags", "found"),
     [
-        (("a.jsonl",), "http://h/v1#j", "name two or more"),
-        (("a.jsonl", "b.jsonl"), "http://h/v1", "http://h/v1#NAME"),
-        (("a.jsonl", "absent.jsonl"), "http://h/v1#j", "missing or empty"),
-        (("a.jsonl", "b.jsonl"), "no/such-reward-model-here", "no/such-reward-model-here"),
+        ("", (), "name two or more"),
+        ("absent.jsonl", (), "missing or empty"),
+        ("b.jsonl", ("--judge", "http://h/v1"), "http://h/v1#NAME"),
+        ("b.jsonl", ("--judge", "no/such-reward-model-here"), "no/such-reward-model-here"),
+        *(("b.jsonl", (f"--{flag}", 0), "is 0") for flag in ("limit", "judge_tokens", "num_concurrent", "timeout")),
     ],
 )
-def test_bad_input_is_one_clear_error(folder: Path, capsys, models: Any, judge: str, found: str) -> None:
-    assert compare(folder, "--judge", judge, models=models) == 2
+def test_bad_input_is_one_clear_error(folder: Path, capsys, other: str, flags: Any, found: str) -> None:
+    models = ("a.jsonl", other) if other else ("a.jsonl",)
+    assert compare(folder, "--judge", "http://h/v1#j", *flags, models=models) == 2
     assert found in capsys.readouterr().err
 
 
@@ -176,18 +163,14 @@ def test_a_judge_without_a_verdict_is_an_error_and_its_texts_are_kept(folder: Pa
     assert read_rows(folder / "out" / "verdicts-1.jsonl")[0]["details"] == ["Both are fine."] * 2
 
 
-@pytest.mark.parametrize("name", ["all", "other"])
-def test_a_category_counts_its_rows_once_whatever_its_name(name: str) -> None:
-    rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": category} for category in (name, name, "more")]
-    assert compute_rates(rows)["all"].num_questions == 3
-
-
-@pytest.mark.parametrize("flags", [("--limit", 0), ("--judge_tokens", 0), ("--num_concurrent", 0), ("--timeout", 0)])
-def test_a_number_out_of_range_is_one_clear_error(folder: Path, capsys, flags: tuple[str, int]) -> None:
-    assert compare(folder, "--judge", "http://h/v1#j", *flags) == 2
-    assert "is 0" in capsys.readouterr().err
-
-
-def test_one_category_has_one_line() -> None:
-    rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": None}] * 3
-    assert list(compute_rates(rows)) == ["all"]
+@pytest.mark.parametrize(
+    ("categories", "counts"),
+    [
+        (["other", "other", "more"], {"all": 3, "other": 2, "more": 1}),
+        (["all", "all", "more", "other"], {"all": 4, "more": 1, "other": 1}),
+        ([None, None], {"all": 2}),
+    ],
+)
+def test_each_category_has_a_line_where_there_are_several(categories: list[Any], counts: dict[str, int]) -> None:
+    rows = [{"winner": "tie", "orders": ["tie", "tie"], "category": category} for category in categories]
+    assert {name: rate.num_questions for name, rate in compute_rates(rows).items()} == counts

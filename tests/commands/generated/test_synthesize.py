@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.evaluation.chat_endpoint import ChatEndpoint
+from tests.forked import Launch
 from tests.rl.reward_models import write_reward_model
 from tests.rows import read_rows, write_rows
 
@@ -51,11 +49,15 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
-def synthesize(folder: Path, server: ChatEndpoint | None = None, out: str = "out", **keys: Any) -> int:
+def list_words(folder: Path, server: ChatEndpoint | None = None, out: str = "out", **keys: Any) -> list[str]:
     given = {"dataset_name": folder / "seeds.jsonl", "output_dir": folder / out, "max_new_tokens": 32}
     if server is not None:
         given |= {"model_name_or_path": "m", "base_url": server.url}
-    return run_recipes(["synthesize", *(f"--{name}={value}" for name, value in (given | keys).items())])
+    return ["synthesize", *(f"--{name}={value}" for name, value in (given | keys).items())]
+
+
+def synthesize(*given: Any, **keys: Any) -> int:
+    return run_recipes(list_words(*given, **keys))
 
 
 def read(folder: Path, name: str, out: str = "out") -> Any:
@@ -81,7 +83,7 @@ def test_every_method_writes_rows_with_their_provenance(folder: Path, capsys, me
     assert len(rows) == record["num_rows"] == 6 - sum(record["removed"].values())
     assert rows
     for row in rows:
-        assert (row["messages"][0]["content"] if "messages" in row else row["text"]).startswith(first)
+        assert row.get("text", row.get("messages", [{}])[0].get("content")).startswith(first)
         assert row["synthesis"]["method"] == method
         assert all(f"{source}.jsonl:" in place for place in row["synthesis"]["source"])
     assert record["num_tokens"] == sum(len(write(body).split()) for body in server.asked)
@@ -98,31 +100,21 @@ def test_a_killed_command_ends_with_the_same_bytes(folder: Path) -> None:
     keys = {"method": "instructions", "num_candidates": 12, "batch_size": 4, "num_answers": 2, "num_concurrent": 1}
     whole = ChatEndpoint(write)
     assert synthesize(folder, whole, "whole", judge=f"{whole.url}#j", **keys) == 0
-    victims: list[subprocess.Popen[bytes]] = []
+    victims: list[Launch] = []
 
     def kill(body: dict[str, Any]) -> str:
         if len(server.asked) in (17, 61) and victims:
-            os.kill(victims.pop().pid, signal.SIGKILL)
+            victims.pop().send_signal(signal.SIGKILL)
         return write(body)
 
     server = ChatEndpoint(kill)
-    given = {
-        "dataset_name": folder / "seeds.jsonl", "output_dir": folder / "out", "max_new_tokens": 32,
-        "base_url": server.url, "model_name_or_path": "m", "judge": f"{server.url}#j", **keys,
-    }  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "recipes_lib.cli",
-        "synthesize",
-        *(f"--{name}={one}" for name, one in given.items()),
-    ]
+    words = list_words(folder, server, judge=f"{server.url}#j", **keys)
     for kind in ("replies", "grades"):
-        victims.append(subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL))
-        assert victims[0].wait() == -signal.SIGKILL
+        victims.append(victim := Launch("recipes_lib.cli", *words))
+        assert victim.finish().returncode == -signal.SIGKILL
         assert (folder / "out" / f"{kind}.jsonl").exists()
         assert not (folder / "out" / "rows.jsonl").exists()
-    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    assert run_recipes(words) == 0
     for name in ("rows.jsonl", "pairs.jsonl"):
         assert (folder / "out" / name).read_bytes() == (folder / "whole" / name).read_bytes()
     lines = [(folder / place / "grades.jsonl").read_text().splitlines() for place in ("out", "whole")]
@@ -210,13 +202,12 @@ def test_a_local_model_writes_and_a_reward_model_grades(folder: Path, tiny_model
     rows, pairs = read(folder, "rows.jsonl"), read(folder, "pairs.jsonl")
     assert 0 < len(rows) <= 3
     assert 0 < len(pairs) <= 3
-    for pair in pairs:
-        assert pair["chosen"] != pair["rejected"]
-    generate, calls = GenerateBackend.generate, []
+    assert all(pair["chosen"] != pair["rejected"] for pair in pairs)
+    generate, left = GenerateBackend.generate, iter(range(7))
 
     def die(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 8:
+        if next(left, None) is None:
+            monkeypatch.undo()
             raise KeyboardInterrupt
         return generate(*given)
 

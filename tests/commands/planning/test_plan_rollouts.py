@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from recipes_lib.cli import main
-
 KEYS = {
-    "dataset_name": "a/b",
-    "output_dir": "out",
     "max_length": 256,
     "response_length": 128,
     "reward_funcs": ["a.b:c"],
@@ -22,21 +18,13 @@ KEYS = {
 
 
 @pytest.fixture
-def tell(tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Plan GRPO with changes, and return what was told."""
-
-    def tell(*flags: object, code: int = 0, **changes: object) -> str:
-        path = tmp_path / "grpo.yaml"
-        path.write_text(yaml.safe_dump({"model_name_or_path": str(tiny_model_dir), **KEYS, **changes}))
-        assert main(["plan", "--config", str(path), *map(str, flags)]) == code
-        told = capsys.readouterr()
-        return re.sub(r"\n {16}", " ", told.err if code else told.out)
-
-    return tell
+def plan(plan_recipe):
+    """Plan GRPO."""
+    return lambda *flags, **keys: plan_recipe("grpo", *flags, **KEYS, **keys)
 
 
-def test_the_fastest_layout_is_chosen_of_those_that_fit(tell, tmp_path: Path) -> None:
-    told = tell("--gpus", "2xH100", "--write", tmp_path / "plan")
+def test_the_fastest_layout_is_chosen_of_those_that_fit(plan, tmp_path: Path) -> None:
+    told = plan("--gpus", "2xH100", "--write", tmp_path / "plan")
     layouts = dict(re.findall(r"(\w+) [\d.]+ GB, ([\d.e-]+) s", re.search(r"^layouts +(.*)$", told, re.MULTILINE)[1]))
     assert {"ddp", "fsdp2"} <= layouts.keys()
     fastest = min(layouts, key=lambda name: float(layouts[name]))
@@ -45,8 +33,8 @@ def test_the_fastest_layout_is_chosen_of_those_that_fit(tell, tmp_path: Path) ->
     assert re.search(rf"time +{re.escape(layouts[fastest])} s an iteration, an estimate for {fastest}", told)
 
 
-def test_a_run_as_long_as_its_data_has_hours_and_cost_for_a_thousand_iterations(tell) -> None:
-    told = tell("--gpu", "H100", "--price_per_gpu_hour", 3)
+def test_a_run_as_long_as_its_data_has_hours_and_cost_for_a_thousand_iterations(plan) -> None:
+    told = plan("--gpu", "H100", "--price_per_gpu_hour", 3)
     seconds = float(re.search(r"time +([\d.e-]+) s an iteration", told)[1])
     assert f"{seconds * 1000 / 3600:.1f} hours for 1,000 iterations" in told
     assert re.search(r"cost +[\d.]+ for 1,000 iterations, at 3 for a GPU hour", told)
@@ -61,9 +49,9 @@ def test_a_run_as_long_as_its_data_has_hours_and_cost_for_a_thousand_iterations(
         (["--gpus", "2x4090", "--max_length", 4_000_000], "in no layout"),
     ],
 )
-def test_what_cannot_be_is_told(tell, flags, words) -> None:
-    assert words in tell(*flags, code=2)
+def test_what_cannot_be_is_told(plan, flags, words) -> None:
+    assert words in plan(*flags, code=2)
 
 
-def test_one_mig_instance_is_planned_as_a_gpu(tell) -> None:
-    assert "fits H100 MIG 1g.10gb" in tell("--gpu", "H100 MIG 1g.10gb")
+def test_one_mig_instance_is_planned_as_a_gpu(plan) -> None:
+    assert "fits H100 MIG 1g.10gb" in plan("--gpu", "H100 MIG 1g.10gb")

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.planning.runs import build_config
+from tests.rows import write_rows
 
 from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, calibrate, format_rows
-from recipes_lib.config.loader import load_config
 from recipes_lib.config.schema import flatten_config
 from recipes_lib.errors import DataError
 from recipes_lib.planning.devices import Kind, choose_device
@@ -32,15 +33,11 @@ def test_what_is_not_known_is_not_told(gpu, names) -> None:
     assert [name for name, _ in build(gpu=gpu).describe_bill(10)] == names
 
 
-def test_rows_have_names_in_a_column_but_curves() -> None:
-    assert format_rows([("time", "3 s"), ("", "more"), (CURVE, "xx")]) == [
-        "time            3 s",
-        "                more",
-        "xx",
-    ]
-
-
-def test_rows_are_as_wide_as_the_terminal_but_for_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_have_names_in_a_column_and_are_as_wide_as_the_terminal_but_for_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = format_rows([("time", "3 s"), ("", "more"), (CURVE, "xx")])
+    assert lines == ["time            3 s", "                more", "xx"]
     monkeypatch.setenv("COLUMNS", "60")
     lines = format_rows([("time", "word " * 40), ("keys", "--key value " * 10)])
     assert max(map(len, lines[:-1])) <= 60
@@ -51,16 +48,15 @@ def test_rows_are_as_wide_as_the_terminal_but_for_flags(monkeypatch: pytest.Monk
 
 def write_run(folder: Path, *mfu: float | None, recipe: str = "sft", gpu: str = "NVIDIA H100 80GB HBM3", **keys: Any):
     """Write the record of a finished run with these MFU."""
-    keys = {"model_name_or_path": "a/b", "dataset_name": "a/c", "output_dir": folder, **keys}
-    config = load_config(recipe, [f"--{key}={value}" for key, value in keys.items()])
+    config = build_config(recipe, output_dir=folder, **keys)
     record: dict[str, Any] = {"stage": recipe, "status": "done", "hardware": {"device": gpu}}
     record |= {"config": flatten_config(config), "provenance": dict(config.provenance)}
     if config.read("activation_checkpointing") == "auto":
         record["activation_checkpointing"] = "every layer (70.0 of 80.0 GB)"
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps(record, default=str))
-    events = [{"kind": "train", "step": step, "mfu": value} for step, value in enumerate(mfu, 1)]
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    events = ({"kind": "train", "step": step, "mfu": value} for step, value in enumerate(mfu, 1))
+    write_rows(folder / "metrics.jsonl", events)
     return folder
 
 
@@ -85,17 +81,17 @@ def test_finished_runs_give_the_median_mfu_of_their_class_as_if_nothing_was_reco
 
 
 def test_runs_on_another_gpu_or_without_mfu_are_refused_together(tmp_path: Path) -> None:
-    refused = {
-        "other": write_run(tmp_path / "other", 0.3, 0.3, gpu="NVIDIA A100-SXM4-80GB"),
-        "cpu": write_run(tmp_path / "cpu", 0.3, 0.3, gpu="Intel Xeon"),
-        "unknown": write_run(tmp_path / "unknown", None, None),
-        "short": write_run(tmp_path / "short", 0.3),
-        "pairs": write_run(tmp_path / "pairs", 0.3, 0.3, recipe="dpo", precompute_ref_log_probs=False),
-    }
+    refused = [
+        write_run(tmp_path / "other", 0.3, 0.3, gpu="NVIDIA A100-SXM4-80GB"),
+        write_run(tmp_path / "cpu", 0.3, 0.3, gpu="Intel Xeon"),
+        write_run(tmp_path / "unknown", None, None),
+        write_run(tmp_path / "short", 0.3),
+        write_run(tmp_path / "pairs", 0.3, 0.3, recipe="dpo", precompute_ref_log_probs=False),
+    ]
     with pytest.raises(DataError) as caught:
-        calibrate(list(refused.values()), choose_device("H100"))
+        calibrate(refused, choose_device("H100"))
     told = {Path(problem.where).name: problem.found for problem in caught.value.problems}
-    assert told.keys() == refused.keys()
+    assert [*told] == [folder.name for folder in refused]
     assert told["other"] == "trained on 'NVIDIA A100-SXM4-80GB', and the plan is for 'H100'"
     assert "'Intel Xeon'" in told["cpu"]
     assert told["unknown"] == told["short"]

@@ -103,13 +103,14 @@ def test_an_adapter_has_the_names_of_its_file(more, is_sharded, tiny_tokenizer_d
     peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out")
 
 
-def test_where_answers_stop_is_kept(tiny_tokenizer_dir, tmp_path):
+def test_where_answers_stop_is_kept(tiny_tokenizer_dir, tmp_path, capsys):
     model = build("untied")
     checkpoint = seal(tmp_path / "checkpoint-2", model, tiny_tokenizer_dir)
     model.generation_config.eos_token_id = [3, 7]
     model.generation_config.save_pretrained(checkpoint)
     write_complete(checkpoint, step=2)
-    export_checkpoint(checkpoint, tmp_path / "out")
+    main([str(checkpoint), str(tmp_path / "out")])
+    assert capsys.readouterr().out.endswith(f"parameters written to {tmp_path / 'out'}\n")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [3, 7]
 
 
@@ -133,12 +134,6 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(fault, tiny_tokenize
     with pytest.raises(ConfigError, match=words):
         export_checkpoint(checkpoint, out)
     assert [file.name for file in out.parent.iterdir() if "out" in file.name] == ["out"] * (fault == "full")
-
-
-def test_the_command_says_how_much_it_was(tiny_tokenizer_dir, tmp_path, capsys):
-    checkpoint = seal(tmp_path / "checkpoint-2", build("tied"), tiny_tokenizer_dir)
-    main([str(checkpoint), str(tmp_path / "out")])
-    assert capsys.readouterr().out.endswith(f"parameters written to {tmp_path / 'out'}\n")
 
 
 CONVERTER_STUB = """
@@ -180,16 +175,16 @@ def test_a_gguf_file_is_what_the_converter_writes_of_the_model(kind, tiny_tokeni
 
 
 def test_without_a_converter_or_a_model_the_way_out_is_told(tmp_path, monkeypatch):
+    def fails(told: str, name: str = "a.gguf") -> None:
+        with pytest.raises(ConfigError, match=told):
+            main([str(tmp_path), str(tmp_path / name), "--gguf", "f16"])
+
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="name its folder by --llama_cpp"):
-        main([str(tmp_path), str(tmp_path / "a.gguf"), "--gguf", "f16"])
+    fails("name its folder by --llama_cpp")
     converter = tmp_path / "convert_hf_to_gguf.py"
     converter.write_text("#!/bin/sh\n")
     converter.chmod(0o755)
-    with pytest.raises(ConfigError, match="holds no model"):
-        main([str(tmp_path), str(tmp_path / "a.gguf"), "--gguf", "f16"])
-    with pytest.raises(ConfigError, match=r"ends with \.gguf"):
-        main([str(tmp_path), str(tmp_path / "a"), "--gguf", "f16"])
+    fails("holds no model")
+    fails(r"ends with \.gguf", "a")
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="recipes merge"):
-        main([str(tmp_path), str(tmp_path / "a.gguf"), "--gguf", "f16"])
+    fails("recipes merge")

@@ -39,14 +39,8 @@ def test_a_merged_model_is_whole_and_says_where_it_comes_from(adapter, tmp_path,
     output = tmp_path / "runs of mine" / "a merged model"
     assert run(adapter, output) == 0
     told = capsys.readouterr().out
-    for words in (
-        "merged in float32",
-        f"of {len(PROMPTS)} texts",
-        "mean KL",
-        "same choice     100.0%",
-        f"written to {output}",
-    ):
-        assert words in told
+    told_of = ("merged in float32", f"of {len(PROMPTS)} texts", "mean KL", "same choice     100.0%")
+    assert all(words in told for words in (*told_of, f"written to {output}")), told
     adapted = add_adapter(
         load_model(tiny_model_dir), AdapterConfig(use_peft=True, adapter_name_or_path=str(adapter)), seed=0
     )
@@ -66,7 +60,7 @@ def test_a_merged_model_is_whole_and_says_where_it_comes_from(adapter, tmp_path,
     assert [path.name for path in output.parent.iterdir()] == ["a merged model"]
 
 
-def test_the_samples_of_the_run_and_the_users_prompts_are_compared_on(adapter, tmp_path):
+def test_the_samples_of_the_run_and_the_users_prompts_are_compared_on(adapter, tmp_path, capsys):
     rows = [{"step": n, "prompt": "user\nHi", "completion": f" {n}"} for n in (0, 2)]
     write_rows(adapter / "samples.jsonl", rows)
     run(adapter, tmp_path / "one")
@@ -74,6 +68,10 @@ def test_the_samples_of_the_run_and_the_users_prompts_are_compared_on(adapter, t
     (tmp_path / "mine.txt").write_text("What is it?\n\nWhy?\n")
     run(adapter, tmp_path / "two", "--prompts", tmp_path / "mine.txt")
     assert json.loads((tmp_path / "two" / "merge.json").read_text())["num_texts"] == 2
+    (tmp_path / "mine.txt").write_text("\n\n")
+    for none in ("mine.txt", "absent.txt"):
+        assert run(adapter, tmp_path / "three", "--prompts", tmp_path / none) == 2
+        assert "--prompts" in capsys.readouterr().err
 
 
 def test_precision_and_base_can_be_chosen(adapter, tmp_path, tiny_model_dir):
@@ -90,15 +88,6 @@ def test_a_model_that_differs_too_much_is_not_left_behind(adapter, tmp_path, cap
     assert "differs from its adapter's by" in error
     assert "--max_kl" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
-
-
-def test_an_adapter_that_does_nothing_is_refused(adapter, tmp_path, capsys):
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    emptied = {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in tensors.items()}
-    save_file(emptied, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    assert run(adapter, tmp_path / "out") == 2
-    assert "the adapter has learnt nothing" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_merge_that_loses_the_adapter_is_refused(adapter, tmp_path, capsys, monkeypatch):
@@ -145,6 +134,7 @@ def test_a_folder_that_is_not_empty_stays_as_it_is_and_an_empty_one_is_taken(ada
         (lambda folder: edit(folder, task_type="SEQ_CLS"), "only language models are merged"),
         (lambda folder: edit(folder, base_model_name_or_path="nobody/nothing"), "nobody/nothing"),
         (lambda folder: edit(folder, init_lora_weights="pissa"), "not a checkpoint"),
+        (lambda folder: empty(folder), "the adapter has learnt nothing"),
     ],
 )
 def test_what_cannot_be_merged_is_told_and_leaves_nothing(adapter, tmp_path, capsys, break_it, told):
@@ -156,12 +146,10 @@ def test_what_cannot_be_merged_is_told_and_leaves_nothing(adapter, tmp_path, cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a run"]
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", None])
-def test_prompts_that_are_none_are_refused(adapter, tmp_path, capsys, content):
-    if content is not None:
-        (tmp_path / "mine.txt").write_text(content)
-    assert run(adapter, tmp_path / "out", "--prompts", tmp_path / "mine.txt") == 2
-    assert "--prompts" in capsys.readouterr().err
+def empty(folder):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    emptied = {name: torch.zeros_like(tensor) if "lora_B" in name else tensor for name, tensor in tensors.items()}
+    save_file(emptied, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def edit(folder, **changes):

@@ -57,9 +57,6 @@ def test_layers_that_are_not_there_leave_nothing_behind(tiny_model_dir, tmp_path
     assert cut(tiny_model_dir, tmp_path / "student", *flags) == 2
     assert words in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
-
-
-def test_a_full_folder_is_left_alone(tiny_model_dir, tmp_path, capsys) -> None:
     (tmp_path / "file").touch()
     assert cut(tiny_model_dir, tmp_path, "--num_layers", "1") == 2
     assert "is not empty" in capsys.readouterr().err

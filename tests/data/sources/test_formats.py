@@ -25,7 +25,21 @@ ANSWER = {"role": "assistant", "content": "4"}
 WRONG = {"role": "assistant", "content": "5"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+WRITTEN_CALL = {"name": "add", "arguments": '{"a": 2, "b": 2}'}
+RESULT = {"role": "tool", "content": "4"}
+HUMAN, GPT = {"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}
+ADD = {"role": "user", "content": "Add.\n2 + 2"}
+CHAT, BRIEF = {"messages": [USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}
+TEXT_PAIR = {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+DIALOGUE = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
+
+
+def pair(*prompt: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [*prompt, ANSWER], "num_prompt_messages": len(prompt), "rejected": [WRONG]}
 
 
 def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
@@ -35,57 +49,42 @@ def convert(raw: dict[str, Any], declared: DatasetFormat = "auto") -> Row:
 
 # layout, a row as users have it, what the canonical row holds
 GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
-    "chat": ("messages", {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER]}),
+    "chat": ("messages", BRIEF, BRIEF),
     "chat with tools": (
         "messages",
-        {"messages": [USER, ANSWER], "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}},
-        {"messages": [USER, ANSWER], "tools": TOOLS, "template_kwargs": {"enable_thinking": False}},
+        {**CHAT, "tools": TOOLS, "chat_template_kwargs": {"enable_thinking": False}},
+        {**CHAT, "tools": TOOLS, "template_kwargs": {"enable_thinking": False}},
     ),
-    "tools as JSON": (
-        "messages",
-        {"messages": [USER, ANSWER], "tools": '[{"name": "add"}]'},
-        {"messages": [USER, ANSWER], "tools": [{"name": "add"}]},
-    ),
-    "no tools": ("messages", {"messages": [USER, ANSWER], "tools": "[]"}, {"messages": [USER, ANSWER]}),
+    "tools as JSON": ("messages", {**CHAT, "tools": '[{"name": "add"}]'}, {**CHAT, "tools": [{"name": "add"}]}),
+    "no tools": ("messages", {**CHAT, "tools": "[]"}, CHAT),
     "chat ending with the user": ("messages", {"messages": [USER, ANSWER, USER]}, {"messages": [USER, ANSWER, USER]}),
     "two answers in a row": ("messages", {"messages": [USER, ANSWER, ANSWER]}, {"messages": [USER, ANSWER, ANSWER]}),
     "text parts": (
         "messages",
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]},
+                {**USER, "content": [{"type": "text", "text": part} for part in ("What is ", "2 + 2?")]},
                 ANSWER,
             ]
         },
-        {"messages": [USER, ANSWER]},
+        CHAT,
     ),
     "tool calls as OpenAI writes them": (
         "messages",
         {
             "messages": [
                 USER,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}],
-                },
-                {"role": "tool", "content": "4", "tool_call_id": "1"},
+                {**CALLED, "content": None, "tool_calls": [{"type": "function", "function": WRITTEN_CALL}]},
+                {**RESULT, "tool_call_id": "1"},
                 ANSWER,
             ]
         },
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                {"role": "tool", "content": "4", "tool_call_id": "1"},
-                ANSWER,
-            ]
-        },
+        {"messages": [USER, CALLED, {**RESULT, "tool_call_id": "1"}, ANSWER]},
     ),
     "null keys": (
         "messages",
         {"messages": [{**USER, "name": None, "tool_calls": None}, {**ANSWER, "tool_calls": []}]},
-        {"messages": [USER, ANSWER]},
+        CHAT,
     ),
     "keys of the template": (
         "messages",
@@ -101,104 +100,60 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "prompt and completion as chats": (
         "prompt_completion",
         {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
-        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2},
+        {**BRIEF, "num_prompt_messages": 2},
     ),
     "text": ("text", {"text": " To be, or not to be \n"}, {"text": " To be, or not to be \n"}),
-    "ShareGPT": (
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]},
-        {"messages": [USER, ANSWER]},
-    ),
-    "ShareGPT with system column": (
-        "sharegpt",
-        {"conversations": [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "4"}]}
-        | {"system": "Be brief."},
-        {"messages": [SYSTEM, USER, ANSWER]},
-    ),
-    "ShareGPT in role and content": (
-        "sharegpt",
-        {"conversations": [{"role": "human", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "4"}]},
-        {"messages": [USER, ANSWER]},
-    ),
+    "ShareGPT": ("sharegpt", {"conversations": [HUMAN, GPT]}, CHAT),
+    "ShareGPT with system column": ("sharegpt", {"conversations": [HUMAN, GPT], "system": "Be brief."}, BRIEF),
+    "ShareGPT in role and content": ("sharegpt", {"conversations": [{**USER, "role": "human"}, ANSWER]}, CHAT),
     "ShareGPT with tools": (
         "sharegpt",
         {
             "conversations": [
-                {"from": "human", "value": "What is 2 + 2?"},
+                HUMAN,
                 {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
                 {"from": "observation", "value": "4"},
-                {"from": "gpt", "value": "4"},
-            ],
-        },
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                {"role": "tool", "content": "4"},
-                ANSWER,
+                GPT,
             ]
         },
+        {"messages": [USER, CALLED, RESULT, ANSWER]},
     ),
-    "Alpaca": (
-        "alpaca",
-        {"instruction": "Add.", "input": "2 + 2", "output": "4"},
-        {"messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER]},
-    ),
+    "Alpaca": ("alpaca", {"instruction": "Add.", "input": "2 + 2", "output": "4"}, {"messages": [ADD, ANSWER]}),
     "Alpaca with history": (
         "alpaca",
-        {
-            "instruction": "What is 2 + 2?",
-            "input": "",
-            "output": "4",
-            "system": "Be brief.",
-            "history": [["Hi", "Hello"]],
-        },
+        {"instruction": "Add.", "input": "2 + 2", "output": "4", "system": "Be brief.", "history": [["Hi", "Hello"]]},
         {
             "messages": [
                 SYSTEM,
                 {"role": "user", "content": "Hi"},
                 {"role": "assistant", "content": "Hello"},
-                USER,
+                ADD,
                 ANSWER,
             ]
         },
     ),
-    "preference": (
-        "preference",
-        {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"},
-        {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5"},
-    ),
-    "preference as chats": (
-        "preference",
-        {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
-        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
-    ),
+    "preference": ("preference", {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, TEXT_PAIR),
+    "preference as chats": ("preference", {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]}, pair(USER)),
     "preference with a margin": (
         "preference",
         {"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": 2},
-        {"prompt": "2 + 2 =", "completion": " 4", "rejected": " 5", "margin": 2.0},
+        {**TEXT_PAIR, "margin": 2.0},
     ),
     "preference as chats with a margin": (
         "preference",
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG], "margin": 0.5},
-        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG], "margin": 0.5},
+        {**pair(USER), "margin": 0.5},
     ),
     "preference with the prompt inside": (
         "preference",
         {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, WRONG]},
-        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+        pair(SYSTEM, USER),
     ),
     "preference with its prompt in a dialogue": (
         "preference",
-        {
-            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant: It is 4",
-            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant: It is 5",
-        },
-        {
-            "prompt": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: What is 2 + 2?\n\nAssistant:",
-            "completion": " It is 4",
-            "rejected": " It is 5",
-        },
+        {"chosen": f"\n\nHuman: Hi\n\nAssistant: Hello{DIALOGUE} It is 4"}
+        | {"rejected": f"\n\nHuman: Hi\n\nAssistant: Hello{DIALOGUE} It is 5"},
+        {"prompt": f"\n\nHuman: Hi\n\nAssistant: Hello{DIALOGUE}", "completion": " It is 4", "rejected": " It is 5"},
     ),
     "preference with its prompt in the texts": (
         "preference",
@@ -208,145 +163,98 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
     "preference with a text prompt and messages": (
         "preference",
         {"prompt": "What is 2 + 2?", "chosen": [ANSWER], "rejected": [WRONG]},
-        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+        pair(USER),
     ),
     "preference with a chat and texts": (
         "preference",
         {"prompt": [SYSTEM, USER], "chosen": "4", "rejected": "5"},
-        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+        pair(SYSTEM, USER),
     ),
     "orca": (
         "preference",
         {"system": "Be brief.", "question": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
-        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+        pair(SYSTEM, USER),
     ),
     "LLaMA-Factory's pairs as objects": (
         "preference",
-        {
-            "conversations": [{"from": "human", "value": "What is 2 + 2?"}],
-            "chosen": {"from": "gpt", "value": "4"},
-            "rejected": {"from": "gpt", "value": "5"},
-        },
-        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "5"}},
+        pair(USER),
     ),
     "LLaMA-Factory's pairs as strings": (
         "preference",
-        {
-            "conversations": [{"from": "human", "value": "What is 2 + 2?"}],
-            "system": "Be brief.",
-            "chosen": "4",
-            "rejected": "5",
-        },
-        {"messages": [SYSTEM, USER, ANSWER], "num_prompt_messages": 2, "rejected": [WRONG]},
+        {"conversations": [HUMAN], "system": "Be brief.", "chosen": "4", "rejected": "5"},
+        pair(SYSTEM, USER),
     ),
     "LLaMA-Factory's pairs of instructions": (
         "preference",
         {"instruction": "Add.", "input": "2 + 2", "chosen": "4", "rejected": "5"},
-        {
-            "messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER],
-            "num_prompt_messages": 1,
-            "rejected": [WRONG],
-        },
+        pair(ADD),
     ),
     "Alpaca with its text": (
         "alpaca",
         {"instruction": "What is 2 + 2?", "input": "", "output": "4", "text": "Q: What is 2 + 2?\nA: 4"},
-        {"messages": [USER, ANSWER]},
+        CHAT,
     ),
     "Dolly": (
         "dolly",
         {"instruction": "Add.", "context": "2 + 2", "response": "4", "category": "closed_qa"},
-        {"messages": [{"role": "user", "content": "Add.\n2 + 2"}, ANSWER]},
+        {"messages": [ADD, ANSWER]},
     ),
-    "question and answer": (
-        "question_answer",
-        {"question": "What is 2 + 2?", "answer": "4"},
-        {"messages": [USER, ANSWER]},
-    ),
-    "a chat beside a question and an answer": (
-        "messages",
-        {"messages": [USER, ANSWER], "question": "What is 2 + 2?", "answer": "4"},
-        {"messages": [USER, ANSWER]},
-    ),
+    "question and answer": ("question_answer", {"question": "What is 2 + 2?", "answer": "4"}, CHAT),
+    "a chat beside a question and an answer": ("messages", {**CHAT, "question": "What is 2 + 2?", "answer": "4"}, CHAT),
     "chat under the keys of ShareGPT": (
         "messages",
-        {"messages": [{"from": "human", "value": USER["content"]}, {"role": "Assistant", "value": "4", "from": None}]},
-        {"messages": [USER, ANSWER]},
+        {"messages": [HUMAN, {"role": "Assistant", "value": "4", "from": None}]},
+        CHAT,
     ),
-    "chat in a cell": ("messages", {"messages": json.dumps([USER, ANSWER])}, {"messages": [USER, ANSWER]}),
-    "chat with its system prompt beside it": (
-        "messages",
-        {"messages": [USER, ANSWER], "system": "Be brief."},
-        {"messages": [SYSTEM, USER, ANSWER]},
-    ),
-    "chat with its system prompt beside it and inside": (
-        "messages",
-        {"messages": [SYSTEM, USER, ANSWER], "system": "Be brief."},
-        {"messages": [SYSTEM, USER, ANSWER]},
-    ),
-    "parts that are strings": (
-        "messages",
-        {"messages": [{"role": "user", "content": ["What is ", "2 + 2?"]}, ANSWER]},
-        {"messages": [USER, ANSWER]},
-    ),
+    "chat in a cell": ("messages", {"messages": json.dumps([USER, ANSWER])}, CHAT),
+    "chat with its system prompt beside it": ("messages", {**CHAT, "system": "Be brief."}, BRIEF),
+    "chat with its system prompt beside it and inside": ("messages", {**BRIEF, "system": "Be brief."}, BRIEF),
+    "parts that are strings": ("messages", {"messages": [{**USER, "content": ["What is ", "2 + 2?"]}, ANSWER]}, CHAT),
     "OpenAI's functions": (
         "messages",
         {
             "messages": [
                 USER,
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "function_call": {"name": "add", "arguments": '{"a": 2, "b": 2}'},
-                },
+                {"role": "assistant", "content": None, "function_call": WRITTEN_CALL},
                 {"role": "function", "name": "add", "content": "4"},
                 ANSWER,
             ]
         },
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": "", "tool_calls": [CALL]},
-                {"role": "tool", "name": "add", "content": "4"},
-                ANSWER,
-            ]
-        },
+        {"messages": [USER, CALLED, {**RESULT, "name": "add"}, ANSWER]},
     ),
-    "LMSYS": ("sharegpt", {"conversation": [USER, ANSWER], "model": "vicuna"}, {"messages": [USER, ANSWER]}),
+    "chat beside a null column": ("messages", {**CHAT, "text": None}, CHAT),
+    "LMSYS": ("sharegpt", {"conversation": [USER, ANSWER], "model": "vicuna"}, CHAT),
     "ShareGPT with a system prompt": (
         "sharegpt",
         {"conversations": [USER, ANSWER], "system_prompt": "Be brief."},
-        {"messages": [SYSTEM, USER, ANSWER]},
+        BRIEF,
     ),
     "OpenOrca": (
         "question_answer",
-        {"id": "1", "system_prompt": "Be brief.", "question": USER["content"], "response": "4"},
-        {"messages": [SYSTEM, USER, ANSWER]},
+        {"id": "1", "system_prompt": "Be brief.", "question": "What is 2 + 2?", "response": "4"},
+        BRIEF,
     ),
     "MetaMathQA": (
         "question_answer",
-        {"type": "t", "query": USER["content"], "original_question": "?", "response": "4"},
-        {"messages": [USER, ANSWER]},
+        {"type": "t", "query": "What is 2 + 2?", "original_question": "?", "response": "4"},
+        CHAT,
     ),
-    "a problem and its solution": (
-        "question_answer",
-        {"problem": USER["content"], "solution": "4", "level": 1},
-        {"messages": [USER, ANSWER]},
-    ),
+    "a problem and its solution": ("question_answer", {"problem": "What is 2 + 2?", "solution": "4", "level": 1}, CHAT),
     "a prompt and its response": (
         "question_answer",
-        {"prompt": USER["content"], "response": "4", "label": "good"},
-        {"messages": [USER, ANSWER]},
+        {"prompt": "What is 2 + 2?", "response": "4", "label": "good"},
+        CHAT,
     ),
     "an instruction and its completion": (
         "question_answer",
-        {"instruction": USER["content"], "completion": "4"},
-        {"messages": [USER, ANSWER]},
+        {"instruction": "What is 2 + 2?", "completion": "4"},
+        CHAT,
     ),
     "preference with the prompt inside and as text": (
         "preference",
         {"prompt": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
-        {"messages": [USER, ANSWER], "num_prompt_messages": 1, "rejected": [WRONG]},
+        pair(USER),
     ),
 }
 
@@ -423,9 +331,6 @@ def test_prompts_inside_texts_agree_with_trl(prompt: list[str], chosen: list[str
     assert (row.prompt, row.completion, row.rejected) == (theirs["prompt"], theirs["chosen"], theirs["rejected"])
 
 
-DIALOGUE = "\n\nHuman: What is 2 + 2?\n\nAssistant:"
-
-
 @pytest.mark.parametrize(
     ("prompt", "chosen", "rejected"),
     [
@@ -461,20 +366,6 @@ def test_detection_names_the_columns_it_reads_and_ignores() -> None:
     raw = {"query": "a", "response": "b", "system_prompt": None, "n": 1}
     told = "`question_answer` layout, from query as question, response as answer; ignored: system_prompt, n"
     assert str(detect_format(raw, where="here")) == told
-
-
-@pytest.mark.parametrize("raw", [{"query": "a", "problem": "b", "answer": "c"}, {"prompt": "a", "n": 1}])
-def test_a_column_that_may_mean_two_things_is_not_guessed(raw: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="match no layout"):
-        detect_format(raw, where="here")
-
-
-def test_the_key_may_name_the_layout_of_columns_by_other_names() -> None:
-    assert convert({"query": "What is 2 + 2?", "response": "4"}, "question_answer").messages == [USER, ANSWER]
-
-
-def test_null_columns_do_not_count_in_detection() -> None:
-    assert detect_format({"text": None, "messages": [USER, ANSWER]}, where="here").name == "messages"
 
 
 def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides() -> None:

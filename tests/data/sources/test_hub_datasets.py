@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -77,12 +78,8 @@ def test_a_hub_dataset_gives_the_same_rows_and_fingerprint_streamed_or_not() -> 
 
 def test_everything_that_names_the_rows_changes_the_fingerprint() -> None:
     source = HubSource("org/name", COMMIT, "default", "train", False, None)
-    others = [
-        HubSource("org/other", COMMIT, "default", "train", False, None),
-        HubSource("org/name", COMMIT[::-1], "default", "train", False, None),
-        HubSource("org/name", COMMIT, "other", "train", False, None),
-        HubSource("org/name", COMMIT, "default", "test", False, None),
-    ]
+    changes = {"name": "org/other", "commit": COMMIT[::-1], "config": "other", "split": "test"}
+    others = [replace(source, **{key: value}) for key, value in changes.items()]
     assert len({source.fingerprint(), *(other.fingerprint() for other in others)}) == 5
 
 

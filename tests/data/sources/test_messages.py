@@ -11,7 +11,6 @@ from recipes_lib.data.sources.messages import (
     RowError,
     check_text,
     clean_messages,
-    parse_tools,
     split_marks,
 )
 
@@ -57,11 +56,6 @@ def test_parallel_sharegpt_calls_are_calls_of_one_turn() -> None:
         {"name": "f", "arguments": {}},
         {"name": "g", "arguments": {"x": None}},
     ]
-
-
-@pytest.mark.parametrize("nothing", [None, "", [], "[]"])
-def test_no_tools_are_none(nothing: object) -> None:
-    assert parse_tools(nothing) is None
 
 
 ANSWER = {"role": "assistant", "content": "4"}

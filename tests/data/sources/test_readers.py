@@ -1,22 +1,36 @@
-"""JSON files of every layout give the rows that the json module gives."""
+"""Files of every kind give the rows that the json module, csv, pandas and ``datasets`` give."""
 
 from __future__ import annotations
 
+import csv
 import io
+import itertools
 import json
 import math
 import tracemalloc
+from datetime import UTC, date, datetime, time
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes_lib.data.sources import readers as source_json
-from recipes_lib.data.sources.readers import BrokenFileError, read_json
+from recipes_lib.data.sources import readers
+from recipes_lib.data.sources.readers import (
+    TextDocuments,
+    read_csv,
+    read_json,
+    read_parquet,
+    read_text,
+    spell_as_json,
+)
 from recipes_lib.data.sources.rows import Entry, RawRow
+from recipes_lib.errors import DataError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -27,7 +41,7 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), min_si
 
 
 def read(content: bytes, *, may_be_document: bool = True) -> list[Entry]:
-    return list(read_json(io.BufferedReader(io.BytesIO(content)), "d.json", may_be_document=may_be_document))  # type: ignore[arg-type]
+    return list(read_json(open_bytes(content), "d.json", may_be_document=may_be_document))
 
 
 def columns(entries: list[Entry]) -> list[dict[str, Any]]:
@@ -52,7 +66,7 @@ def test_lines_are_their_objects(rows: list[dict[str, Any]], end: str, mark: boo
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("wrapper", source_json.WRAPPERS)
+@pytest.mark.parametrize("wrapper", readers.WRAPPERS)
 def test_a_wrapped_list_is_its_elements(wrapper: str, indent: int | None) -> None:
     content = {"version": 1, wrapper: [{"text": "a"}, {"text": "b"}]}
     assert columns(read(json.dumps(content, indent=indent).encode())) == [{"text": "a"}, {"text": "b"}]
@@ -71,12 +85,12 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
     text = "[" + ",\n ".join(['{"text": "é"}'] * num_rows) + f",\n {broken}]"
     with pytest.raises(json.JSONDecodeError) as expected:
         json.loads(text)
-    entries = read_json(io.BufferedReader(io.BytesIO(text.encode())), "d.json", may_be_document=True)  # type: ignore[arg-type]
+    entries = read_json(open_bytes(text.encode()), "d.json", may_be_document=True)
     assert columns([next(entries) for _ in range(num_rows)]) == [{"text": "é"}] * num_rows
-    with pytest.raises(BrokenFileError) as caught:
+    with pytest.raises(DataError) as caught:
         list(entries)
-    assert caught.value.problem.where == f"d.json:{expected.value.lineno}"
-    assert f"(column {expected.value.colno})" in caught.value.problem.found
+    assert caught.value.problems[0].where == f"d.json:{expected.value.lineno}"
+    assert f"(column {expected.value.colno})" in caught.value.problems[0].found
 
 
 @pytest.mark.parametrize(
@@ -87,9 +101,9 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
     ],
 )
 def test_what_only_the_reader_refuses_is_named_by_the_line_of_its_row(row: str, found: str) -> None:
-    with pytest.raises(BrokenFileError) as caught:
+    with pytest.raises(DataError) as caught:
         read(f'[{{"text": "a"}},\n\n {row}]'.encode())
-    assert (caught.value.problem.where, found in caught.value.problem.found) == ("d.json:3", True)
+    assert (caught.value.problems[0].where, found in caught.value.problems[0].found) == ("d.json:3", True)
 
 
 @pytest.mark.parametrize("is_array", [True, False])
@@ -123,3 +137,164 @@ def test_rows_agree_with_datasets(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(row, ensure_ascii=n % 2 == 0) for n, row in enumerate(rows)))
     theirs = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert columns(read(path.read_bytes(), may_be_document=False)) == theirs.to_list()
+
+
+CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+
+
+@given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=5), delimiter=st.sampled_from([",", "\t"]), mark=st.booleans())
+def test_a_table_reads_as_it_was_written(rows: list[tuple[str, str]], delimiter: str, mark: bool) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, delimiter=delimiter, quoting=csv.QUOTE_ALL)
+    writer.writerows([("prompt", "completion"), *rows])
+    content = text.getvalue().encode("utf-8-sig" if mark else "utf-8")
+    entries = list(read_csv(open_bytes(content), "d.csv", delimiter=delimiter))
+    assert [tuple(entry.columns.values()) for entry in entries if isinstance(entry, RawRow)] == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "columns"),
+    [
+        ('prompt;completion\n"a, b";c\n', {"prompt": "a, b", "completion": "c"}),
+        ("prompt\tcompletion\na, b\tc\n", {"prompt": "a, b", "completion": "c"}),
+        ("prompt|completion\r\na, b|c\r\n", {"prompt": "a, b", "completion": "c"}),
+        ("text\na; b\n", {"text": "a; b"}),
+        ('"a;b",text\n1,2\n', {"a;b": "1", "text": "2"}),
+        (",text\n0,a\n", {"Unnamed: 0": "0", "text": "a"}),
+        ("text,\na,\n", {"text": "a", "Unnamed: 1": ""}),
+    ],
+)
+def test_the_first_line_says_what_delimits_cells_and_pandas_calls_nameless_columns(
+    content: str, columns: dict[str, str]
+) -> None:
+    (entry,) = read_csv(open_bytes(content.encode()), "d.csv", delimiter=",")
+    assert isinstance(entry, RawRow)
+    assert entry.columns == columns
+    separator = next((each for each in ",;\t|" if each in content.partition("\n")[0].replace("a;b", "")), ",")
+    (theirs,) = pd.read_csv(io.StringIO(content), sep=separator, dtype=str, keep_default_na=False).to_dict("records")
+    assert entry.columns == theirs
+
+
+def test_a_long_document_fits_in_a_cell() -> None:
+    (entry,) = read_csv(open_bytes(b"text\n" + b"a" * 500_000), "d.csv", delimiter=",")
+    assert isinstance(entry, RawRow)
+    assert len(entry.columns["text"]) == 500_000
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"a": None, "b": 0, "c": "", "d": []}, {"b": 0, "c": "", "d": []}),
+        ({"a": [{"b": None, "c": {"d": None}}]}, {"a": [{"c": {}}]}),
+        ([None, 1], [None, 1]),
+    ],
+)
+def test_null_keys_go_and_nothing_else(value: object, expected: object) -> None:
+    assert spell_as_json(value) == expected
+
+
+def test_a_table_with_dates_is_read_as_its_rows_written_in_json() -> None:
+    said = {"role": "user", "content": "Hi", "timestamp": datetime(2024, 5, 1, 12, 30, tzinfo=UTC)}
+    rows: list[dict[str, Any]] = [{"messages": [said], "day": date(2024, 5, 1), "at": time(12, 30)}]
+    file = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    (entry,) = read_parquet(open_bytes(file.getvalue()), "d.parquet")
+    assert isinstance(entry, RawRow)
+    written = json.dumps(rows, default=lambda value: value.isoformat())
+    assert [entry.columns] == json.loads(written)
+
+
+def read_documents(content: bytes, documents: TextDocuments) -> list[tuple[int, str]]:
+    entries = [entry for entry in read_text(open_bytes(content), "d", documents) if isinstance(entry, RawRow)]
+    return [(entry.index, entry.columns["text"]) for entry in entries]
+
+
+def open_bytes(content: bytes) -> io.BufferedReader:
+    return io.BufferedReader(io.BytesIO(content))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_lines_agree_with_datasets(end: str, tmp_path: Path) -> None:
+    lines = ["To be,", "  or not to be", "", "é\u2028\x85\x0b same line ", " \t", "that is"]
+    path = tmp_path / "d.txt"
+    path.write_bytes(end.join(lines).encode())
+    theirs = datasets.load_dataset("text", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    ours = [
+        entry.columns["text"] for entry in read_text(open_bytes(path.read_bytes()), "d") if isinstance(entry, RawRow)
+    ]
+    assert ours == [text for text in theirs["text"] if text.strip()]
+
+
+@pytest.mark.parametrize(("documents", "expected"), [("line", "a :2 c d"), ("paragraph", ":2 d"), ("file", ":2")])
+def test_a_line_that_cannot_be_read_costs_its_document_alone(
+    documents: TextDocuments, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 8)
+    for broken in (b"b\xff", b"longer than eight bytes by far"):
+        entries = read_text(open_bytes(b"a\n" + broken + b"\nc\n\nd\n"), "d", documents)
+        found = [entry.columns["text"] if isinstance(entry, RawRow) else entry.where[1:] for entry in entries]
+        assert found == expected.split()
+
+
+def test_a_row_of_a_table_that_cannot_be_read_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 12)
+    content = b'x,y\n1,2\n3,\xff\n"a\nb\xff",c\n' + b"4" * 40 + b"\n5,6\n"
+    entries = list(readers.read_csv(open_bytes(content), "d", delimiter=","))
+    found = [entry.index if isinstance(entry, RawRow) else entry.where for entry in entries]
+    assert found == [2, "d:3", "d:5", "d:6", 7]
+
+
+@pytest.mark.parametrize("content", ["one\n", "\n\n  one\r\n\r\ntwo\n\n", "a\n" * 1000, "no end", "\u2028\x85 é\x0b"])
+def test_a_file_is_its_text_as_datasets_reads_it_with_its_own_line_ends(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_bytes(content.encode())
+    options = {"data_files": str(path), "sample_by": "document", "split": "train", "keep_linebreaks": True}
+    theirs = datasets.load_dataset("text", **options, cache_dir=str(tmp_path / "cache"))
+    assert read_documents(path.read_bytes(), "file") == [(1, content)]
+    assert list(theirs["text"]) == [content.replace("\r\n", "\n")]
+
+
+def test_paragraphs_agree_with_datasets_where_one_blank_line_parts_them(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    path.write_text("To be,\n  or not to be\n\nthat is\n\nthe question")
+    theirs = datasets.load_dataset(
+        "text", data_files=str(path), sample_by="paragraph", split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert [text for _, text in read_documents(path.read_bytes(), "paragraph")] == theirs["text"]
+
+
+def test_any_number_of_blank_lines_parts_paragraphs_named_by_their_first_line() -> None:
+    content = b"\xef\xbb\xbf\n \t\nfirst\r\n  goes on\r\n\r\n\n\x0c\n second \n\n"
+    assert read_documents(content, "paragraph") == [(3, "first\r\n  goes on"), (8, " second ")]
+    assert read_documents(content, "file") == [(1, content.decode().removeprefix("\ufeff"))]
+    assert read_documents(content, "line") == [(3, "first"), (4, "  goes on"), (8, " second ")]
+
+
+@pytest.mark.parametrize("documents", ["file", "paragraph", "line"])
+@pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\t\n"])
+def test_blank_files_hold_no_document(documents: TextDocuments, content: bytes) -> None:
+    assert read_documents(content, documents) == []
+
+
+@pytest.mark.parametrize("documents", ["file", "paragraph"])
+def test_long_documents_are_cut_at_line_ends_and_lose_nothing(
+    documents: TextDocuments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 24)
+    content = "zwölf ä\n" * 7 + "a line that is longer than a document may be\n" + "b\n" * 20
+    pieces = read_documents(content.encode(), documents)
+    assert "\n".join(text.rstrip("\n") for _, text in pieces) == content.rstrip("\n")
+    lines = content.splitlines()
+    for number, text in pieces:
+        assert lines[number - 1 : number - 1 + len(text.splitlines())] == text.splitlines()
+        assert len(text.encode()) <= 24 or text.rstrip("\n") == lines[7]
+    for (_, text), (number, _) in itertools.pairwise(pieces):
+        with_next_line = text.rstrip("\n") + "\n" + lines[number - 1] + "\n"
+        assert len(with_next_line.encode()) > 24, "no piece is shorter than it must be"
+
+
+def test_a_file_is_read_no_further_than_its_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 100)
+    file = open_bytes(b"nine chars\n" * 100_000)
+    next(read_text(file, "d", "file"))
+    assert file.tell() < 200

@@ -79,21 +79,20 @@ def steps_in(output_dir):
 
 
 @pytest.mark.parametrize(
-    ("keep_last", "keep_steps", "kept"),
-    [(None, (), (1, 2, 3, 10)), (2, (), (3, 10)), (1, (2,), (2, 10)), (9, (), (1, 2, 3, 10))],
+    ("keep_last", "keep_steps", "keep_every", "kept"),
+    [
+        (None, (), None, (1, 2, 3, 10)),
+        (2, (), None, (3, 10)),
+        (1, (2,), None, (2, 10)),
+        (9, (), None, (1, 2, 3, 10)),
+        (1, (1,), 2, (1, 2, 10)),
+    ],
 )
-def test_the_newest_and_the_chosen_stay(tmp_path, keep_last, keep_steps, kept):
+def test_the_newest_and_the_chosen_stay(tmp_path, keep_last, keep_steps, keep_every, kept):
     for step in (1, 2, 3, 10):
         make_checkpoint(tmp_path, step)
-    rotate(tmp_path, keep_last, keep_steps)
+    rotate(tmp_path, keep_last, keep_steps, keep_every)
     assert steps_in(tmp_path) == sorted(f"checkpoint-{step}" for step in kept)
-
-
-def test_what_is_to_stay_for_ever_stays(tmp_path):
-    for step in (2, 4, 6, 8, 10, 12):
-        make_checkpoint(tmp_path, step)
-    rotate(tmp_path, 1, (2,), keep_every=4)
-    assert steps_in(tmp_path) == sorted(f"checkpoint-{step}" for step in (2, 4, 8, 12))
 
 
 def test_what_cannot_be_deleted_is_told_and_the_others_go(tmp_path, monkeypatch):

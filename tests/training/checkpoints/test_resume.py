@@ -5,15 +5,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from tests.training.configurations import build_recipe
 
-from recipes_lib.config.schema import (
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    RecipeConfig,
-    ScheduleConfig,
-    TokensConfig,
-)
+from recipes_lib.config.schema import ScheduleConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.checkpoints import resume as resumption
 from recipes_lib.training.checkpoints.manifest import write_complete
@@ -32,17 +26,8 @@ def launch(world_size, engine=""):
 
 
 def config(per_device, accumulation, **sections):
-    return RecipeConfig(
-        recipe="sft",
-        path=None,
-        data=DataConfig(dataset_name="rows"),
-        tokens=TokensConfig(),
-        model=ModelConfig(model_name_or_path="model"),
-        evaluation=EvaluationConfig(),
-        training={"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation},
-        provenance={"per_device_train_batch_size": "a.yaml:3"},
-        **sections,
-    )
+    batch = {"per_device_train_batch_size": per_device, "gradient_accumulation_steps": accumulation}
+    return build_recipe(batch, provenance={"per_device_train_batch_size": "a.yaml:3"}, **sections)
 
 
 def record(world_size, per_device, accumulation, engine=""):

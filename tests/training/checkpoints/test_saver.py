@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from dataclasses import replace
 
 import pytest
@@ -12,9 +11,16 @@ import torch
 from transformers import TrainingArguments
 
 from recipes_lib.errors import ConfigError
+from recipes_lib.planning.disk import DiskPlan
 from recipes_lib.training.checkpoints import saver as saver_module
-from recipes_lib.training.checkpoints.manifest import DRY_RUN, find_damage, list_checkpoints, read_complete
-from recipes_lib.training.checkpoints.saver import CheckpointSaver, HostCopy, Staged, write_state
+from recipes_lib.training.checkpoints.manifest import list_checkpoints, read_complete
+from recipes_lib.training.checkpoints.saver import (
+    CheckpointSaver,
+    Staged,
+    count_bytes,
+    describe_dry_run,
+    write_state,
+)
 
 
 @pytest.fixture
@@ -45,28 +51,6 @@ def load(checkpoint):
     return torch.load(checkpoint / "state.pt", weights_only=True)["weight"]
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(build, tmp_path):
-    saver, state, go = build(), {"weight": torch.ones(3)}, threading.Event()
-    staged = stage(saver, 2, state, verify=lambda: go.wait(60))
-    saver.save(staged)
-    state["weight"].fill_(5)
-    assert not (tmp_path / "checkpoint-2").exists()
-    go.set()
-    saver.finish()
-    assert torch.equal(load(tmp_path / "checkpoint-2"), torch.ones(3))
-    record = read_complete(tmp_path / "checkpoint-2")
-    assert {"step": 2, "world_size": 1, "engine": "", "per_device_train_batch_size": 8}.items() <= record.items()
-
-
-def test_without_memory_for_a_copy_training_waits_and_says_so(build, tmp_path, lines, monkeypatch):
-    monkeypatch.setattr(HostCopy, "explain_refusal", lambda *_, **__: "there is none")
-    saver, state = build(), {"weight": torch.ones(3)}
-    for step in (1, 2):
-        saver.save(stage(saver, step, state))
-        assert find_damage(tmp_path / f"checkpoint-{step}") is None
-    assert lines == ["training waits while a checkpoint is written: there is none"]
-
-
 def test_what_cannot_be_opened_again_gets_no_name_and_ends_the_run_at_its_next_look(build, tmp_path, lines):
     def refuse():
         raise ValueError("torn")
@@ -80,15 +64,6 @@ def test_what_cannot_be_opened_again_gets_no_name_and_ends_the_run_at_its_next_l
     # When something else ends the run, that is what is raised.
     saver.settle()
     assert lines == ["the last checkpoint could not be written: torn"]
-
-
-def test_the_newest_every_nth_and_those_that_are_named_stay(build, tmp_path):
-    saver, state = build(save_total_limit=1), {"weight": torch.ones(3)}
-    saver._keep_every = 4
-    for step in range(1, 7):
-        saver.save(stage(saver, step, state), keep=[2])
-    saver.finish()
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [6, 4, 2]
 
 
 def test_a_checkpoint_that_lost_a_file_while_it_was_written_gets_no_name(build, tmp_path):
@@ -138,16 +113,6 @@ def dry_run(saver, state, compare=lambda _: None):
     saver.dry_run(stage_and_compare, lambda: 12, num_steps=4, model_bytes=12, num_besides=0)
 
 
-def test_a_dry_run_compares_tells_and_leaves_nothing(build, tmp_path, lines):
-    compared = []
-    dry_run(build(), {"weight": torch.ones(3)}, lambda folder: compared.append((folder, load(folder).tolist())))
-    assert compared == [(tmp_path / DRY_RUN / "checkpoint-1", [1, 1, 1])]
-    (line,) = lines
-    assert line.startswith("checkpoints: ")
-    assert "opened again in" in line
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("free", [10, 40], ids=["before anything is written", "when its size is known"])
 def test_a_disk_that_is_too_small_is_refused(build, tmp_path, monkeypatch, free):
     usage = shutil.disk_usage(tmp_path)
@@ -155,3 +120,16 @@ def test_a_disk_that_is_too_small_is_refused(build, tmp_path, monkeypatch, free)
     with pytest.raises(ConfigError, match="the disk has"):
         dry_run(build(save_steps=4), {"weight": torch.ones(3)})
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_what_is_shared_is_counted_once():
+    tensor = torch.zeros(4)
+    assert count_bytes({"a": [tensor, tensor]}, [torch.zeros(2, dtype=torch.int8), tensor]) == 18
+
+
+def test_the_figures_are_told_in_one_line():
+    plan = DiskPlan(checkpoint_bytes=1, num_checkpoints=3, total_bytes=26 * 10**9, free_bytes=2 * 10**12)
+    assert describe_dry_run(8_100_000_000, 12.34, plan) == (
+        "checkpoints: 8.1GB each, written and opened again in 12.3 s; up to 3 of them and the model take 26GB of 2TB "
+        "free"
+    )

@@ -1,7 +1,5 @@
 """The writing thread hides no error, and the copy it writes from is of one moment."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -14,25 +12,6 @@ def fail():
     raise OSError(28, "No space left on device")
 
 
-def test_a_job_is_done_beside_the_caller_and_waited_for():
-    writer, started, release, done = CheckpointWriter(), threading.Event(), threading.Event(), []
-
-    def job():
-        started.set()
-        release.wait()
-        done.append(threading.current_thread())
-
-    writer.submit(job)
-    assert started.wait(10)
-    writer.raise_failure()
-    with pytest.raises(AssertionError, match="one checkpoint"):
-        writer.submit(job)
-    assert not done
-    release.set()
-    writer.wait()
-    assert done != [threading.current_thread()]
-
-
 @pytest.mark.parametrize("how", ["wait", "raise_failure"])
 def test_what_a_job_raises_is_raised_once(how):
     writer = CheckpointWriter()
@@ -42,12 +21,6 @@ def test_what_a_job_raises_is_raised_once(how):
         getattr(writer, how)()
     assert writer.settle() is None
     writer.wait()
-
-
-def test_another_error_on_its_way_is_not_replaced():
-    writer = CheckpointWriter()
-    writer.submit(fail)
-    assert isinstance(writer.settle(), OSError)
 
 
 @pytest.fixture

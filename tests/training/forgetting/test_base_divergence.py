@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.students import Logs
 from tests.training.trajectories import make_packs, make_trainer
 from transformers import AutoModelForCausalLM
 
@@ -102,13 +101,11 @@ def test_a_run_begins_at_its_base_and_stays_closer_to_it(tiny_model_dir: Path, t
     for coefficient in (0.001, 10.0):
         held = replace(config, forgetting=ForgettingConfig(kl_to_base=coefficient))
         keys = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-        trainer, _ = make_trainer(
+        trainer, recorder = make_trainer(
             tiny_model_dir, tmp_path / str(coefficient), make_packs(), base=load_base(held, "sdpa"), **keys
         )
-        recorder = Logs()
-        trainer.add_callback(recorder)
         trainer.train()
-        figures = [logs[KL_TO_BASE] for logs in recorder.logs]
+        figures = [logs[KL_TO_BASE] for logs in recorder.train_logs]
         assert len(figures) == 6
         assert abs(figures[0]) < 1e-6
         ends.append(figures[-1])

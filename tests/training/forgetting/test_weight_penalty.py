@@ -12,7 +12,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tests import tiny
-from tests.training.students import Logs
 from tests.training.trajectories import make_packs, make_trainer
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -98,10 +97,8 @@ def test_accumulation_does_not_multiply_it(tiny_model_dir: Path, tiny_tokenizer:
         keys = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation, "max_steps": 3}
         penalty = WeightPenalty(0.05, reference, None)
         trainer, recorder = make_trainer(tiny_model_dir, tmp_path / str(number), make_packs(), penalty=penalty, **keys)
-        logs = Logs()
-        trainer.add_callback(logs)
         trainer.train()
-        runs.append((recorder.steps, [line[PENALTY] for line in logs.logs]))
+        runs.append((recorder.steps, [logs[PENALTY] for logs in recorder.train_logs]))
     (steps, penalties), (others, other_penalties) = runs
     for step, other_step in zip(steps, others, strict=True):
         assert other_step == pytest.approx(step, rel=1e-5)

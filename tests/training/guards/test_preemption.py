@@ -19,7 +19,6 @@ from recipes_lib.stopping import STOP
 from recipes_lib.training.evaluation.held_out import share_rows
 from recipes_lib.training.guards.preemption import (
     LeftError,
-    end_stopped,
     leave_if_asked,
     read_evaluation,
     stop_if_agreed,
@@ -164,16 +163,17 @@ def test_between_epochs_the_random_states_are_those_of_the_last_step(tiny_model_
     assert EVALUATION_KEY in stopped.state.stateful_callbacks
 
 
-def test_a_run_that_goes_on_at_its_very_end_makes_no_further_step(tiny_model_dir, tmp_path):
-    keys = {"max_steps": 5, "save_strategy": "steps", "save_steps": 100, "lr_scheduler_type": "constant"}
-    keys |= {"eval_strategy": "steps", "eval_steps": 5, "eval_on_start": True}
+@pytest.mark.parametrize("max_steps", [3, 4], ids=["inside an epoch", "at its end"])
+def test_a_run_that_goes_on_at_its_very_end_makes_no_further_step(tiny_model_dir, tmp_path, max_steps):
+    keys = {"max_steps": max_steps, "save_strategy": "steps", "save_steps": 100, "lr_scheduler_type": "constant"}
+    keys |= {"eval_strategy": "steps", "eval_steps": max_steps, "eval_on_start": True}
     packs, hook = make_packs(), Hook()
     straight, _ = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
     straight.train()
     resumed, recorder = make_trainer(tiny_model_dir, tmp_path / "run", packs, hooks=[hook], **keys)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
-    assert (resumed.state.global_step, recorder.steps) == (5, [])
-    assert hook.steps == [0, 5]  # Nor is it evaluated twice.
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{max_steps}"))
+    assert (resumed.state.global_step, recorder.steps) == (max_steps, [])
+    assert hook.steps == [0, max_steps]  # Nor is it evaluated twice.
     assert_equal_weights(weights_of(straight), weights_of(resumed))
 
 
@@ -182,7 +182,7 @@ def test_asked_during_the_last_save_all_stop_together(tiny_model_dir, tmp_path):
     trainer, recorder = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), **keys)
     recorder.on_save = lambda *_, **__: STOP.ask("SIGTERM")
     # In the words of those who have agreed: where everyone stops alone, nobody knows of the checkpoint.
-    with pytest.raises(PreemptedError, match="stopped after step 5; checkpoint-5 is complete"):
+    with pytest.raises(PreemptedError, match="step 5; checkpoint-5 is complete; run the same command to resume"):
         trainer.train()
 
 
@@ -193,9 +193,3 @@ def test_who_is_asked_leaves_what_it_computes_by_itself_and_only_while_training(
     monkeypatch.setattr(STOP, "is_deferred", True)
     with pytest.raises(LeftError):
         leave_if_asked()
-
-
-@pytest.mark.parametrize(("saved", "words"), [(3, "checkpoint-3 is complete"), (0, "nothing was to be saved yet")])
-def test_the_last_line_says_who_asked_and_what_there_is(saved, words):
-    told = str(end_stopped(PreemptedError("SIGTERM on rank 1"), step=3, saved_step=saved))
-    assert told == f"SIGTERM on rank 1: stopped after step 3; {words}; run the same command to resume"

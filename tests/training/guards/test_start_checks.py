@@ -114,16 +114,10 @@ def test_that_all_has_a_gradient_is_told_when_all_of_it_was_seen(tiny_model_dir,
     assert lines == ["gradients: all 21 trained tensors have one"]
 
 
-def test_a_matrix_that_learns_nothing_ends_the_run(tiny_model_dir, tmp_path):
-    trainer = make_ready(tiny_model_dir, tmp_path)
-    with pytest.raises(DivergedError, match=r"7 of 21 .* model\.layers\.1\.self_attn\.q_proj\.weight \(it has no"):
-        run_checks(trainer, 10, lose=lambda name, _: "layers.1" in name)
-
-
 def test_a_gradient_that_is_lost_is_found_in_a_real_run(tiny_model_dir, tmp_path):
     trainer = make_ready(tiny_model_dir, tmp_path, max_steps=12)
     trainer.model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.detach())
-    with pytest.raises(DivergedError, match="in the first 10 steps"):
+    with pytest.raises(DivergedError, match=r"in the first 10 steps \d+ of 21 .* \(it has no gradient\)"):
         trainer.train()
     assert trainer.state.global_step == 9
 

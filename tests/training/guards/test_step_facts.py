@@ -12,7 +12,6 @@ from recipes_lib.training.guards.step_facts import (
     StepInputs,
     describe_faults,
     find_faults,
-    separate_row_ids,
     stop_before_update,
     write_dump,
 )
@@ -25,12 +24,6 @@ def build_chain(*, bad=()):
         layer.weight.grad = torch.zeros(2, 2)
         layer.weight.grad[0, 1] = float("nan") if at in bad else at + 1.0
     return dict(model.named_parameters())
-
-
-def test_row_numbers_are_taken_out_before_the_model_sees_the_batch():
-    batches = [{"input_ids": torch.ones(1), "row_ids": np.array([3])}, {"input_ids": torch.ones(1)}]
-    assert separate_row_ids(batches) == [np.array([3]), None]
-    assert [set(batch) for batch in batches] == [{"input_ids"}, {"input_ids"}]
 
 
 def test_gradients_are_named_from_the_output_on_and_the_largest_first():
@@ -66,19 +59,6 @@ def test_a_dump_holds_rows_tensors_and_figures_as_strict_json(tmp_path):
 
     facts = json.loads((tmp_path / "step-3" / "rank-1.json").read_text(), parse_constant=refuse)
     assert facts == {"loss": "nan", "norms": {"w": "-inf"}, "scale": None, "row_ids": [[4, 9], None]}
-
-
-def test_the_message_says_where_everything_lies(tmp_path):
-    inputs = StepInputs([], [], None, [torch.tensor(1.0)])
-    with pytest.raises(DivergedError) as caught:
-        stop_before_update(
-            build_chain(bad=(1,)), inputs, step=7, output_dir=tmp_path, facts={"learning_rate": 0.1}, why=""
-        )
-    message = str(caught.value)
-    assert message.startswith("step 7 was stopped before its update: on rank 0 the gradient of 1.weight is not finite")
-    assert str(tmp_path / "diverged" / "step-7") in message
-    facts = json.loads((tmp_path / "diverged" / "step-7" / "rank-0.json").read_text())
-    assert facts["learning_rate"] == 0.1
 
 
 def test_where_a_step_is_made_of_several_the_message_says_whose_it_is(tmp_path):

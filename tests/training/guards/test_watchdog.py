@@ -7,19 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from tests.training.clock import Clock
 
 from recipes_lib.errors import EXIT_STALLED
 from recipes_lib.stopping import StopRequest
 from recipes_lib.training.guards import watchdog
 from recipes_lib.training.guards.watchdog import END_AFTER_SECONDS, PATIENCE, SHOW_AFTER_SECONDS, Watchdog
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

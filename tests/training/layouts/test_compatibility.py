@@ -15,9 +15,9 @@ from tests.test_accelerate_configs import FILES
 from recipes_lib.commands import launch as launching
 from recipes_lib.commands.check import check
 from recipes_lib.config.loader import load_config
-from recipes_lib.config.schema import WEIGHTS, RecipeConfig
+from recipes_lib.config.schema import WEIGHTS, RecipeConfig, flatten_config
 from recipes_lib.errors import ConfigError
-from recipes_lib.training.layouts.compatibility import BLOCKED, format_table, verify_combination
+from recipes_lib.training.layouts.compatibility import BLOCKED, Blocked, format_table, verify_combination
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
     name_pipeline,
@@ -361,3 +361,27 @@ def test_a_run_without_a_launcher_is_never_blocked(tmp_path: Path) -> None:
 def test_the_documented_table_is_this_one() -> None:
     page = (ROOT / "docs" / "hardware.md").read_text()
     assert format_table() in page, "python -m recipes_lib.training.layouts.compatibility"
+
+
+PLAIN = ["--model_name_or_path=o/m", "--dataset_name=o/d", "--output_dir=out"]
+
+
+def block(**more: object) -> Blocked:
+    return Blocked("the one", lambda _: True, "it would fail", "use another", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "where", "found"),
+    [
+        (block(), "mine.yaml", "the one: it would fail"),
+        (block(recipes=("sft",)), "mine.yaml", "recipes/sft.py and a launch with the one: it would fail"),
+        (block(keys=("seed",)), "--seed", "`seed: 7` and a launch with the one: it would fail"),
+        (block(keys=("optim", "seed")), "--seed", "`seed: 7` and a launch with the one: it would fail"),
+        (block(keys=("optim",)), "optim", "`optim`, which is not given, and a launch with the one: it would fail"),
+    ],
+)
+def test_a_row_is_told_at_what_was_written(row: Blocked, where: str, found: str, tmp_path: Path) -> None:
+    config = load_config("sft", [*PLAIN, "--seed=7"])
+    keys = {name: value for name, value in flatten_config(config).items() if name != "optim"}
+    problem = row.tell(keys, config, "mine.yaml")
+    assert (problem.where, problem.found, problem.remedy) == (where, found, "use another")

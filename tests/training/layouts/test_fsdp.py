@@ -18,9 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes_lib.training.layouts.fsdp import (
     compute_total_norm,
-    gathered,
     prepare_frozen,
-    reshard,
     settle_precision,
     shard,
     shard_chunk,
@@ -29,7 +27,7 @@ from recipes_lib.training.layouts.fsdp import (
 NUM_LAYERS = 3
 
 
-def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool = True) -> SimpleNamespace:
+def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool) -> SimpleNamespace:
     return SimpleNamespace(
         is_fsdp2=is_fsdp2, state=SimpleNamespace(fsdp_plugin=SimpleNamespace(mixed_precision_policy=policy))
     )
@@ -37,10 +35,13 @@ def build_accelerator(policy: MixedPrecisionPolicy | None, *, is_fsdp2: bool = T
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_only_products_are_narrow(dtype):
-    accelerator = build_accelerator(MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype))
-    settle_precision(accelerator)
-    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (dtype, torch.float32, None)
+    narrow = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    ours = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # In full precision, and without FSDP, there is nothing to settle.
+    for policy, is_fsdp2, settled in ((narrow, True, ours), (None, True, None), (narrow, False, narrow)):
+        accelerator = build_accelerator(policy, is_fsdp2=is_fsdp2)
+        settle_precision(accelerator)
+        assert accelerator.state.fsdp_plugin.mixed_precision_policy == settled
 
 
 @pytest.fixture
@@ -122,19 +123,6 @@ def test_the_whole_model_returns_float32_and_no_layer_does(mesh: Any, sharder: s
     assert casts - our_casts >= 4 * (NUM_LAYERS + 1)
 
 
-def test_full_precision_stays_what_it_is():
-    accelerator = build_accelerator(None)
-    settle_precision(accelerator)
-    assert accelerator.state.fsdp_plugin.mixed_precision_policy is None
-
-
-def test_without_fsdp_there_is_nothing_to_settle():
-    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    accelerator = build_accelerator(narrow, is_fsdp2=False)
-    settle_precision(accelerator)
-    assert accelerator.state.fsdp_plugin.mixed_precision_policy is narrow
-
-
 def test_a_frozen_model_is_not_kept_for_checkpoints():
     models: list[nn.Module] = []
 
@@ -146,18 +134,6 @@ def test_a_frozen_model_is_not_kept_for_checkpoints():
     model = nn.Linear(2, 2)
     assert prepare_frozen(accelerator, model) is model
     assert not models
-
-
-def test_what_is_not_sharded_stays_whole():
-    model = nn.Linear(2, 2)
-    reshard(model)
-    assert model.weight.shape == (2, 2)
-
-
-def test_what_is_not_sharded_is_there_already():
-    model = nn.Linear(2, 2)
-    with gathered(model):
-        assert model.weight.shape == (2, 2)
 
 
 def test_the_norm_is_that_of_all_tensors_together():

@@ -171,33 +171,24 @@ def test_a_stage_that_was_not_shared_out_after_all_is_refused():
         verify_engine(shared, "MULTI_GPU", is_in_shards=False)
 
 
-@pytest.mark.parametrize("variable", ["PARALLELISM_CONFIG_TP_SIZE", "PIPELINE_STAGES"])
-def test_accelerate_leaves_alone_what_is_sharded_without_it(variable, monkeypatch):
-    told = {"WORLD_SIZE": "2", "ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-    for name, value in told.items():
+@pytest.mark.parametrize(
+    ("engine", "variable", "shards"),
+    [
+        ("FSDP", "PARALLELISM_CONFIG_TP_SIZE", "false"),
+        ("FSDP", "PIPELINE_STAGES", "false"),
+        ("FSDP", "PARALLELISM_CONFIG_CP_SIZE", "true"),
+        ("DEEPSPEED", "PARALLELISM_CONFIG_SP_SIZE", "true"),
+    ],
+)
+def test_accelerate_leaves_alone_what_is_shared_without_it(engine, variable, shards, monkeypatch):
+    is_used, is_meshed = f"ACCELERATE_USE_{engine}", "ACCELERATE_USE_PARALLELISM_CONFIG"
+    for name, value in {"WORLD_SIZE": "2", is_used: "true", is_meshed: "true"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RECIPES_SHARDED_WHEN_LOADED", "false")
     keep_from_accelerate(read_launch())
-    assert os.environ["ACCELERATE_USE_FSDP"] == "true"
+    assert os.environ[is_used] == os.environ[is_meshed] == "true"
     monkeypatch.setenv(variable, "2")
     before = read_launch()
     keep_from_accelerate(before)
-    assert os.environ["ACCELERATE_USE_FSDP"] == os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
-    assert read_launch() == before
-
-
-@pytest.mark.parametrize(
-    ("engine", "variable"), [("FSDP", "PARALLELISM_CONFIG_CP_SIZE"), ("DEEPSPEED", "PARALLELISM_CONFIG_SP_SIZE")]
-)
-def test_accelerate_is_not_told_of_rows_that_are_shared(engine, variable, monkeypatch):
-    told = {"WORLD_SIZE": "2", f"ACCELERATE_USE_{engine}": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
-    keep_from_accelerate(read_launch())
-    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
-    monkeypatch.setenv(variable, "2")
-    before = read_launch()
-    keep_from_accelerate(before)
-    assert os.environ[f"ACCELERATE_USE_{engine}"] == "true"
-    assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "false"
+    assert (os.environ[is_used], os.environ[is_meshed]) == (shards, "false")
     assert read_launch() == before

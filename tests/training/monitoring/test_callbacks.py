@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.rows import read_events
+from tests.training.configurations import build_recipe
 from tests.training.pretraining import build_config, run_recipe
 from torch import nn
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from recipes_lib.config.schema import DataConfig, EvaluationConfig, ModelConfig, RecipeConfig, TokensConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.monitoring import callbacks
 from recipes_lib.training.monitoring.callbacks import (
@@ -231,28 +231,16 @@ def test_a_run_reports_them_each_step(tmp_path, tiny_tokenizer_dir, monkeypatch)
         assert step["mfu"] is None or step["mfu"] > 0
 
 
-def run_reporting_to(wanted) -> RecipeConfig:
-    return RecipeConfig(
-        recipe="sft",
-        path=None,
-        data=DataConfig(),
-        tokens=TokensConfig(),
-        model=ModelConfig(),
-        evaluation=EvaluationConfig(),
-        training={"report_to": wanted},
-    )
-
-
 @pytest.mark.parametrize("wanted", ["none", "all", ["tensorboard"], ["tensorboard", "wandb"]])
 def test_what_is_installed_is_accepted(monkeypatch: pytest.MonkeyPatch, wanted) -> None:
     monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard", "wandb"])
-    verify_trackers(run_reporting_to(wanted))
+    verify_trackers(build_recipe({"report_to": wanted}))
 
 
 def test_every_missing_tracker_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callbacks, "get_available_reporting_integrations", lambda: ["tensorboard"])
     with pytest.raises(ConfigError) as raised:
-        verify_trackers(run_reporting_to(["trackio", "tensorboard", "wandb"]))
+        verify_trackers(build_recipe({"report_to": ["trackio", "tensorboard", "wandb"]}))
     assert [problem.found for problem in raised.value.problems] == [
         "trackio is not installed",
         "wandb is not installed",

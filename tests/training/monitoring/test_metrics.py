@@ -7,26 +7,14 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from tests.rows import read_rows
+from tests.training.clock import Clock
 
 from recipes_lib.planning.compute import TokenFlops
 from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, ThroughputMeter
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def read_lines(path: Path) -> list[Any]:
-    return read_rows(path)
 
 
 def write_steps(path: Path, *steps: int) -> None:
@@ -114,7 +102,7 @@ def test_every_line_is_strict_json_and_reads_back(tmp_path: Path, value: object)
         raise AssertionError(constant)
 
     json.loads(path.read_text(), parse_constant=refuse)
-    (event,) = read_lines(path)
+    (event,) = read_rows(path)
     is_finite = not isinstance(value, float) or math.isfinite(value)
     assert repr(event["loss"] if is_finite else float(event["loss"])) == repr(value)
 
@@ -140,7 +128,7 @@ def test_what_was_logged_after_the_checkpoint_is_dropped(tmp_path: Path) -> None
     MetricsWriter(path).rewind(10)
     write_steps(path, 15)
 
-    assert [event["step"] for event in read_lines(path)] == [0, 5, 10, 15]
+    assert [event["step"] for event in read_rows(path)] == [0, 5, 10, 15]
 
 
 def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path: Path) -> None:
@@ -164,7 +152,7 @@ def test_going_on_drops_lines_that_are_no_event(tmp_path: Path, torn: str) -> No
 
     MetricsWriter(path).rewind(2)
 
-    assert [event["step"] for event in read_lines(path)] == [1, 2]
+    assert [event["step"] for event in read_rows(path)] == [1, 2]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's disk that is always full")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from tests.training.clock import Clock
 
 from recipes_lib.training.monitoring.progress import (
     LiveProgress,
@@ -28,14 +29,6 @@ EVAL = {"kind": "eval", "eval_loss": 2.5, "eval_bits_per_byte": 0.91, "eval_toke
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_the_stream_decides_which_display_there_is() -> None:

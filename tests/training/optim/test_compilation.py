@@ -161,16 +161,16 @@ def test_compiled_layers_give_the_loss_and_gradients_of_eager_ones_on_packed_row
     assert list(model.state_dict()) == names
 
 
-def test_a_run_says_what_was_compiled_and_what_was_not(tiny_model_dir, tmp_path, monkeypatch) -> None:
+def test_a_run_says_what_was_compiled_and_what_was_not(tiny_model_dir, tmp_path) -> None:
     lines: list[str] = []
     for backend in ("aot_eager", "eager"):
-        trainer, _ = make_trainer(
+        trainer, recorder = make_trainer(
             tiny_model_dir, tmp_path / backend, make_packs(), torch_compile_backend=backend, max_steps=2
         )
         assert not trainer.args.torch_compile, "upstream would compile the whole model"
-        monkeypatch.setattr(trainer.observer.progress, "say", lines.append)
         with torch.compiler.set_stance("force_eager" if backend == "eager" else "default"):
             trainer.train()
+        lines += recorder.lines
     told = [line for line in lines if line.startswith("torch.compile")]
     assert re.fullmatch(r"torch.compile of 2 layers made [1-9]\d* graphs", told[0])
     assert "nothing: torch gave up" in told[1]

@@ -4,35 +4,18 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from tests.training.optim.small_models import build, compute_loss, take_steps
 from tests.training.optim.states import measure_group_bytes, measure_state_bytes
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 
 from recipes_lib.training.optim.optimizers import MuonAdamW, build_muon, describe_groups
 
 LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
 NOTHING_ELSE = [{"params": []}]
-SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 
 
-def build_llama(*, tied=False):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=tied))
-
-
-def build(model, tmp_path, *, decay_embeddings=True, **training):
+def build_optimizer(model, tmp_path, *, decay_embeddings=True, **training):
     training = {"learning_rate": LR, "weight_decay": DECAY, "adam_beta2": 0.95} | training
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **training)
     return build_muon(model, args, decay_embeddings=decay_embeddings)
@@ -40,16 +23,6 @@ def build(model, tmp_path, *, decay_embeddings=True, **training):
 
 def prepare(optimizer):
     return Accelerator(cpu=True).prepare(optimizer)
-
-
-def take_steps(model, optimizer, scheduler=None, steps=range(4)):
-    for step in steps:
-        ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
-        model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        optimizer.zero_grad()
 
 
 def flatten(model):
@@ -85,18 +58,9 @@ def test_a_matrix_moves_as_its_singular_values_say(shape):
     assert np.linalg.norm(matrix.detach().numpy() - expected) < 0.01 * moved
 
 
-def test_its_updates_are_as_large_as_those_of_adamw():
-    """Root mean squares: 0.2 of the learning rate whatever the shape, in the range that Liu et al. found AdamW in."""
-    for shape in [(64, 64), (32, 128), (128, 32)]:
-        matrix = torch.nn.Parameter(torch.zeros(shape))
-        matrix.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        MuonAdamW([matrix], NOTHING_ELSE, lr=1.0, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-8).step()
-        assert matrix.detach().square().mean().sqrt().item() == pytest.approx(0.2, rel=0.3)
-
-
 def test_the_hidden_matrices_are_muons_and_the_rest_is_adamws(tmp_path):
-    model = build_llama()
-    rows = describe_groups(build(model, tmp_path), model)
+    model = build("llama")
+    rows = describe_groups(build_optimizer(model, tmp_path), model)
     assert [(row.optimizer, row.weight_decay) for row in rows] == [("Muon", DECAY), ("AdamW", DECAY), ("AdamW", 0.0)]
     layer = "model.layers.*."
     assert rows[0].parameters == (
@@ -109,58 +73,51 @@ def test_the_hidden_matrices_are_muons_and_the_rest_is_adamws(tmp_path):
 
 
 def test_an_embedding_is_adamws_though_it_does_not_decay_and_once_though_it_is_tied(tmp_path):
-    model = build_llama(tied=True)
-    muon, _, kept = build(model, tmp_path, decay_embeddings=False).param_groups
+    model = build("llama-tied")
+    muon, _, kept = build_optimizer(model, tmp_path, decay_embeddings=False).param_groups
     embedding = model.get_input_embeddings().weight
     assert sum(parameter is embedding for parameter in kept["params"]) == 1
     assert not any(parameter is embedding for parameter in muon["params"])
 
 
 @pytest.mark.parametrize(
-    ("build_model", "adamws", "muons"),
+    ("name", "adamws", "muons"),
     [
         (
-            lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **HEADS, num_local_experts=2)),
+            "mixtral",
             {"model.layers.*.mlp.experts.gate_up_proj", "model.layers.*.mlp.experts.down_proj"},
             {"model.layers.*.mlp.gate.weight"},
         ),
-        (
-            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)),
-            {"transformer.wte.weight", "transformer.wpe.weight"},
-            {"transformer.h.*.attn.c_attn.weight"},
-        ),
+        ("gpt2", {"transformer.wte.weight", "transformer.wpe.weight"}, {"transformer.h.*.attn.c_attn.weight"}),
     ],
-    ids=["mixtral", "gpt2"],
 )
-def test_stacks_and_position_embeddings_are_adamws(tmp_path, build_model, adamws, muons):
-    model = build_model()
-    muon, decaying, _ = describe_groups(build(model, tmp_path), model)
+def test_stacks_and_position_embeddings_are_adamws(tmp_path, name, adamws, muons):
+    model = build(name)
+    muon, decaying, _ = describe_groups(build_optimizer(model, tmp_path), model)
     assert muons <= set(muon.parameters)
     assert adamws <= set(decaying.parameters)
 
 
 def test_a_bias_of_every_expert_is_a_vector_though_together_they_are_a_matrix(tmp_path):
-    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
-    model = GptOssForCausalLM(GptOssConfig(**SHAPE, **HEADS, **experts))
-    _, _, kept = describe_groups(build(model, tmp_path), model)
+    model = build("gpt-oss")
+    _, _, kept = describe_groups(build_optimizer(model, tmp_path), model)
     assert "model.layers.*.mlp.experts.gate_up_proj_bias" in kept.parameters
 
 
 def test_what_is_frozen_is_nobodys(tmp_path):
-    model = build_llama()
+    model = build("llama")
     model.requires_grad_(False)
     model.model.layers[1].mlp.requires_grad_(True)
     before = flatten(model.model.layers[0])
-    optimizer = build(model, tmp_path)
+    optimizer = build_optimizer(model, tmp_path)
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 0, 0]
     take_steps(model, optimizer)
     assert torch.equal(flatten(model.model.layers[0]), before)
 
 
 def test_under_one_schedule_it_is_torchs_muon_and_torchs_adamw(tmp_path):
-    ours, theirs = build_llama(), build_llama()
-    optimizer = build(ours, tmp_path)
-    take_steps(ours, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    ours, theirs = build("llama"), build("llama")
+    optimizer = build_optimizer(ours, tmp_path)
     names = dict(theirs.named_parameters())
     groups = {
         "muon": [p for n, p in names.items() if "proj" in n],
@@ -176,36 +133,35 @@ def test_under_one_schedule_it_is_torchs_muon_and_torchs_adamw(tmp_path):
             weight_decay=DECAY,
         ),
     ]
-    schedules = [LambdaLR(one, lambda step: 1 / (1 + step)) for one in pair]
-    for step in range(4):
-        ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(step))
-        theirs(input_ids=ids, labels=ids).loss.backward()
-        for one, schedule in zip(pair, schedules, strict=True):
-            one.step()
-            schedule.step()
-            one.zero_grad()
+    for model, optimizers in ((ours, [optimizer]), (theirs, pair)):
+        schedules = [LambdaLR(one, lambda step: 1 / (1 + step)) for one in optimizers]
+        for _ in range(4):
+            compute_loss(model).backward()
+            for each in (*optimizers, *schedules):
+                each.step()
+            model.zero_grad()
     assert torch.equal(flatten(ours), flatten(theirs))
 
 
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     """Prepared by accelerate, which loads the state of an optimizer into itself, and saved as the Trainer saves."""
-    whole, resumed = build_llama(), build_llama()
-    optimizer = prepare(build(whole, tmp_path))
-    take_steps(whole, optimizer, steps=range(3))
+    whole, resumed = build("llama"), build("llama")
+    optimizer = prepare(build_optimizer(whole, tmp_path))
+    take_steps(whole, optimizer, 3)
     torch.save({"model": whole.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
-    take_steps(whole, optimizer, steps=range(3, 6))
+    take_steps(whole, optimizer, 3)
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     resumed.load_state_dict(saved["model"])
-    optimizer = prepare(build(resumed, tmp_path, learning_rate=1.0, weight_decay=0.9))
+    optimizer = prepare(build_optimizer(resumed, tmp_path, learning_rate=1.0, weight_decay=0.9))
     optimizer.load_state_dict(saved["optimizer"])
-    take_steps(resumed, optimizer, steps=range(3, 6))
+    take_steps(resumed, optimizer, 3)
     assert torch.equal(flatten(whole), flatten(resumed))
 
 
 def test_parameters_that_were_exchanged_are_the_ones_that_move(tmp_path):
     """Sharding puts other tensors into the groups of an optimizer that was built before."""
-    model = build_llama()
-    optimizer = build(model, tmp_path)
+    model = build("llama")
+    optimizer = build_optimizer(model, tmp_path)
     exchanged = [torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
     by_id = dict(zip(map(id, model.parameters()), exchanged, strict=True))
     for group in optimizer.param_groups:
@@ -217,13 +173,12 @@ def test_parameters_that_were_exchanged_are_the_ones_that_move(tmp_path):
 
 
 def test_a_closure_is_evaluated_once_with_gradients(tmp_path):
-    model, losses = build_llama(), []
-    optimizer = build(model, tmp_path)
+    model, losses = build("llama"), []
+    optimizer = build_optimizer(model, tmp_path)
     before = flatten(model)
 
     def closure():
-        ids = torch.arange(32).reshape(2, 16)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = compute_loss(model)
         loss.backward()
         losses.append(loss.item())
         return loss.item()
@@ -236,9 +191,9 @@ def test_a_closure_is_evaluated_once_with_gradients(tmp_path):
 
 
 def test_it_holds_one_number_a_matrix_entry_and_two_for_the_rest(tmp_path):
-    model = build_llama()
-    optimizer = build(model, tmp_path)
-    take_steps(model, optimizer, steps=range(1))
+    model = build("llama")
+    optimizer = build_optimizer(model, tmp_path)
+    take_steps(model, optimizer, 1)
     muon, *others = measure_group_bytes(optimizer)
     assert muon == 4
     assert others == pytest.approx([8, 8], abs=0.3)

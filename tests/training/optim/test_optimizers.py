@@ -9,35 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from tests.training.configurations import build_recipe
+from tests.training.optim.small_models import MODELS, build, take_steps
 from tests.training.optim.states import measure_group_bytes, measure_state_bytes
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from transformers.training_args import OptimizerNames
 
-from recipes_lib.config.schema import (
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    PretrainingConfig,
-    RecipeConfig,
-    TokensConfig,
-)
+from recipes_lib.config.schema import PretrainingConfig
 from recipes_lib.errors import ConfigError
 from recipes_lib.training.optim.optimizers import (
     build_muon,
@@ -48,20 +27,6 @@ from recipes_lib.training.optim.optimizers import (
     verify_optimizer,
 )
 
-SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS)),
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS, tie_word_embeddings=True)),
-    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, **HEADS, attention_bias=True, mlp_bias=True)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, **HEADS, num_local_experts=2)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **HEADS)),
-    "gpt-oss": lambda: GptOssForCausalLM(
-        GptOssConfig(**SHAPE, **HEADS, num_local_experts=2, num_experts_per_tok=1, layer_types=["full_attention"] * 2)
-    ),
-    "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)),
-}
 EMBEDDINGS = {
     "llama-tied": {"model.embed_tokens.weight"},
     "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},
@@ -70,22 +35,7 @@ EMBEDDINGS = {
 
 
 def verify(training, *, recipe="sft"):
-    config = RecipeConfig(
-        recipe=recipe,
-        path=None,
-        data=DataConfig(),
-        tokens=TokensConfig(),
-        model=ModelConfig(),
-        evaluation=EvaluationConfig(),
-        training=training,
-    )
-    verify_optimizer(config)
-
-
-def build(name):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return MODELS[name]()
+    verify_optimizer(build_recipe(training, recipe))
 
 
 class OurGroups(Trainer):
@@ -98,19 +48,6 @@ class OurGroups(Trainer):
 def build_optimizer(model, tmp_path, optim, **training):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim, weight_decay=0.1, **training)
     return OurGroups(model=model, args=args).create_optimizer()
-
-
-def take_steps(model, optimizer, num_steps=4):
-    """Train on one batch; return the first and the last loss."""
-    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
-    losses = []
-    for _ in range(num_steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses[0], losses[-1]
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - {"mamba"}))
@@ -263,23 +200,6 @@ def test_a_tensor_that_all_states_share_is_counted_once():
     assert measure_state_bytes(optimizer) == (3 * 10 + 4 * 15) / 30
 
 
-def test_a_shard_is_counted_by_what_is_here():
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group(backend="fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(4, 8), mesh, [Shard(0)]))
-        assert parameter.numel() == 64
-        optimizer = torch.optim.AdamW([parameter], foreach=False)
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        assert measure_state_bytes(optimizer) == pytest.approx(8, abs=4 / 32)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
 # What an optimizer needs.
 
 PACKAGE_OF_HANDLER = {
@@ -386,11 +306,6 @@ def test_every_problem_is_told_at_once(packages):
     assert len(caught.value.problems) == 4
 
 
-@pytest.mark.parametrize("training", [{}, {"optim": "muon"}, {"optim": "sgd", "optim_args": "momentum=0.9"}])
-def test_what_torch_has_is_accepted(packages, training):
-    verify(training)
-
-
 def test_a_share_as_the_warmup_of_a_schedule_free_optimizer_would_multiply_the_first_step(tmp_path):
     """Why it is refused: upstream hands the share on as a number of steps."""
     pytest.importorskip("schedulefree")
@@ -422,16 +337,7 @@ def test_a_group_that_deepspeed_has_flattened_is_told_as_such():
 def test_the_planned_groups_are_those_of_the_run(tiny_model_dir, tmp_path, optim, decay_embeddings):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     keys = {"optim": optim, "learning_rate": 1e-3, "weight_decay": 0.1, "output_dir": str(tmp_path), "use_cpu": True}
-    config = RecipeConfig(
-        recipe="pretrain",
-        path=None,
-        data=DataConfig(),
-        tokens=TokensConfig(),
-        model=ModelConfig(),
-        evaluation=EvaluationConfig(),
-        pretraining=PretrainingConfig(decay_embeddings=decay_embeddings),
-        training=keys,
-    )
+    config = build_recipe(keys, "pretrain", pretraining=PretrainingConfig(decay_embeddings=decay_embeddings))
     planned = plan_groups(model.to("meta"), config)
 
     class Decaying(Trainer):

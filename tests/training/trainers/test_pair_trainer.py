@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from tests.training.pairs import Recorder, Setting, make_pair_trainer, make_pairs, train_pairs
-from tests.training.trajectories import assert_equal_weights, weights_of
+from tests.training.pairs import Setting, make_pair_trainer, make_pairs, train_pairs
+from tests.training.trajectories import Recorder, assert_equal_weights, weights_of
 from transformers import AutoTokenizer
 from trl import RewardConfig
 
@@ -37,7 +37,7 @@ def test_how_a_step_is_cut_changes_nothing(tiny_model_dir, tmp_path):
         options = {"loss_type": ["sigmoid", "sft"], "precompute_ref_log_probs": True, **CUTS[name]}
         trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / name, make_pairs(13), **options)
         trainer.train()
-        trajectories[name] = [{key: log[key] for key in LOGGED} for log in recorder.logs if "loss" in log]
+        trajectories[name] = [{key: log[key] for key in LOGGED} for log in recorder.train_logs if "loss" in log]
     expected = trajectories.pop("8x1")
     assert len({step["loss"] for step in expected}) == 4
     for name, trajectory in trajectories.items():
@@ -69,7 +69,7 @@ def test_a_logged_figure_is_the_mean_over_all_pairs_since_the_last_log(tiny_mode
         options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         trainer, recorder = make_pair_trainer(tiny_model_dir, tmp_path / str(logging_steps), pairs, **options)
         watch(trainer).train()
-        logs = [log for log in recorder.logs if "loss" in log]
+        logs = recorder.train_logs
         assert len(logs) == num_logs
         steps = [seen[0:2], seen[2:4], seen[4:6], seen[6:7]]
         assert len(seen) == 7
@@ -179,7 +179,7 @@ def test_it_learns_which_answers_are_preferred(tiny_model_dir, tmp_path):
     keys = {"learning_rate": 3e-3, "max_steps": 60, "per_device_train_batch_size": 8, "warmup_steps": 5}
     trainer, recorder = make_trainer(tiny_model_dir, tmp_path, make_judged_pairs(), **keys)
     trainer.train()
-    last = [logs for logs in recorder.logs if "loss" in logs][-5:]
+    last = recorder.train_logs[-5:]
     assert all(logs["rewards/accuracies"] == 1 for logs in last)
     held_out = make_judged_pairs(64).select(range(32, 64))
     batch = trainer.data_collator([held_out[number] for number in range(32)])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -25,40 +26,47 @@ _NUM_SHOWN: Final = 20
 
 
 @dataclass
+class Answer:
+    """A text of the last step that passed the filters.
+
+    Attributes:
+        text: Without reasoning.
+        place: Its number among all answers.
+        thought: The reasoning before it; ``None`` without.
+        agrees: Whether it has the most common result.
+        grade: ``None`` where the judge gave none.
+    """
+
+    text: str
+    place: int
+    thought: str | None = None
+    agrees: bool = True
+    grade: float | None = None
+
+    def rank(self) -> tuple[bool, float]:
+        """Return what decides between two answers: first agreement, then the grade."""
+        return self.agrees, -math.inf if self.grade is None else self.grade
+
+
+@dataclass
 class Candidate:
     """A row that passed the filters: what it was made of, and its answers that passed.
 
     Attributes:
         values: Of the method's templates, without the last step.
-        answers: Texts of the last step, in order.
-        thoughts: The reasoning before each; ``None`` without.
-        places: Their numbers among all answers.
-        agrees: Whether each has the most common result.
+        answers: In order.
         agreement: Share of the most common result; ``None`` if not asked for.
-        grades: Of each answer; ``None`` where the judge gave none.
     """
 
     values: Mapping[str, Any]
-    answers: list[str]
-    thoughts: list[str | None]
-    places: list[int]
-    agrees: list[bool]
+    answers: list[Answer]
     agreement: float | None = None
-    grades: list[float | None] = field(default_factory=list)
 
-    def find_extremes(self) -> tuple[int, int]:
-        """Return the best and the worst answer: first by agreement, then by grade; the first of equal ones."""
-        ranks = [
-            (one, -float("inf") if grade is None else grade)
-            for one, grade in zip(self.agrees, self.grades, strict=True)
-        ]
+    def find_extremes(self) -> tuple[Answer, Answer]:
+        """Return the best and the worst answer; the first of equal ones."""
         # Answers without a grade take part only where no answer has one.
-        known = [at for at, grade in enumerate(self.grades) if grade is not None] or list(range(len(ranks)))
-        return max(known, key=lambda at: ranks[at]), min(known, key=lambda at: ranks[at])
-
-    def rank(self, at: int) -> tuple[bool, float | None]:
-        """Return what decides between two answers."""
-        return self.agrees[at], self.grades[at]
+        known = [answer for answer in self.answers if answer.grade is not None] or self.answers
+        return max(known, key=Answer.rank), min(known, key=Answer.rank)
 
 
 def find_failure(step: Mapping[str, Any], text: str, *, error: str | None, is_finished: bool) -> str | None:
@@ -93,7 +101,6 @@ def read_row_file(path: Path, num_bytes: int | None = None) -> Iterator[dict[str
 
 
 def filter_replies(
-    config: SynthesisConfig,
     method: Method,
     rows: Sequence[SourceRow],
     checks: Sequence[Check],
@@ -104,22 +111,21 @@ def filter_replies(
     """Yield the rows that pass all filters but those of grades, and count the others by reason.
 
     Args:
-        config: Thresholds, and how many replies count: an earlier launch may have asked for more.
-        method: That made the replies.
+        method: That made the replies; how many of them count, since an earlier launch may have asked for more.
         rows: Of the source.
         checks: Of single answers.
         path: Of the replies.
         removed: Gets the counts.
         samples: Gets the first replies of each reason.
     """
-    threshold = config.near_duplicates_threshold
+    threshold = method.config.near_duplicates_threshold
     seen = None if threshold is None else NearDuplicates(threshold)
     if seen is not None and method.fields["compare_with_source"]:
         for row in rows:
             seen.add(row.text)
-    for reply in islice(read_row_file(path), config.num_candidates or len(rows)):
-        found = _take(config, method, rows, checks, reply)
-        if isinstance(found, Candidate) and seen is not None and seen.add(_read_compared(method, found)):
+    for reply in islice(read_row_file(path), method.config.num_candidates or len(rows)):
+        found = _take(method, rows, checks, reply)
+        if isinstance(found, Candidate) and seen is not None and seen.add(read_compared(method, found)):
             found = "near duplicate"
         if isinstance(found, Candidate):
             yield found
@@ -131,62 +137,59 @@ def filter_replies(
             )
 
 
-def _read_compared(method: Method, candidate: Candidate) -> str:
-    return method.read_compared(complete_values(method, candidate, 0))
+def read_compared(method: Method, candidate: Candidate) -> str:
+    """Return the text by which a candidate is compared with others."""
+    return method.read_compared(complete_values(method, candidate, candidate.answers[0].text))
 
 
-def complete_values(method: Method, candidate: Candidate, at: int, *, with_reasoning: bool = False) -> dict[str, Any]:
-    """Values of a candidate with one of its answers, and perhaps the reasoning before it."""
-    thought = candidate.thoughts[at] if with_reasoning else None
-    return {**candidate.values, method.steps[-1]["name"]: join_reasoning(thought, candidate.answers[at])}
+def complete_values(method: Method, candidate: Candidate, text: str) -> dict[str, Any]:
+    """Values of a candidate with the text of one of its answers."""
+    return {**candidate.values, method.steps[-1]["name"]: text}
 
 
 def _take(
-    config: SynthesisConfig,
-    method: Method,
-    rows: Sequence[SourceRow],
-    checks: Sequence[Check],
-    reply: Mapping[str, Any],
+    method: Method, rows: Sequence[SourceRow], checks: Sequence[Check], reply: Mapping[str, Any]
 ) -> Candidate | str:
     """Return the candidate in a reply, or why there is none."""
     if reply["failed"] is not None:
         return str(reply["failed"])
     # Drawn again instead of stored: seed and number decide them.
-    values = method.draw(config, rows, reply["number"]) | {"number": reply["number"]}
+    values = method.draw(rows, reply["number"]) | {"number": reply["number"]}
     values |= {step["name"]: take_reply(step, reply["steps"][step["name"]]) for step in method.steps[:-1]}
-    reasons: list[str | None] = []
-    texts: list[str] = []
-    for answer in reply["answers"]:
+    candidate, reasons = Candidate(values, []), list[str]()
+    for place, given in enumerate(reply["answers"]):
         last = method.steps[-1]
-        reason = find_failure(last, answer["text"], error=answer["error"], is_finished=answer["is_finished"])
-        texts.append("" if reason is not None else str(take_reply(last, answer["text"])))
-        reasons.append(reason or next(filter(None, (one(texts[-1]) for one in checks)), None))
-    places = [at for at, reason in enumerate(reasons) if reason is None]
-    if not places:
-        return str(reasons[0])
-    thoughts = [split_reasoning(reply["answers"][at]["text"])[0] for at in places]
-    candidate = Candidate(values, [texts[at] for at in places], thoughts, places, [True] * len(places))
-    if method.fields["compare_with_source"]:
-        # What the model has asked is checked too, but for its length.
-        asked = _read_compared(method, candidate)
-        if reason := next(filter(None, (one(asked) for one in checks[1:])), None):
-            return reason
-    if config.min_agreement is not None:
-        agreeing = find_agreeing(candidate.answers)
+        reason = find_failure(last, given["text"], error=given["error"], is_finished=given["is_finished"])
+        text = "" if reason is not None else str(take_reply(last, given["text"]))
+        if reason := reason or _find_fault(text, checks):
+            reasons.append(reason)
+        else:
+            candidate.answers.append(Answer(text, place, split_reasoning(given["text"])[0]))
+    if not candidate.answers:
+        return reasons[0]
+    # What the model has asked is checked too, but for its length.
+    if method.fields["compare_with_source"] and (reason := _find_fault(read_compared(method, candidate), checks[1:])):
+        return reason
+    if method.config.min_agreement is not None:
+        agreeing = find_agreeing([answer.text for answer in candidate.answers])
         # Of all answers that were asked for: those that were removed do not agree.
-        candidate.agreement = len(agreeing) / config.num_answers
-        if candidate.agreement < config.min_agreement:
+        candidate.agreement = len(agreeing) / method.config.num_answers
+        if candidate.agreement < method.config.min_agreement:
             return "no agreement"
-        candidate.agrees = [at in agreeing for at in range(len(places))]
-    candidate.grades = [None] * len(places)
+        for at, answer in enumerate(candidate.answers):
+            answer.agrees = at in agreeing
     return candidate
+
+
+def _find_fault(text: str, checks: Sequence[Check]) -> str | None:
+    return next(filter(None, (check(text) for check in checks)), None)
 
 
 def keep_graded(config: SynthesisConfig, candidate: Candidate, removed: Counter[str]) -> bool:
     """Whether the best answer of a row has a grade, and a good one."""
     if config.judge is None:
         return True
-    best = candidate.grades[candidate.find_extremes()[0]]
+    best = candidate.find_extremes()[0].grade
     if best is None:
         removed["no grade"] += 1
     elif config.min_score is not None and best < config.min_score:
@@ -197,21 +200,17 @@ def keep_graded(config: SynthesisConfig, candidate: Candidate, removed: Counter[
 
 
 def write_rows(
-    config: SynthesisConfig,
-    method: Method,
-    candidates: Sequence[Candidate],
-    folder: Path,
-    samples: dict[str, list[Any]],
+    method: Method, candidates: Sequence[Candidate], folder: Path, samples: dict[str, list[Any]]
 ) -> tuple[int, int]:
     """Write ``rows.jsonl`` and ``pairs.jsonl``, and return how many rows each has."""
-    is_ranked = config.judge is not None or config.min_agreement is not None
+    is_ranked = method.config.judge is not None or method.config.min_agreement is not None
     rows, pairs = list[dict[str, Any]](), list[dict[str, Any]]()
     for candidate in candidates:
         best, worst = candidate.find_extremes()
-        for at in [best] if is_ranked else range(len(candidate.answers)):
-            rows.append({**_build_row(config, method, candidate, at), **_describe(config, method, candidate, at)})
-        if is_ranked and candidate.rank(best) != candidate.rank(worst):
-            pairs += _build_pair(config, method, candidate, best, worst)
+        for answer in [best] if is_ranked else candidate.answers:
+            rows.append({**_build_row(method, candidate, answer), **_describe(method, candidate, answer)})
+        if is_ranked and best.rank() != worst.rank():
+            pairs += _build_pair(method, candidate, best, worst)
     samples["kept"] = rows[:_NUM_SHOWN]
     for name, written in ((ROWS, rows), (PAIRS, pairs)):
         if written or name == ROWS:
@@ -223,33 +222,32 @@ def write_rows(
     return len(rows), len(pairs)
 
 
-def _build_row(config: SynthesisConfig, method: Method, candidate: Candidate, at: int) -> dict[str, Any]:
-    return method.build_row(complete_values(method, candidate, at, with_reasoning=config.reasoning == "keep"))
+def _build_row(method: Method, candidate: Candidate, answer: Answer) -> dict[str, Any]:
+    thought = answer.thought if method.config.reasoning == "keep" else None
+    return method.build_row(complete_values(method, candidate, join_reasoning(thought, answer.text)))
 
 
-def _describe(config: SynthesisConfig, method: Method, candidate: Candidate, at: int) -> dict[str, Any]:
+def _describe(method: Method, candidate: Candidate, answer: Answer) -> dict[str, Any]:
     """Provenance of a row, as its column ``synthesis``."""
     values = candidate.values
     return {
         "synthesis": {
             "method": method.path.stem,
-            "model": config.model_name_or_path,
+            "model": method.config.model_name_or_path,
             "number": values["number"],
-            "answer": candidate.places[at],
+            "answer": answer.place,
             "source": values["source"],
             **{name: values[name] for name in method.fields["choices"] or ()},
-            "grade": candidate.grades[at],
+            "grade": answer.grade,
             "agreement": candidate.agreement,
         }
     }
 
 
-def _build_pair(
-    config: SynthesisConfig, method: Method, candidate: Candidate, best: int, worst: int
-) -> Iterator[dict[str, Any]]:
+def _build_pair(method: Method, candidate: Candidate, best: Answer, worst: Answer) -> Iterator[dict[str, Any]]:
     """Yield the preference row of the best and the worst answer, if the method writes answers to prompts."""
-    chosen, rejected = (_build_row(config, method, candidate, at) for at in (best, worst))
-    provenance = _describe(config, method, candidate, best)
+    chosen, rejected = (_build_row(method, candidate, answer) for answer in (best, worst))
+    provenance = _describe(method, candidate, best)
     if isinstance(chosen.get("messages"), list):
         sides = {"chosen": chosen["messages"][-1:], "rejected": rejected["messages"][-1:]}
         yield {"prompt": chosen["messages"][:-1], **sides, **provenance}

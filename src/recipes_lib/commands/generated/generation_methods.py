@@ -22,19 +22,17 @@ from typing import Any, Final
 import numpy as np
 
 from recipes_lib.config.synthesis_keys import SynthesisConfig
-from recipes_lib.errors import ConfigError, DataError, Problem, raise_problems
+from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
 from recipes_lib.evaluation.endpoint import Chat, Message, split_reasoning
 from recipes_lib.evaluation.judge_questions import Question, read_question
 from recipes_lib.evaluation.prompt_files import load_prompt_file, render_prompt
 
 METHODS: Final = Path(__file__).with_name("methods")
 READS: Final = ("seeds", "prompts", "documents")
-_FIELDS: Final[Mapping[str, type]] = {
+_FIELDS: Final = {
     **{"reads": str, "choices": dict, "steps": list, "compare": str, "compare_with_source": bool, "row": dict}
 }
-_STEP_FIELDS: Final[Mapping[str, type]] = {
-    **{"name": str, "prompt": str, "system": str, "context": bool, "pattern": str}
-}
+_STEP_FIELDS: Final = {"name": str, "prompt": str, "system": str, "context": bool, "pattern": str}
 _CONTEXT: Final = "context"
 
 
@@ -55,15 +53,17 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class Method:
-    """A method.
+    """A method, as a configuration uses it.
 
     Attributes:
         path: Of its file.
         fields: Of its file.
+        config: Source, seed and numbers.
     """
 
     path: Path
     fields: Mapping[str, Any]
+    config: SynthesisConfig
 
     @property
     def steps(self) -> Sequence[Mapping[str, Any]]:
@@ -71,22 +71,21 @@ class Method:
         steps: Sequence[Mapping[str, Any]] = self.fields["steps"]
         return steps
 
-    def draw(self, config: SynthesisConfig, rows: Sequence[SourceRow], number: int) -> dict[str, Any]:
+    def draw(self, rows: Sequence[SourceRow], number: int) -> dict[str, Any]:
         """Return the values of a row: what it reads, and a value of each choice; decided by seed and number.
 
         Args:
-            config: Seed and number of seeds.
             rows: Of the source.
             number: Of the row that is written.
         """
         # A generator of its own for each row: what it draws depends on no other row, so that a resumed run equals a
         # whole one.
-        drawn = np.random.default_rng([config.seed, number])
+        drawn = np.random.default_rng([self.config.seed, number])
         values: dict[str, Any] = {
             name: given[int(drawn.integers(len(given)))] for name, given in (self.fields["choices"] or {}).items()
         }
         if self.fields["reads"] == "seeds":
-            chosen = drawn.choice(len(rows), min(config.num_seeds, len(rows)), replace=False)
+            chosen = drawn.choice(len(rows), min(self.config.num_seeds, len(rows)), replace=False)
             seeds = [rows[int(at)] for at in chosen]
             return {
                 **values,
@@ -166,12 +165,13 @@ def take_reply(step: Mapping[str, Any], text: str) -> str | None:
     return (found[1].strip() or None) if found else None
 
 
-def load_method(name: str) -> Method:
-    """Load a shipped method by name, or a file.
+def load_method(config: SynthesisConfig) -> Method:
+    """Load the shipped method of the configured name, or the file.
 
     Raises:
         ConfigError: There is none, or it is not a method; every problem at once.
     """
+    name = config.method
     path = METHODS / f"{name}.yaml"
     if not path.is_file():
         path = Path(name)
@@ -181,10 +181,9 @@ def load_method(name: str) -> Method:
                 Problem("method", f"there is no method {name[:120]!r}", f"name {shipped}, or a YAML file")
             )
     fields = load_prompt_file(path, _FIELDS)
-    problems = list(_find_faults(fields, str(path)))
-    if problems:
+    if problems := _find_faults(fields, str(path)):
         raise ConfigError(*problems)
-    return Method(path, fields)
+    return Method(path, fields, config)
 
 
 def _find_faults(fields: Mapping[str, Any], where: str) -> list[Problem]:
@@ -220,8 +219,8 @@ def _find_pattern_faults(step: Mapping[str, Any], where: str) -> list[Problem]:
     return []
 
 
-def read_source(config: SynthesisConfig, reads: str) -> tuple[list[SourceRow], str]:
-    """Return the rows of a source, as many as are used, and its fingerprint.
+def read_source(method: Method) -> tuple[list[SourceRow], str]:
+    """Return the rows that a method reads, as many as are used, and the fingerprint of the source.
 
     Raises:
         ConfigError: Columns are wrong.
@@ -229,6 +228,7 @@ def read_source(config: SynthesisConfig, reads: str) -> tuple[list[SourceRow], s
     """
     from recipes_lib.data.sources.canonical import load_source
 
+    config, reads = method.config, method.fields["reads"]
     source = load_source(
         config.dataset_name,
         config=config.dataset_config,
@@ -243,10 +243,8 @@ def read_source(config: SynthesisConfig, reads: str) -> tuple[list[SourceRow], s
         if isinstance(entry, Problem):
             problems.append(entry)
             continue
-        try:
+        with collecting(problems):
             rows.append(_read_row(entry.columns, number, entry.where, reads))
-        except DataError as error:
-            problems += error.problems
     raise_problems(problems, config.dataset_name)
     if not rows:
         raise DataError(Problem(config.dataset_name, "is empty", "check how it was written"))

@@ -15,21 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from recipes_lib.commands.sampling import RowFile
+from recipes_lib.commands.generated.answerers import load_answerer, load_judge, verify_judge
+from recipes_lib.commands.sampling import RowFile, TokenCounts
 from recipes_lib.config.schema import ModelConfig
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.evaluation.endpoint import Answerer, Endpoint
 from recipes_lib.evaluation.judge_questions import Question, ask_questions, load_answers, load_questions
-from recipes_lib.evaluation.judges import (
-    PROMPTS,
-    Judge,
-    PromptedJudge,
-    WinRate,
-    compute_win_rate,
-    load_reward_judge,
-    split_place,
-    verify_reward_model,
-)
+from recipes_lib.evaluation.judges import Judge, WinRate, compute_win_rate, split_place
 from recipes_lib.files import read_lines, replace_record
 from recipes_lib.processes import verify_one_process
 
@@ -43,21 +34,15 @@ _EPILOG: Final = (
 )
 
 
-@dataclass(slots=True)
-class AnsweredCounts:
-    """Progress of a file of answers or verdicts.
+@dataclass(slots=True, kw_only=True)
+class AnsweredCounts(TokenCounts):
+    """Progress of a file of answers, whose tokens are not counted, or of verdicts.
 
     Attributes:
         num_questions: Questions with a row.
-        num_prompt_tokens: Read by the judge.
-        num_tokens: Written by the judge.
-        num_bytes: Of the file.
     """
 
     num_questions: int = 0
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -68,10 +53,11 @@ def main(argv: Sequence[str]) -> None:
         DataError: Questions or answers cannot be read, or the judge gave no verdict on a model.
     """
     options = _build_parser().parse_args(list(argv))
+    lengths = {"max_new_tokens": options.max_new_tokens, "judge_tokens": options.judge_max_new_tokens}
     problems = [
         Problem(f"--{flag}", f"is {value}", "write 1 or more")
-        for flag in ("limit", "batch_size", "max_new_tokens", "judge_tokens")
-        if (value := getattr(options, flag)) is not None and value < 1
+        for flag, value in {"limit": options.limit, "batch_size": options.batch_size, **lengths}.items()
+        if value is not None and value < 1
     ]
     if len(options.models) < 2:
         problems.append(Problem("recipes eval compare", "there is one model", "name two or more"))
@@ -80,15 +66,13 @@ def main(argv: Sequence[str]) -> None:
     from recipes_lib.training.monitoring.progress import build_progress
 
     verify_one_process("recipes eval compare")
-    # A reward model would take the memory of the models meanwhile.
-    prepared = None if split_place(options.judge) is None else load_judge(options)
-    if prepared is None:
-        verify_reward_model(options.judge)
+    verify_judge(options, "pairwise")
     questions = load_questions(options.prompts, options.limit)
     progress = build_progress(is_main=True)
     try:
         answers = [_find_answers(at, name, questions, options, progress) for at, name in enumerate(options.models)]
-        judge = prepared or load_judge(options)
+        # Not before: a reward model would take the memory of the models meanwhile.
+        judge = load_judge(options, "pairwise")
         compared = [
             _judge(judge, questions, answers[0], other, options.output_dir / f"verdicts-{at}.jsonl", progress)
             for at, other in enumerate(answers[1:], 1)
@@ -130,11 +114,12 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help=told)
     parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR", help="answers, verdicts, judge.json")
     told = "YAML file instead of evaluation/judge_prompts/pairwise.yaml"
-    parser.add_argument("--judge_prompt", type=Path, default=PROMPTS / "pairwise.yaml", metavar="FILE", help=told)
-    parser.add_argument("--judge_tokens", type=int, default=2048, help="longest text of the judge (default: 2048)")
-    told = "JSON: further fields of requests to the judge; null removes one"
-    parser.add_argument("--request", type=json.loads, default={}, metavar="JSON", help="the same for models")
-    parser.add_argument("--judge_request", type=json.loads, default={}, metavar="JSON", help=told)
+    parser.add_argument("--judge_prompt", type=Path, metavar="FILE", help=told)
+    told, length = "longest text of the judge (default: 2048)", "judge_max_new_tokens"
+    parser.add_argument("--judge_tokens", dest=length, metavar="N", type=int, default=2048, help=told)
+    told, read = "JSON: further fields of requests to the judge; null removes one", json.loads
+    parser.add_argument("--request", dest="request_fields", type=read, metavar="JSON", help="the same for models")
+    parser.add_argument("--judge_request", dest="judge_fields", type=read, metavar="JSON", help=told)
     parser.add_argument("--limit", type=int, help="the first questions only")
     parser.add_argument("--max_new_tokens", type=int, default=1024, help="longest answer of a model (default: 1024)")
     parser.add_argument("--temperature", type=float, default=0.0, help="of the models (default: 0, greedy)")
@@ -142,45 +127,11 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, default=8, help="prompts at a time on this machine (default: 8)")
     parser.add_argument("--num_concurrent", type=int, default=8, help="requests to an endpoint at a time (default: 8)")
     parser.add_argument("--requests_per_minute", type=float, help="upper bound for each endpoint")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for an attempt (default: 300)")
+    told = "seconds for an attempt (default: 300)"
+    parser.add_argument("--timeout", dest="request_timeout", metavar="S", type=float, default=300.0, help=told)
     parser.add_argument("--dtype", default="auto", help="of models on this machine (default: that of the checkpoint)")
     parser.add_argument("--use_cpu", action="store_true", help="do not use a GPU")
     return parser
-
-
-def load_judge(options: argparse.Namespace) -> Judge:
-    """Build the judge that is named: an endpoint, else a reward model.
-
-    Raises:
-        ConfigError: It cannot be loaded, its prompt is wrong, or the endpoint has no model's name.
-    """
-    if (place := split_place(options.judge)) is not None:
-        engine = _build_endpoint(options, place, options.judge_tokens, 0.0, options.judge_request)
-        judge = PromptedJudge(engine, pairwise=options.judge_prompt)
-        judge.describe()
-        return judge
-    return load_reward_judge(options.judge, device=_choose_device(options))
-
-
-def _choose_device(options: argparse.Namespace) -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() and not options.use_cpu else "cpu"
-
-
-def _build_endpoint(
-    options: argparse.Namespace, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any]
-) -> Endpoint:
-    return Endpoint(
-        *place,
-        max_new_tokens=length,
-        temperature=temperature,
-        seed=options.seed,
-        num_concurrent=options.num_concurrent,
-        requests_per_minute=options.requests_per_minute,
-        timeout=options.timeout,
-        request=request,
-    )
 
 
 def _find_answers(
@@ -191,17 +142,13 @@ def _find_answers(
         return load_answers(Path(name), questions)
     from recipes_lib.data.store import compute_key
 
-    engine = _load_engine(name, options)
+    named = ModelConfig(model_name_or_path=name, dtype=options.dtype)
+    engine = load_answerer(options, split_place(name), named)
     facts = {"model": engine.describe()}
     path = options.output_dir / f"answers-{at}.jsonl"
-    asked = [question._asdict() for question in questions]
-    file = RowFile(
-        path,
-        compute_key({**facts, "questions": asked}),
-        AnsweredCounts(),
-        what="answers of another model, to other questions, or otherwise sampled",
-        facts=facts,
-    )
+    key = compute_key({**facts, "questions": [question._asdict() for question in questions]})
+    what = "answers of another model, to other questions, or otherwise sampled"
+    file = RowFile(path, key, AnsweredCounts(), what=what, facts=facts)
 
     def answer(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         answers = ask_questions(engine, part, range(start, start + len(part)))
@@ -212,24 +159,6 @@ def _find_answers(
     size = max(options.batch_size, options.num_concurrent)
     file.write(_take_in_parts(questions, file.counts, size, answer, progress, f"answers of {name}"))
     return load_answers(path, questions)
-
-
-def _load_engine(name: str, options: argparse.Namespace) -> Answerer:
-    if (place := split_place(name)) is not None:
-        return _build_endpoint(options, place, options.max_new_tokens, options.temperature, options.request)
-    from transformers.utils.logging import disable_progress_bar
-
-    from recipes_lib.evaluation.answering import load_local_model
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    return load_local_model(
-        ModelConfig(model_name_or_path=name, dtype=options.dtype),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        batch_size=options.batch_size,
-        use_cpu=options.use_cpu,
-    )
 
 
 def _take_in_parts(
@@ -268,9 +197,8 @@ def _judge(
     def ask(start: int, part: Sequence[Question]) -> Iterator[dict[str, Any]]:
         own = slice(start, start + len(part))
         found = judge.compare(part, base[own], other[own], range(own.start, own.stop))
+        file.counts.add_tokens(found)
         for question, judgment, one, two in zip(part, found, base[own], other[own], strict=True):
-            file.counts.num_prompt_tokens += judgment.num_prompt_tokens
-            file.counts.num_tokens += judgment.num_tokens
             yield {
                 "question_id": question.id,
                 "category": question.category,

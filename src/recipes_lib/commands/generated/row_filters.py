@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from recipes_lib.config.synthesis_keys import SynthesisConfig
 from recipes_lib.corpus.duplicates import MinHash, compute_jaccard, hash_shingles, hash_words
 from recipes_lib.data.final_numbers import read_final_number
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, verify_extra
 
 REFUSALS: Final = Path(__file__).with_name("refusals.txt")
 _NGRAM: Final = 3
@@ -77,8 +76,7 @@ def _build_refusal_check(path: Path) -> Check:
 
 
 def _build_language_check(languages: list[str], threshold: float) -> Check:
-    if importlib.util.find_spec("datatrove") is None:
-        raise ConfigError(Problem("languages", "datatrove is not installed", "pip install 'recipes-lib[corpus]'"))
+    verify_extra("languages", "corpus", "datatrove")
     from recipes_lib.corpus.text_steps import Language
 
     step = Language(languages, threshold, {}, None)

@@ -11,43 +11,33 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from recipes_lib.commands.generated.answerers import load_answerer, load_judge, verify_judge
 from recipes_lib.commands.generated.candidates import (
     ROWS,
+    Answer,
     Candidate,
     complete_values,
     filter_replies,
     find_failure,
     keep_graded,
+    read_compared,
     read_row_file,
     write_rows,
 )
-from recipes_lib.commands.generated.generation_methods import (
-    Method,
-    SourceRow,
-    load_method,
-    read_source,
-    take_reply,
-)
-from recipes_lib.commands.generated.row_filters import (
-    build_checks,
-    choose_rows,
-)
-from recipes_lib.commands.sampling import RowFile
+from recipes_lib.commands.generated.generation_methods import Method, SourceRow, load_method, read_source, take_reply
+from recipes_lib.commands.generated.row_filters import build_checks, choose_rows
+from recipes_lib.commands.sampling import RowFile, TokenCounts
+from recipes_lib.config.loader import end_after_help
+from recipes_lib.config.schema import ModelConfig
 from recipes_lib.config.synthesis_keys import SynthesisConfig, parse_synthesis_command
 from recipes_lib.errors import EXIT_DONE, ConfigError, DataError, Problem
-from recipes_lib.evaluation.endpoint import Answerer, Chat, Endpoint, Reply
+from recipes_lib.evaluation.endpoint import Answerer, Chat, Reply
 from recipes_lib.evaluation.judge_questions import Question
-from recipes_lib.evaluation.judges import (
-    PROMPTS,
-    Judge,
-    PromptedJudge,
-    load_reward_judge,
-    split_place,
-    verify_reward_model,
-)
+from recipes_lib.evaluation.judges import Judge
 from recipes_lib.files import replace_record
 from recipes_lib.processes import verify_one_process
 
@@ -60,38 +50,26 @@ _REPLIES: Final = "replies.jsonl"
 _GRADES: Final = "grades.jsonl"
 
 
-@dataclass(slots=True)
-class ReplyCounts:
+@dataclass(slots=True, kw_only=True)
+class ReplyCounts(TokenCounts):
     """Progress of the replies.
 
     Attributes:
         num_candidates: Rows that were written, before filters.
-        num_prompt_tokens: Read by the writer.
-        num_tokens: Written by it.
-        num_bytes: Of the file.
     """
 
     num_candidates: int = 0
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
 
 
-@dataclass(slots=True)
-class GradeCounts:
+@dataclass(slots=True, kw_only=True)
+class GradeCounts(TokenCounts):
     """Progress of the grades.
 
     Attributes:
         num_grades: Answers that were graded, or tried to be.
-        num_prompt_tokens: Read by the judge.
-        num_tokens: Written by it.
-        num_bytes: Of the file.
     """
 
     num_grades: int = 0
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    num_bytes: int = 0
 
 
 def main(argv: Sequence[str]) -> None:
@@ -102,9 +80,7 @@ def main(argv: Sequence[str]) -> None:
             holds other rows.
         DataError: The source cannot be read, or no row is left.
     """
-    config = _parse(argv)
-    if config is None:
-        return
+    config = end_after_help(parse_synthesis_command(argv))
     verify_one_process("recipes synthesize")
     from recipes_lib.report.html_pages import write_synthesis_report
     from recipes_lib.training.monitoring.progress import build_progress
@@ -127,25 +103,15 @@ def check(argv: Sequence[str]) -> int:
         ConfigError: As ``main``.
         DataError: As ``main``.
     """
-    config = _parse(argv)
-    if config is None:
-        return EXIT_DONE
-    method = load_method(config.method)
-    rows, _ = read_source(config, method.fields["reads"])
+    config = end_after_help(parse_synthesis_command(argv))
+    method = load_method(config)
+    rows, _ = read_source(method)
     build_checks(config)
-    verify_judge(config)
-    chat = method.build_chat(method.steps[0], method.draw(config, rows, 0))
+    verify_judge(config, "grade")
+    chat = method.build_chat(method.steps[0], method.draw(rows, 0))
     sys.stdout.write(f"{len(rows):,} {method.fields['reads']}; first prompt:\n\n{chat[-1]['content']}\n\n")
     sys.stdout.write("ready to synthesize\n")
     return EXIT_DONE
-
-
-def _parse(argv: Sequence[str]) -> SynthesisConfig | None:
-    config = parse_synthesis_command(argv)
-    if isinstance(config, str):
-        sys.stdout.write(f"{config}\n")
-        return None
-    return config
 
 
 def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -157,10 +123,10 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     """
     from recipes_lib.data.store import compute_key
 
-    method, folder = load_method(config.method), Path(config.output_dir)
-    rows, fingerprint = read_source(config, method.fields["reads"])
+    method, folder = load_method(config), Path(config.output_dir)
+    rows, fingerprint = read_source(method)
     checks = build_checks(config)
-    verify_judge(config)
+    verify_judge(config, "grade")
     total = config.num_candidates or len(rows)
     writer = load_writer(config)
     facts = {"writer": writer.describe(), "source": {"name": config.dataset_name, "fingerprint": fingerprint}}
@@ -170,28 +136,27 @@ def synthesize(config: SynthesisConfig, progress: TrainingProgress) -> tuple[dic
     # 1. Replies, which cost money: appended, and never asked for twice.
     replies = RowFile(folder / _REPLIES, key, ReplyCounts(), what=what, facts=facts)
     limits = Limits(config, replies.counts)
-    replies.write(_write_replies(config, method, writer, rows, range(total), limits, progress))
+    replies.write(_write_replies(method, writer, rows, total, limits, progress))
     del writer  # Its memory is free for a judge.
     removed: Counter[str] = Counter()
     samples: dict[str, list[Any]] = {}
     # 2. Filters, 3. grades, 4. selection: computed anew from the files, so that changed thresholds apply.
-    candidates = list(filter_replies(config, method, rows, checks, folder / _REPLIES, removed, samples))
+    candidates = list(filter_replies(method, rows, checks, folder / _REPLIES, removed, samples))
     judge_record: dict[str, Any] | None = None
     if config.judge is not None:
-        judge = load_judge(config)
+        judge = load_judge(config, "grade")
         counts = _grade(judge, method, candidates, folder / _GRADES, progress)
         judge_record = {"judge": judge.describe(), **dataclasses.asdict(counts)}
     candidates = [one for one in candidates if keep_graded(config, one, removed)]
     if config.max_rows is not None and len(candidates) > config.max_rows:
-        texts = [method.read_compared(complete_values(method, one, 0)) for one in candidates]
-        scores = [
-            max((grade for grade in one.grades if grade is not None), default=one.agreement) for one in candidates
-        ]
+        texts = [read_compared(method, one) for one in candidates]
+        grades = [[answer.grade for answer in one.answers if answer.grade is not None] for one in candidates]
+        scores = [max(given, default=one.agreement) for given, one in zip(grades, candidates, strict=True)]
         # Selection comes last: it compares rows by their grades.
         chosen = choose_rows(texts, scores, config.max_rows, config.diversity)
         removed["not among the best"] = len(candidates) - len(chosen)
         candidates = [candidates[at] for at in chosen]
-    num_rows, num_pairs = write_rows(config, method, candidates, folder, samples)
+    num_rows, num_pairs = write_rows(method, candidates, folder, samples)
     record = {
         "config": config.list_values(),
         **facts,
@@ -218,30 +183,14 @@ def load_writer(config: SynthesisConfig) -> Answerer:
     Raises:
         ConfigError: It cannot be had.
     """
-    if config.base_url is not None:
-        place = (config.base_url, config.model_name_or_path)
-        return _build_endpoint(config, place, config.max_new_tokens, config.temperature, config.request_fields)
-    from transformers.utils.logging import disable_progress_bar
-
-    from recipes_lib.config.schema import ModelConfig
-    from recipes_lib.evaluation.answering import load_local_model
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    place = None if config.base_url is None else (config.base_url, config.model_name_or_path)
     named = ModelConfig(
         model_name_or_path=config.model_name_or_path,
         model_revision=config.model_revision,
         dtype=config.dtype,
         trust_remote_code=config.trust_remote_code,
     )
-    return load_local_model(
-        named,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        use_cpu=config.use_cpu,
-        start=(lambda sampling, length: _start_vllm(config, sampling, length)) if config.engine == "vllm" else None,
-    )
+    return load_answerer(config, place, named, partial(_start_vllm, config) if config.engine == "vllm" else None)
 
 
 def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Generator:
@@ -264,49 +213,6 @@ def _start_vllm(config: SynthesisConfig, sampling: Sampling, length: int) -> Gen
     share = config.vllm_gpu_memory_utilization
     recipe = dataclasses.replace(recipe, engine=dataclasses.replace(recipe.engine, vllm_gpu_memory_utilization=share))
     return start(recipe, build_training_arguments(recipe, read_launch(), has_eval=False), sampling, length)
-
-
-def _build_endpoint(
-    config: SynthesisConfig, place: tuple[str, str], length: int, temperature: float, request: Mapping[str, Any] | None
-) -> Endpoint:
-    return Endpoint(
-        *place,
-        max_new_tokens=length,
-        temperature=temperature,
-        seed=config.seed,
-        num_concurrent=config.num_concurrent,
-        requests_per_minute=config.requests_per_minute,
-        timeout=config.request_timeout,
-        request=request or {},
-    )
-
-
-def verify_judge(config: SynthesisConfig) -> None:
-    """Raise before anything is written for a judge that cannot be had.
-
-    Raises:
-        ConfigError: Its prompt is wrong, or there is no such reward model.
-    """
-    if config.judge is not None and split_place(config.judge) is not None:
-        load_judge(config).describe()
-    elif config.judge is not None:
-        verify_reward_model(config.judge)
-
-
-def load_judge(config: SynthesisConfig) -> Judge:
-    """Build the judge: a reward model, or an endpoint.
-
-    Raises:
-        ConfigError: It cannot be had, or its prompt is wrong.
-    """
-    if (place := split_place(str(config.judge))) is not None:
-        endpoint = _build_endpoint(config, place, config.judge_max_new_tokens, 0.0, config.judge_fields)
-        prompt = Path(config.judge_prompt) if config.judge_prompt else PROMPTS / "grade.yaml"
-        return PromptedJudge(endpoint, grading=prompt)
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() and not config.use_cpu else "cpu"
-    return load_reward_judge(str(config.judge), device=device)
 
 
 class SpentError(Exception):
@@ -353,26 +259,18 @@ class Limits:
         if is_limited and any(reply.text and not reply.num_tokens for reply in replies):
             found = "the endpoint does not tell how many tokens it used, which a limit needs"
             raise ConfigError(Problem("base_url", found, "remove max_cost and max_total_tokens"))
-        self.counts.num_prompt_tokens += sum(reply.num_prompt_tokens for reply in replies)
-        self.counts.num_tokens += sum(reply.num_tokens for reply in replies)
+        self.counts.add_tokens(replies)
 
 
 def _write_replies(
-    config: SynthesisConfig,
-    method: Method,
-    writer: Answerer,
-    rows: Sequence[SourceRow],
-    numbers: range,
-    limits: Limits,
-    progress: TrainingProgress,
+    method: Method, writer: Answerer, rows: Sequence[SourceRow], total: int, limits: Limits, progress: TrainingProgress
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield what the writer replies for each row, batch by batch; stop where a limit is reached."""
-    counts = limits.counts
-    starts = range(counts.num_candidates, numbers.stop, config.batch_size)
-    for start in progress.track(starts, f"write {config.method}", len(starts)):
-        batch = numbers[start : start + config.batch_size]
+    counts, size = limits.counts, method.config.batch_size
+    starts = range(counts.num_candidates, total, size)
+    for start in progress.track(starts, f"write {method.config.method}", len(starts)):
         try:
-            written = _write_batch(config, method, writer, rows, batch, limits)
+            written = _write_batch(method, writer, rows, range(start, min(start + size, total)), limits)
         except SpentError:
             yield []  # What earlier steps of the batch cost is recorded.
             return
@@ -381,20 +279,15 @@ def _write_replies(
 
 
 def _write_batch(
-    config: SynthesisConfig,
-    method: Method,
-    writer: Answerer,
-    rows: Sequence[SourceRow],
-    numbers: range,
-    limits: Limits,
+    method: Method, writer: Answerer, rows: Sequence[SourceRow], numbers: range, limits: Limits
 ) -> list[dict[str, Any]]:
     drafts: list[dict[str, Any]] = [
         {"number": number, "steps": {}, "failed": None, "answers": []} for number in numbers
     ]
-    values = {number: method.draw(config, rows, number) for number in numbers}
+    values = {number: method.draw(rows, number) for number in numbers}
     for at, step in enumerate(method.steps):
         is_last = at == len(method.steps) - 1
-        num_answers = config.num_answers if is_last else 1
+        num_answers = method.config.num_answers if is_last else 1
         alive = [draft for draft in drafts if draft["failed"] is None]
         if not alive:
             break
@@ -403,7 +296,7 @@ def _write_batch(
         limits.verify_room(chats)
         seeds = [
             # A number for each answer to each step of each row, whatever batch it falls into.
-            (draft["number"] * len(method.steps) + at) * config.num_answers + answer
+            (draft["number"] * len(method.steps) + at) * method.config.num_answers + answer
             for draft in alive
             for answer in range(num_answers)
         ]
@@ -432,21 +325,19 @@ def _grade(
     if file.counts.num_bytes:
         known = {row["key"]: row["grade"] for row in read_row_file(path, file.counts.num_bytes)}
     asked: dict[str, tuple[Question, str]] = {}
-    keys: list[list[str]] = []
+    keys: list[tuple[Answer, str]] = []
     for candidate in candidates:
-        own = []
-        for at in range(len(candidate.answers)):
-            values = complete_values(method, candidate, at)
-            question, answer = method.build_question(method.build_row(values), values)
+        for answer in candidate.answers:
+            values = complete_values(method, candidate, answer.text)
+            question, said = method.build_question(method.build_row(values), values)
             # Without its id, so that the same answer to the same question is graded once.
-            own.append(compute_key({"question": question._asdict() | {"id": ""}, "answer": answer}))
-            if own[-1] not in known:
-                asked[own[-1]] = (question, answer)
-        keys.append(own)
+            key = compute_key({"question": question._asdict() | {"id": ""}, "answer": said})
+            keys.append((answer, key))
+            if key not in known:
+                asked[key] = (question, said)
 
     def grade() -> Iterator[list[dict[str, Any]]]:
-        waiting = list(asked.items())
-        size = 16
+        waiting, size = list(asked.items()), 16
         starts = range(0, len(waiting), size)
         for start in progress.track(starts, "grade", len(starts)):
             batch = waiting[start : start + size]
@@ -455,8 +346,7 @@ def _grade(
             questions, answers = zip(*(one for _, one in batch), strict=True)
             grades = judge.grade(questions, [[answer] for answer in answers], numbers)
             file.counts.num_grades += len(grades)
-            file.counts.num_prompt_tokens += sum(one.num_prompt_tokens for one in grades)
-            file.counts.num_tokens += sum(one.num_tokens for one in grades)
+            file.counts.add_tokens(grades)
             known.update({name: one.value for (name, _), one in zip(batch, grades, strict=True)})
             yield [
                 {"key": name, "grade": one.value, "text": one.text}
@@ -464,8 +354,8 @@ def _grade(
             ]
 
     file.write(grade())
-    for candidate, own in zip(candidates, keys, strict=True):
-        candidate.grades = [known[name] for name in own]
+    for answer, key in keys:
+        answer.grade = known[key]
     return file.counts
 
 

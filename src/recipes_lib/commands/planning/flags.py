@@ -96,9 +96,8 @@ def _build_plan_parser() -> argparse.ArgumentParser:
 def _build_scale_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recipes scale", description=_SCALE, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser(
-        "sweep", help="write small runs, and a pipeline that fits a law to them", allow_abbrev=False
-    )
+    told = "write small runs, and a pipeline that fits a law to them"
+    one = commands.add_parser("sweep", help=told, allow_abbrev=False)
     one.add_argument("--config", type=Path, required=True, help="pretraining recipe: data, batch, schedule, vocabulary")
     one.add_argument("--output", type=Path, required=True, help="folder of the configurations and the pipeline")
     told = "layers of the models, each as many heads wide (default: 2 3 4 6)"
@@ -109,18 +108,11 @@ def _build_scale_parser() -> argparse.ArgumentParser:
     told = "a larger run, of which the pipeline predicts the loss before it trains it, and compares both"
     one.add_argument("--target", type=int, nargs=2, metavar=("DEPTH", "RATIO"), help=told)
     one = commands.add_parser("fit", help="fit a law to finished runs", allow_abbrev=False)
-    one.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        help="output directories of finished pretraining runs with a decayed learning rate",
-    )
-    one.add_argument(
-        "--no_count_embeddings",
-        action="store_true",
-        help="count without embeddings, as Kaplan et al. do; the default is Hoffmann et al.",
-    )
-    one.add_argument("--resamples", type=int, help="fits for the intervals (default: 200)")
+    told = "output directories of finished pretraining runs with a decayed learning rate"
+    one.add_argument("runs", nargs="+", type=Path, help=told)
+    told = "count without embeddings, as Kaplan et al. do; the default is Hoffmann et al."
+    one.add_argument("--no_count_embeddings", action="store_true", help=told)
+    one.add_argument("--resamples", type=int, default=200, help="fits for the intervals (default: %(default)s)")
     one.add_argument("--output", type=Path, default=Path(SCALING_FILE), help="file of the law (default: %(default)s)")
     one = commands.add_parser("plan", help="parameters and tokens for a number of operations", allow_abbrev=False)
     one.add_argument("--flops", type=float, required=True, help="FLOPs, such as 1e21")

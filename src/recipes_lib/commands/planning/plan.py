@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from recipes_lib.commands.planning.plan_rollouts import describe_iteration, search_rollouts
 from recipes_lib.commands.planning.plan_search import search_plan
-from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, format_rows, read_proof
+from recipes_lib.commands.planning.planned_hardware import CURVE, Hardware, Row, calibrate, print_rows, read_proof
 from recipes_lib.config.loader import load_for_command
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.sources.mixtures import MAX_EPOCHS, compute_weights, list_entries, share_tokens
@@ -37,22 +37,21 @@ from recipes_lib.planning.compute import (
 )
 from recipes_lib.planning.devices import choose_device, find_device, find_efficiency, find_peak
 from recipes_lib.planning.failures import Failures
-from recipes_lib.planning.memory import list_devices, list_layouts, plan_memory, settle_checkpointing
+from recipes_lib.planning.memory import list_layouts, plan_memory, settle_checkpointing
 from recipes_lib.planning.memory_plan import Layout, MemoryPlan
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 from recipes_lib.planning.schedule import Schedule, compute_steps
 from recipes_lib.shipped import find_launch_file
 from recipes_lib.training.layouts.compatibility import verify_combination
-from recipes_lib.training.layouts.launch_environment import (
-    name_pipeline,
-    plan_launch,
-)
+from recipes_lib.training.layouts.launch_environment import name_pipeline, plan_launch
 from recipes_lib.training.layouts.memory_layout import build_layout
 
 _SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 CURVE_WIDTH: Final = 64
 _PNG_POINTS: Final = 1200
+_USUAL_GB: Final = (24, 48, 80, 141, 192)
+"""Sizes of GPUs, where none is named."""
 
 
 def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -79,7 +78,7 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
     flags = ["--recipe", recipe, *(["--config", options.config] if options.config else []), *overrides]
     if options.gpus and recipe not in RL_RECIPES:
         assert hardware is not None
-        _print_rows(search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus))
+        print_rows(search_plan(config, model_config, options, flags, hardware, batch_processes or num_gpus))
         return
     launch, plans = list[Row](), list[MemoryPlan]()
     if options.gpus:
@@ -95,13 +94,9 @@ def run(recipe: str, options: argparse.Namespace, overrides: Sequence[str]) -> N
         if hardware and options.mfu is None:
             hardware = hardware.suit(config)
     rows = [*_describe(config, model_config, options, num_processes, layout, hardware), *launch]
-    _print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
+    print_rows([*rows, *([(CURVE, "")] if rows and plans else [])])
     if plans:
         _tell_memory(plans, options, num_gpus)
-
-
-def _print_rows(rows: Sequence[Row]) -> None:
-    sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
 
 
 def _describe(
@@ -139,16 +134,16 @@ def _tell_memory(plans: Sequence[MemoryPlan], options: argparse.Namespace, num_g
     Raises:
         ConfigError: The GPU is not known, or holds it in none of the layouts: the exit code tells a pipeline.
     """
-    devices = list_devices(options.gpu)
+    devices = {f"{size} GB": size * 1e9 for size in _USUAL_GB}
+    if options.gpu:
+        devices = {options.gpu: choose_device(options.gpu).memory}
     lines = [line for plan in plans for line in plan.describe(devices, explains=options.explain)]
     sys.stdout.write("".join([f"{line}\n" for line in lines]))
-    if options.gpu is None:
-        return
-    device = choose_device(options.gpu)
-    least = min(plan.place(device.memory).peak for plan in plans)
-    if least > device.memory:
-        found = f"the run does not fit {device.name}: {least / 1e9:.1f} GB at least, of {device.memory / 1e9:g} GB"
-        remedy = f"`recipes plan --gpus {num_gpus}x{device.name}` searches for what does"
+    memory = max(devices.values())
+    least = min(plan.place(memory).peak for plan in plans)
+    if options.gpu and least > memory:
+        found = f"the run does not fit {options.gpu}: {least / 1e9:.1f} GB at least, of {memory / 1e9:g} GB"
+        remedy = f"`recipes plan --gpus {num_gpus}x{options.gpu}` searches for what does"
         raise ConfigError(Problem("--gpu", found, remedy))
 
 
@@ -237,9 +232,8 @@ def describe_pretraining(
         yield "time", "name a GPU: --gpu H100 --num_processes 8"
     else:
         hours, gpus = hardware.compute_hours(counted), f"{hardware.num_gpus:,} {hardware.device.name}"
-        formula = (
-            f"{counted:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU x 3600 s)"
-        )
+        rate = f"{hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU"
+        formula = f"{counted:.3g} / ({rate} x 3600 s)"
         yield "time", f"{hours:,.1f} hours, {hours / 24:,.1f} days, on {gpus}: {formula}"
         if hardware.failures:
             hours, told = _add_failures(hours, hardware.failures, plan)
@@ -250,25 +244,21 @@ def describe_pretraining(
 
 
 def describe_step(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    num_processes: int,
-    hardware: Hardware | None,
-    num_rows: int | None,
+    config: RecipeConfig, model_config: PreTrainedConfig, size: int, hardware: Hardware | None, num_rows: int | None
 ) -> Iterator[Row]:
     """Yield size and time of an optimizer step of fine-tuning, and of the run, row by row.
 
     Args:
         config: The run.
         model_config: Of the model that is trained.
-        num_processes: Its data-parallel processes.
+        size: Its data-parallel processes.
         hardware: What to tell the time on; ``None`` to tell none.
         num_rows: Packed rows of its training set; ``None`` where they are not known.
 
     Raises:
         ConfigError: The teacher's configuration cannot be had.
     """
-    step = count_step(config, model_config, num_processes)
+    step = count_step(config, model_config, size)
     yield "step", f"{step.num_rows:,} rows of {step.length:,} tokens, {step.num_tokens:,} in all, if all are full"
     yield "operations", f"{step.num_flops:.3g} a step"
     if hardware is None:
@@ -278,7 +268,7 @@ def describe_step(
     told = f"{step.num_flops:.3g} / ({hardware.num_gpus} GPUs x {hardware.peak:.3g} FLOP/s x {hardware.mfu:g} MFU)"
     yield "time", f"{seconds:{'.1f' if seconds >= 1 else '.2g'}} s a step: {told}"
     yield "", f"{hours_per_token * 1e9:.1f} hours for 1,000,000,000 tokens of rows"
-    if num_steps := compute_steps(num_rows, config.training, num_processes).num_steps:
+    if num_steps := compute_steps(num_rows, config.training, size).num_steps:
         yield "", f"{hours * num_steps:.1f} hours for {num_steps:,} steps"
         yield from hardware.describe_bill(hours * num_steps)
     else:
@@ -318,7 +308,9 @@ def _find_problems(config: RecipeConfig, options: argparse.Namespace, batch_proc
     if recipe in RL_RECIPES and options.gpus and batch_processes:
         found = f"a batch of {recipe} is that of its processes, one for each of --gpus"
         yield Problem("--num_processes", found, "remove it")
-    yield from _find_search_problems(options)
+    for flag in ("budget", "deadline", "write"):
+        if getattr(options, flag) is not None and options.gpus is None:
+            yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
     for flag in ("num_processes", "num_gpus", "num_rows"):
         value = getattr(options, flag)
         if value is not None and value < 1:
@@ -336,12 +328,6 @@ def _find_mfu_problems(options: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--mfu", "the search compares classes of runs, each with its own", "write --proof or --calibrate")
     if options.calibrate and options.gpu is None:
         yield Problem("--calibrate", "no GPU is planned for", "name that of the runs: --gpu H100")
-
-
-def _find_search_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    for flag in ("budget", "deadline", "write"):
-        if getattr(options, flag) is not None and options.gpus is None:
-            yield Problem(f"--{flag}", "is a flag of the search", "name the GPUs: --gpus 8xH100")
 
 
 def _find_failure_problems(recipe: str, options: argparse.Namespace) -> Iterator[Problem]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -88,7 +87,7 @@ def search_rollouts(
     best = min(timed, key=lambda layout: timed[layout])
     (chosen,) = (plan for plan in tried if plan.layout == best)
     hours = timed[best] * num_iterations / 3600
-    verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
+    verify_limits(options, hours, hardware)
     if options.write:
         keys = list_keys(chosen.checkpointing) if chosen.choices else {}
         write_plan(options.write, flags, keys, best, starts[best])

@@ -107,7 +107,7 @@ def search_plan(
         least = min(one.memory.peak for one in found) / 1e9
         raise ConfigError(describe_misfit(config, model_config, options.gpus, device, number, least))
     hours = best.seconds * steps / 3600
-    verify_limits(options, hours, hours * number * hardware.price if hardware.price is not None else math.nan)
+    verify_limits(options, hours, hardware)
     if options.write:
         write_plan(options.write, flags, best.keys, best.layout, starts[best.layout])
     rows = [
@@ -123,12 +123,7 @@ def search_plan(
 
 
 def _describe_best(
-    config: RecipeConfig,
-    model_config: PreTrainedConfig,
-    best: Candidate,
-    start: Start,
-    hardware: Hardware,
-    steps: int,
+    config: RecipeConfig, model_config: PreTrainedConfig, best: Candidate, start: Start, hardware: Hardware, steps: int
 ) -> Iterator[Row]:
     """Yield the keys and the launch of the best candidate, its host memory, and the hours and cost of the run."""
     yield "keys", _join_keys(best.keys)
@@ -150,12 +145,9 @@ def list_starts(model_config: PreTrainedConfig, number: int) -> tuple[dict[Layou
     """Return how to launch each layout of so many GPUs, and why the model does not support the others, by name."""
     starts, refused = dict[Layout, Start](), dict[str, Problem]()
     for file, sizes, stages in _list_meshes(number):
-        path, told = (
-            find_launch_file(file),
-            [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")],
-        )
+        told = [f"{name} {size}" for name, size in sizes.items() if name in ("tp", "cp", "sp")]
         name = " ".join([file, *told, *([f"stages {stages}"] if stages > 1 else [])])
-        document = read_launch_file(path)
+        document = read_launch_file(find_launch_file(file))
         document |= {"num_processes": number, "num_machines": math.ceil(number / GPUS_OF_A_MACHINE)}
         if mesh := document.get("parallelism_config"):
             document["parallelism_config"] = {
@@ -211,27 +203,29 @@ def _count_host_bytes(config: RecipeConfig, model_config: PreTrainedConfig, layo
     return states * min(GPUS_OF_A_MACHINE, layout.num_gpus) / layout.num_gpus
 
 
-def verify_limits(options: argparse.Namespace, hours: float, cost: float) -> None:
+def verify_limits(options: argparse.Namespace, hours: float, hardware: Hardware) -> None:
     """Hold the hours and the cost of a run against ``--deadline`` and ``--budget``.
 
     Args:
         options: Flags of the command.
         hours: Of the fastest plan that fits; 0 if the length of the run is not known.
-        cost: NaN without a price.
+        hardware: Its GPUs, and their price.
 
     Raises:
         ConfigError: It takes longer or costs more than it may, or one that is limited is not known.
     """
+    cost = hardware.price and hours * hardware.num_gpus * hardware.price
     for flag, limit, value in (("deadline", options.deadline, hours), ("budget", options.budget, cost)):
-        if limit is not None and (not value or math.isnan(value)):
+        if limit is None:
+            continue
+        if not hours or value is None:
             found = "needs the length of the run" if not hours else "needs a price"
             remedy = "write `max_steps`, `max_tokens` or --num_rows" if not hours else "write --price_per_gpu_hour"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
-        if limit is not None and value > limit:
+        if value > limit:
             found = f"the fastest plan that fits takes {value:,.1f}, more than {limit:,g}"
-            remedy = (
-                "raise it, shorten the run, or name more GPUs" if flag == "deadline" else "raise it, or shorten the run"
-            )
+            more = ", or name more GPUs" if flag == "deadline" else ""
+            remedy = f"raise it, or shorten the run{more}"
             raise ConfigError(Problem(f"--{flag}", found, remedy))
 
 
@@ -288,13 +282,9 @@ def _find_change(config: RecipeConfig, model_config: PreTrainedConfig, memory: f
         adapter, model = dataclasses.replace(config.adapter, use_peft=True), config.model
         frozen = dataclasses.replace(least, adapter=adapter, model=dataclasses.replace(model, dtype="bfloat16"))
         quantized = dataclasses.replace(config.quantization, load_in_4bit=True, load_in_8bit=False)
-        tried += [
-            ("an adapter on 16-bit weights (`use_peft: true`, `dtype: bfloat16`)", frozen),
-            (
-                "an adapter on 4-bit weights (`use_peft: true`, `load_in_4bit: true`)",
-                dataclasses.replace(frozen, quantization=quantized),
-            ),
-        ]
+        packed = dataclasses.replace(frozen, quantization=quantized)
+        tried.append(("an adapter on 16-bit weights (`use_peft: true`, `dtype: bfloat16`)", frozen))
+        tried.append(("an adapter on 4-bit weights (`use_peft: true`, `load_in_4bit: true`)", packed))
     counted = [(told, changed, number) for told, changed in tried]
     counted += [(f"{number * factor} of these GPUs", least, number * factor) for factor in (2, 4, 8, 16)]
     for told, changed, count in counted:
@@ -330,7 +320,5 @@ def write_plan(folder: Path, recipe: Sequence[str], keys: Mapping[str, Any], lay
     for name, content in (("accelerate.yaml", dict(start.document)), ("keys.yaml", dict(keys))):
         replace_text(folder / name, yaml.safe_dump(content, sort_keys=False))
     flags = compose_flags(start, layout, shlex.quote(str(folder / "accelerate.yaml")))
-    command = " ".join(
-        ["recipes launch", shlex.join(drop_flags(recipe, keys)), *([_join_keys(keys)] if keys else []), flags]
-    )
-    replace_text(folder / "launch.sh", command + "\n")
+    words = ["recipes launch", shlex.join(drop_flags(recipe, keys)), _join_keys(keys), flags]
+    replace_text(folder / "launch.sh", " ".join(filter(None, words)) + "\n")

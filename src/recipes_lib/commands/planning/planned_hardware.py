@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import statistics
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,11 @@ def format_rows(rows: Iterable[Row]) -> list[str]:
         hanging = " " * _LABEL_WIDTH
         lines += textwrap.wrap(line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False)
     return lines
+
+
+def print_rows(rows: Iterable[Row]) -> None:
+    """Print rows, formatted; nothing of them if one cannot be had."""
+    sys.stdout.write("".join([f"{line}\n" for line in format_rows(rows)]))
 
 
 def read_proof(folder: Path) -> Measured:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -15,25 +14,16 @@ from typing import Any, Final
 import yaml
 from transformers import AutoConfig
 
-from recipes_lib.commands.planning.planned_hardware import Row, format_rows
+from recipes_lib.commands.planning.planned_hardware import Row, print_rows
 from recipes_lib.commands.reproduce import restore_keys
 from recipes_lib.config.loader import check_text, load_config
 from recipes_lib.config.schema import RecipeConfig, flatten_config
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, collecting
 from recipes_lib.files import read_record, replace_record, replace_text
 from recipes_lib.models.loading import explained
 from recipes_lib.planning.compute import TOKENS_PER_PARAMETER, compute_model_size, find_planned_model
 from recipes_lib.planning.pretraining import count_run_tokens, plan_pretraining
-from recipes_lib.planning.scaling import (
-    FLOPS_PER_TOKEN,
-    NUM_RESAMPLES,
-    PUBLISHED,
-    Fit,
-    Law,
-    Run,
-    fit_isoflops,
-    fit_law,
-)
+from recipes_lib.planning.scaling import FLOPS_PER_TOKEN, PUBLISHED, Fit, Law, Run, fit_isoflops, fit_law
 from recipes_lib.report.run_files import read_run
 
 PIPELINE_FILE: Final = "pipeline.yaml"
@@ -62,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(Problem(f"--{name}", f"is {value:g}", "write a finite number above 0"))
     tellers = {"sweep": _tell_sweep, "fit": _tell_fit, "plan": _tell_plan, "predict": _tell_prediction}
     tell = tellers[options.command]
-    sys.stdout.write("".join([f"{line}\n" for line in format_rows(tell(options))]))
+    print_rows(tell(options))
 
 
 def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
@@ -80,18 +70,16 @@ def read_scaling_run(folder: Path, *, counts_embeddings: bool = True) -> Run:
     if (stage := run.facts.get("stage", "pretrain")) != "pretrain":
         raise DataError(Problem(str(folder), f"is a run of {stage}", "name runs of pretraining"))
     if not run.train or run.facts.get("status") != "done":
-        raise DataError(
-            Problem(str(folder), "is not a finished run", "train it to the end: its learning rate must have decayed")
-        )
+        remedy = "train it to the end: its learning rate must have decayed"
+        raise DataError(Problem(str(folder), "is not a finished run", remedy))
     with explained("runs", str(folder)):
         config = AutoConfig.from_pretrained(folder)
     size = compute_model_size(config)
     last = run.train[-max(len(run.train) // 20, 1) :]
     losses = _list_losses(run.evaluations, "eval_loss")[-1:] or _list_losses(last, "loss")
     if not losses:
-        raise DataError(
-            Problem(str(folder), "metrics.jsonl has no finite loss at the end of the run", "train it again")
-        )
+        found = "metrics.jsonl has no finite loss at the end of the run"
+        raise DataError(Problem(str(folder), found, "train it again"))
     num_tokens = float(run.train[-1].get("num_tokens") or 0)
     if not num_tokens:
         raise DataError(Problem(str(folder), "does not say how many tokens it was trained on", "train it again"))
@@ -144,10 +132,8 @@ def _tell_sweep(options: argparse.Namespace) -> Iterator[Row]:
         before, after = (f"${{output_dir}}/{name}.json" for name in ("predicted", "compared"))
         config = f"${{here}}/{_TARGET}.yaml"
         fitted = "--fit ${law.output}"
-        stages["predicted"] = {
-            "command": f"scale predict --config {config} {fitted} --output {before}",
-            "output": before,
-        }
+        command = f"scale predict --config {config} {fitted} --output {before}"
+        stages["predicted"] = {"command": command, "output": before}
         stages[_TARGET] = target | {"needs": ["predicted"]}
         run = f"${{{_TARGET}.output}}"
         stages["compared"] = {"command": f"scale predict --run {run} {fitted} --output {after}", "output": after}
@@ -191,9 +177,8 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
         "head_dim": head,
     }
     architecture = {**base.model.model_config, **sizes}
-    size = compute_model_size(
-        find_planned_model(dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture)))
-    ).total
+    sized = dataclasses.replace(base, model=dataclasses.replace(base.model, model_config=architecture))
+    size = compute_model_size(find_planned_model(sized)).total
     keys = {key: value for key, value in keys.items() if key not in ("max_steps", "num_train_epochs")}
     rate = 0.3118 * max(FLOPS_PER_TOKEN * size * ratio * size, _LEAST_FLOPS) ** -0.125
     return keys | {
@@ -211,13 +196,11 @@ def _size_run(base: RecipeConfig, depth: int, ratio: int, head: int, output: Pat
 def _tell_fit(options: argparse.Namespace) -> Iterator[Row]:
     runs, problems = list[Run](), list[Problem]()
     for folder in options.runs:
-        try:
+        with collecting(problems):
             runs.append(read_scaling_run(folder, counts_embeddings=not options.no_count_embeddings))
-        except DataError as error:
-            problems += error.problems
     if problems:
         raise DataError(*problems)
-    fit = fit_law(runs, NUM_RESAMPLES if options.resamples is None else options.resamples)
+    fit = fit_law(runs, options.resamples)
     record = {"counts_embeddings": not options.no_count_embeddings, "runs": [run._asdict() for run in runs]}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     replace_record(options.output, dataclasses.asdict(fit) | record)

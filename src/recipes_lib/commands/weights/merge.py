@@ -109,12 +109,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     precisions = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=precisions, help="precision of the merged weights (default: the base's)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="held-out prompts to compare on, one a line")
-    parser.add_argument(
-        "--max_kl",
-        type=float,
-        metavar="NATS",
-        help=f"divergence to accept (default: {MAX_KL}; from few bits {MAX_KL_FROM_FEW_BITS})",
-    )
+    told = f"divergence to accept (default: {MAX_KL}; from few bits {MAX_KL_FROM_FEW_BITS})"
+    parser.add_argument("--max_kl", type=float, metavar="NATS", help=told)
     return parser.parse_args(argv)
 
 

@@ -160,7 +160,7 @@ class _Rewriter:
         """Drop keys that have no effect because of another key, which upstream ignores silently."""
         known = read_known(self.table.recipe)
         names = {entry.key: known[entry.key].new if entry.key in known else entry.key for entry in self.entries}
-        values = {names[key]: value for key, value in self.values.items()}
+        values = {new: self.values[old] for old, new in names.items() if new}
         settings = Settings(self.table, str(self.path), {}, values)
         for decision in DECISIONS:
             decider = values.get(decision.decider)

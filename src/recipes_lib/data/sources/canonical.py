@@ -20,6 +20,8 @@ from recipes_lib.data.sources.readers import TextDocuments
 from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, suggest
 
+_OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streaming", "text_documents")
+"""Keys of an entry that say which rows are read; the others are of who reads them."""
 _MAX_WITHOUT_LAYOUT: Final = 20
 """Rows looked at in search of one that has a layout."""
 
@@ -129,6 +131,16 @@ def load_source(
     if is_folder and is_saved(path):
         return load_saved(path, name, split)
     return load_files(path, name, split, text_documents)
+
+
+def open_entry(entry: Mapping[str, Any], **defaults: Any) -> Source:
+    """Open an entry of a mixture or corpus by its keys of ``load_source``; ``defaults`` are those that it lacks.
+
+    Raises:
+        ConfigError: As ``load_source``.
+        DataError: As ``load_source``.
+    """
+    return load_source(**{key: value for key, value in {**defaults, **entry}.items() if key in _OF_SOURCE})
 
 
 def _check_columns(columns: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from recipes_lib.data.sources.local_files import compute_digest
-from recipes_lib.data.sources.readers import find_decoder, spell_as_json
+from recipes_lib.data.sources.readers import read_batches, spell_as_json
 from recipes_lib.data.sources.rows import Entry, RawRow
 from recipes_lib.environment import go_offline_unless_reachable
 from recipes_lib.errors import DataError, Problem
@@ -44,12 +44,7 @@ class SavedSource:
         try:
             # Whatever format is stored with the dataset: that of torch or numpy would give tensors for lists.
             dataset = datasets.load_from_disk(str(self.folder)).with_format("arrow")
-            decode, index = find_decoder(dataset.data.schema), 0
-            for batch in dataset.iter(batch_size=_BATCH_ROWS):
-                batch.validate(full=True)  # As in `read_arrow`: an untrusted file must not end the process.
-                for columns in batch.to_pylist():
-                    yield RawRow(self.name, index, "row", spell_as_json(decode(columns)))
-                    index += 1
+            yield from read_batches(dataset.iter(batch_size=_BATCH_ROWS), dataset.data.schema, self.name)
         except Exception as error:  # Any error of the library on a damaged folder.
             found = f"cannot be read as a saved dataset: {_first_line(error)}"
             raise DataError(Problem(self.name, found, "write it again with `save_to_disk`")) from None
@@ -98,7 +93,12 @@ class HubSource:
             DataError: The Hub or the cache stopped answering.
         """
         try:
-            yield from _enumerate_rows(self.dataset.with_format(None), self.name)
+            batches = self.dataset.with_format(None).iter(batch_size=_BATCH_ROWS)
+            rows = (
+                zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True)
+            )
+            for index, row in enumerate(rows):
+                yield RawRow(self.name, index, "row", spell_as_json(dict(row)))
         except Exception as error:  # Any error of the library, the network or the cache.
             raise _describe_failure(self.name, error) from None
 
@@ -163,14 +163,6 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
     sizes = builder.info.splits or {}
     size = sizes[split].num_bytes if split in sizes else None
     return HubSource(name, str(builder.hash), str(builder.config.name), split, streaming, dataset, size)
-
-
-def _enumerate_rows(dataset: Any, name: str) -> Iterator[Entry]:
-    index = 0
-    for batch in dataset.iter(batch_size=_BATCH_ROWS):
-        for values in zip(*batch.values(), strict=True):
-            yield RawRow(name, index, "row", spell_as_json(dict(zip(batch, values, strict=True))))
-            index += 1
 
 
 def _describe_failure(name: str, error: Exception) -> DataError:

@@ -18,7 +18,6 @@ from typing import Final, cast
 
 from recipes_lib.config.paths import expand_home
 from recipes_lib.data.sources.readers import (
-    BrokenFileError,
     TextDocuments,
     read_arrow,
     read_csv,
@@ -30,7 +29,7 @@ from recipes_lib.data.sources.rows import Entry
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import hash_file, read_record, replace_record
 
-Reader = Callable[[BufferedReader, str], Iterator[Entry]]
+Reader = Callable[..., Iterator[Entry]]
 
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
 READERS: Final[Mapping[str, Reader]] = {
@@ -99,9 +98,11 @@ class FileSource:
         for label, path in self.files.items():
             try:
                 with open_file(path) as file:
-                    yield from self._choose_reader(path)(file, label)
-            except BrokenFileError as error:
-                problems.append(error.problem)
+                    reader = READERS[find_suffix(path)]
+                    options = {"documents": self.text_documents} if reader is read_text else {}
+                    yield from reader(file, label, **options)
+            except DataError as error:
+                problems += error.problems
             except (OSError, EOFError, lzma.LZMAError) as error:
                 problems.append(_describe_failure(label, path, error))
         if problems:
@@ -126,16 +127,12 @@ class FileSource:
                 raise DataError(_describe_failure(label, path, error)) from None
         return digest.hexdigest()
 
-    def _choose_reader(self, path: Path) -> Reader:
-        reader = READERS[find_suffix(path)]
-        return partial(read_text, documents=self.text_documents) if reader is read_text else reader
-
 
 def open_file(path: Path) -> BufferedReader:
     """Open a file for reading, decompressed if its name or its first bytes say that it is compressed.
 
     Raises:
-        BrokenFileError: As ``find_codec``.
+        DataError: As ``find_codec``.
         OSError: It cannot be opened.
     """
     codec = find_codec(path)
@@ -154,14 +151,14 @@ def find_codec(path: Path) -> str | None:
     The first bytes come first: downloads often lose the second suffix. Of a damaged file only the suffix tells.
 
     Raises:
-        BrokenFileError: Git LFS has not downloaded it.
+        DataError: Git LFS has not downloaded it.
         OSError: It cannot be read.
     """
     with path.open("rb") as file:
         head = file.read(len(_LFS_POINTER))
     if head == _LFS_POINTER:
         found = "a pointer of Git LFS, not the data"
-        raise BrokenFileError(Problem(str(path), found, "run `git lfs pull` in its repository, or download the file"))
+        raise DataError(Problem(str(path), found, "run `git lfs pull` in its repository, or download the file"))
     by_suffix = COMPRESSIONS.get(path.suffix.lower(), (None, b""))[0]
     return next((codec for codec, mark in COMPRESSIONS.values() if head.startswith(mark)), by_suffix)
 
@@ -236,7 +233,8 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
 
 def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, list[Path]]:
     """Group by the first rule that any file matches: Hub shards, folders named after splits, files named so."""
-    for rule in (_split_of_shard, _split_of_folder, _split_of_name):
+    rules = _split_of_shard, lambda file: _splits_in(file.parent.as_posix()), lambda file: _splits_in(file.name)
+    for rule in rules:
         found = {file: rule(file.relative_to(folder)) for file in files}
         if not any(found.values()):
             continue
@@ -263,16 +261,8 @@ def _split_of_shard(file: Path) -> set[str]:
     return {match["split"]} if match else set()
 
 
-def _split_of_folder(file: Path) -> set[str]:
-    return {split for part in file.parts[:-1] for split in _splits_in(part)}
-
-
-def _split_of_name(file: Path) -> set[str]:
-    return _splits_in(file.name)
-
-
 def _splits_in(text: str) -> set[str]:
-    words = set(re.split(r"[-._ 0-9]", text))
+    words = set(re.split(r"[-._ 0-9/]", text))
     return {split for split, names in SPLIT_WORDS.items() if words & set(names)}
 
 
@@ -318,7 +308,7 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
         OSError: The file cannot be read.
         ConfigError: It is large, and this user has no home folder.
 
-    Source: ``hashlib.file_digest``; ``tests/data/sources/test_file_digests.py``.
+    Source: ``hashlib.file_digest``; ``tests/data/sources/test_local_files.py``.
     """
     with path.open("rb") as file:
         before = _describe(file.fileno())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType, UnionType
 from typing import Any, Final, TypeVar
 
 from recipes_lib.data.sources.rows import Message
@@ -40,6 +41,15 @@ _MARKS: Final = ("weight", "train", "training")
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
+_TYPES: Final[Mapping[str, type | UnionType]] = {
+    "null": NoneType,
+    "a boolean": bool,  # Before numbers, which booleans are to Python.
+    "a string": str,
+    "a number": int | float,
+    "an object": Mapping,
+    "a list": list | tuple,
+}
+
 Json = TypeVar("Json")
 
 
@@ -54,18 +64,7 @@ class RowError(Exception):
 
 def describe(value: object) -> str:
     """Return the JSON name of a value's type."""
-    if value is None:
-        return "null"
-    for kind, name in (
-        (bool, "a boolean"),
-        (str, "a string"),
-        ((int, float), "a number"),
-        (Mapping, "an object"),
-        ((list, tuple), "a list"),
-    ):
-        if isinstance(value, kind):
-            return name
-    return f"of type {type(value).__name__}"
+    return next((name for name, kind in _TYPES.items() if isinstance(value, kind)), f"of type {type(value).__name__}")
 
 
 def check_text(value: object, place: str) -> str:

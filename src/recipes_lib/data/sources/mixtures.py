@@ -16,7 +16,7 @@ from recipes_lib.config.paths import expand_home, names_path
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
 from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.broken_rows import BrokenRows
-from recipes_lib.data.sources.canonical import load_source, read_entries
+from recipes_lib.data.sources.canonical import open_entry, read_entries
 from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
 
@@ -254,11 +254,10 @@ def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
         ConfigError: As ``build_mixture``.
         DataError: A source cannot be opened.
     """
-    if data.dataset_mixture is None:
-        source = load_source(**list_entries(data)[0], streaming=data.dataset_streaming)
-        return Mixture(parts=[Part(source=source, format=data.dataset_format)])
-    defaults = {"format": data.dataset_format, "columns": data.dataset_columns}
-    return build_mixture([{**defaults, **part} for part in data.dataset_mixture], seed=seed)
+    # The sources of a mixture are streamed for pretraining only, which opens them itself.
+    streaming = data.dataset_streaming and data.dataset_mixture is None
+    defaults = {"format": data.dataset_format, "columns": data.dataset_columns, "streaming": streaming}
+    return build_mixture([{**defaults, **part} for part in list_entries(data)], seed=seed)
 
 
 def load_test_data(data: DataConfig) -> Mixture | None:
@@ -269,10 +268,8 @@ def load_test_data(data: DataConfig) -> Mixture | None:
         DataError: It cannot be opened.
     """
     entry = find_held_out(data)
-    if entry is None:
-        return None
-    source = load_source(**entry, streaming=data.dataset_streaming)
-    return Mixture(parts=[Part(source=source, format=data.dataset_format)])
+    defaults = {"format": data.dataset_format, "streaming": data.dataset_streaming}
+    return None if entry is None else build_mixture([{**defaults, **entry}])
 
 
 def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[str, Any] | None:
@@ -315,16 +312,7 @@ def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixtu
     loaded = []
     for part in parts:
         with collecting(problems):
-            loaded.append(_load_part(part))
+            amounts = {key: part[key] for key in ("weight", "repeat", "format") if key in part}
+            loaded.append(Part(source=open_entry(part), **amounts))
     raise_problems(problems, "dataset_mixture")
     return Mixture(parts=loaded, seed=seed)
-
-
-def _load_part(part: Mapping[str, Any]) -> Part:
-    where = {key: part[key] for key in ("config", "revision", "split", "columns") if key in part}
-    return Part(
-        source=load_source(part["name"], **where),
-        weight=part.get("weight"),
-        repeat=part.get("repeat", 1.0),
-        format=part.get("format", "auto"),
-    )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 
 from recipes_lib.data.sources.messages import describe
 from recipes_lib.data.sources.rows import Entry, RawRow
-from recipes_lib.errors import Problem
+from recipes_lib.errors import DataError, Problem
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,19 +36,11 @@ TextDocuments = Literal["file", "paragraph", "line"]
 """What a row of a text file is: the whole file, what stands between blank lines, or a line."""
 
 
-class BrokenFileError(Exception):
-    """The rest of the file cannot be read."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(str(problem))
-        self.problem = problem
-
-
-def build_encoding_error(where: str, offset: int, first_bytes: bytes) -> BrokenFileError:
+def _refuse_encoding(where: str, offset: int, first_bytes: bytes) -> Problem:
     """Return which byte of a file, counted from 0, is not UTF-8."""
     kind = "UTF-16" if first_bytes[:2] in _UTF16 else "in another encoding"
     found = f"not UTF-8 at byte {offset:,}"
-    return BrokenFileError(Problem(where, found, f"the file may be {kind}: convert it to UTF-8 (iconv, or re-save it)"))
+    return Problem(where, found, f"the file may be {kind}: convert it to UTF-8 (iconv, or re-save it)")
 
 
 class BrokenLine(str):
@@ -67,7 +59,7 @@ def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]
     A line that is not UTF-8, or longer than ``MAX_LINE_BYTES``, becomes a ``BrokenLine``; reading continues after it.
 
     Raises:
-        BrokenFileError: The file is UTF-16.
+        DataError: The file is UTF-16.
     """
     number, offset = 0, 0
     # One byte more, which tells a line that is too long from one that just fits.
@@ -83,10 +75,10 @@ def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:
-                failure = build_encoding_error(where, offset + error.start, raw if number == 1 else b"")
+                problem = _refuse_encoding(where, offset + error.start, raw if number == 1 else b"")
                 if number == 1 and raw[:2] in _UTF16:
-                    raise failure from None
-                line = _break_line(raw.decode(errors="replace"), failure.problem)
+                    raise DataError(problem) from None
+                line = _break_line(raw.decode(errors="replace"), problem)
         yield number, line.removeprefix("\ufeff") if number == 1 and not isinstance(line, BrokenLine) else line
         offset += size
 
@@ -104,7 +96,7 @@ def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line"
     end of their last line; a file is unchanged.
 
     Raises:
-        BrokenFileError: What follows cannot be read.
+        DataError: What follows cannot be read.
     """
     lines = enumerate_lines(file, name)
     rows = lines if documents == "line" else _join_lines(lines, ends_at_blank=documents == "paragraph")
@@ -158,7 +150,7 @@ def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iter
             which is read whole; otherwise it has one object a line.
 
     Raises:
-        BrokenFileError: What follows cannot be read.
+        DataError: What follows cannot be read.
     """
     if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _read_array(file, name)
@@ -192,7 +184,7 @@ def _read_lines(lines: Iterable[Line], name: str) -> Iterator[Entry]:
 def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
     written = [line for _, line in lines]
     if broken := next((line for line in written if isinstance(line, BrokenLine)), None):
-        raise BrokenFileError(broken.problem)
+        raise DataError(broken.problem)
     text = "".join(written)
     try:
         value = _DECODER.decode(text)
@@ -200,7 +192,7 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
         where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         found = f"invalid JSON{column}: {_explain(error)}"
-        raise BrokenFileError(Problem(where, found, _DOCUMENT_REMEDY)) from None
+        raise DataError(Problem(where, found, _DOCUMENT_REMEDY)) from None
     wrapped = [key for key in WRAPPERS if isinstance(value, dict) and isinstance(value.get(key), list)]
     rows = value[wrapped[0]] if len(wrapped) == 1 else [value]
     for index, row in enumerate(rows):
@@ -214,7 +206,7 @@ def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
         text = raw.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         where = f"{name}:{raw.count(bytes([10]), 0, error.start) + 1}"
-        raise build_encoding_error(where, error.start, b"") from None
+        raise DataError(_refuse_encoding(where, error.start, b"")) from None
 
     def skip_blank(at: int) -> int:
         blank = _BLANK.match(text, at)
@@ -222,7 +214,7 @@ def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
 
     def fail(found: str, at: int) -> NoReturn:
         line, column = text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
-        raise BrokenFileError(Problem(f"{name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
+        raise DataError(Problem(f"{name}:{line}", f"{found} (column {column})", _DOCUMENT_REMEDY))
 
     at, index = skip_blank(skip_blank(0) + 1), 0
     while index or text[at : at + 1] != "]":
@@ -305,7 +297,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
     name, as of pandas' index, are called ``Unnamed: 0`` and so on, as by pandas and ``datasets``.
 
     Raises:
-        BrokenFileError: The header is not usable, or what follows cannot be read.
+        DataError: The header is not usable, or what follows cannot be read.
     """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     broken: list[Problem] = []
@@ -322,7 +314,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
             cells = next(reader, None)
         except csv.Error as error:
             found = f"invalid CSV in the row that begins here: {error}"
-            raise BrokenFileError(Problem(f"{name}:{number}", found, _QUOTING)) from None
+            raise DataError(Problem(f"{name}:{number}", found, _QUOTING)) from None
         if cells is None:
             return
         if broken:
@@ -345,7 +337,7 @@ def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Ite
     for number, line in lines:
         if isinstance(line, BrokenLine):
             if number == 1:
-                raise BrokenFileError(line.problem)
+                raise DataError(line.problem)
             broken.append(line.problem)
         yield line
 
@@ -353,7 +345,7 @@ def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Ite
 def _check_header(columns: list[str], where: str) -> None:
     repeated = next((column for column in columns if columns.count(column) > 1), None)
     if repeated is not None:
-        raise BrokenFileError(Problem(where, f"two columns are named `{repeated}`", "give each column its own name"))
+        raise DataError(Problem(where, f"two columns are named `{repeated}`", "give each column its own name"))
 
 
 def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -> Iterator[Entry]:
@@ -365,7 +357,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
         groups: Row groups to read, one after another; all unless told.
 
     Raises:
-        BrokenFileError: What follows cannot be read.
+        DataError: What follows cannot be read.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -382,14 +374,14 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
                 index += 1
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         found = f"not a whole Parquet file: {str(error).partition(chr(10))[0]}"
-        raise BrokenFileError(Problem(name, found, "write or download it again")) from None
+        raise DataError(Problem(name, found, "write or download it again")) from None
 
 
 def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
     """Read an Arrow file, a stream as written by ``datasets`` or a file, with values as in ``read_parquet``.
 
     Raises:
-        BrokenFileError: What follows cannot be read.
+        DataError: What follows cannot be read.
     """
     import pyarrow as pa
 
@@ -398,22 +390,27 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
         # The index of a file is at its end, so a compressed file is decompressed in memory.
         reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(pa.py_buffer(file.read()))
         _check_header(reader.schema.names, name)
-        decode = find_decoder(reader.schema)
-        index = 0
-        for batch in reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)):
-            # pyarrow trusts the offsets in a file: those of a damaged one read other memory, or end the process.
-            batch.validate(full=True)
-            for start in range(0, batch.num_rows, _BATCH_ROWS):
-                for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
-                    yield RawRow(name, index, "row", spell_as_json(decode(columns)))
-                    index += 1
+        batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+        yield from read_batches(batches, reader.schema, name)
     except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = str(error).partition("\n")[0] or "it states a length beyond the memory"
         found = f"not a whole Arrow file: {reason}"
-        raise BrokenFileError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
+        raise DataError(Problem(name, found, "write it again, with `save_to_disk` or pyarrow")) from None
 
 
-def find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def read_batches(batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema, name: str) -> Iterator[Entry]:
+    """Yield the rows of Arrow batches of an untrusted file, decoded if ``datasets`` wrote it."""
+    decode, index = _find_decoder(schema), 0
+    for batch in batches:
+        # pyarrow trusts the offsets in a file: those of a damaged one read other memory, or end the process.
+        batch.validate(full=True)
+        for start in range(0, batch.num_rows, _BATCH_ROWS):
+            for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
+                yield RawRow(name, index, "row", spell_as_json(decode(columns)))
+                index += 1
+
+
+def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the decoder of stored values: ``datasets`` stores JSON of mixed shape as text, for example."""
     if b"huggingface" not in (schema.metadata or {}):
         return lambda columns: columns

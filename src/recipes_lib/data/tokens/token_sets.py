@@ -21,7 +21,7 @@ import numpy.typing as npt
 from recipes_lib.config.schema import DataConfig, DatasetFormat, RecipeConfig, TokensConfig
 from recipes_lib.data.packed.encoding import collect_inputs, encode_chunk, map_chunks, read_seed
 from recipes_lib.data.sources.broken_rows import BrokenRows
-from recipes_lib.data.sources.canonical import load_source, read_entries, read_rows
+from recipes_lib.data.sources.canonical import open_entry, read_entries, read_rows
 from recipes_lib.data.sources.mixtures import compute_budgets, find_held_out, list_entries
 from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.data.sources.splits import compute_row_digest
@@ -182,15 +182,8 @@ def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _open(config: RecipeConfig, name: str, entry: Mapping[str, Any]) -> Corpus:
-    source = load_source(
-        entry["name"],
-        config=entry.get("config"),
-        revision=entry.get("revision"),
-        split=entry.get("split", "train"),
-        columns=entry.get("columns", config.data.dataset_columns),
-        streaming=config.data.dataset_streaming,
-        text_documents=config.pretraining.text_documents,
-    )
+    defaults = {"columns": config.data.dataset_columns, "streaming": config.data.dataset_streaming}
+    source = open_entry(entry, **defaults, text_documents=config.pretraining.text_documents)
     row_format = entry.get("format", config.data.dataset_format)
     return Corpus(name=name, source=source, format=row_format, tokens=config.tokens)
 

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,19 +15,19 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME
 
 from recipes_lib.errors import DataError, Problem
+from recipes_lib.models.adapters.lora import read_adapter_state
+from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
 from recipes_lib.models.inference import unwrap_adapter
+from recipes_lib.models.model_files import INDEX
 from recipes_lib.models.parallel.pipeline_parallel import build_whole_on_meta
-from recipes_lib.models.saved_weights import verify_weights
+from recipes_lib.models.saved_weights import WEIGHTS, read_published_shapes, read_shapes, verify_weights
 from recipes_lib.training.checkpoints.saver import (
     CheckpointSaver,
     Task,
     compare_state,
     compare_weights,
-    compare_with_live,
     is_adapter,
     list_frozen,
-    read_expected,
-    verify_saved,
     write_state,
 )
 from recipes_lib.training.checkpoints.sharded import (
@@ -36,7 +36,6 @@ from recipes_lib.training.checkpoints.sharded import (
     compare_own_shards,
     copy_model_shards,
     copy_optimizer_shards,
-    gather_parts,
     gather_trained_state,
     load_model_shards,
     load_optimizer_shards,
@@ -51,6 +50,7 @@ from recipes_lib.training.layouts.fsdp import has_shards
 
 Parameters = Mapping[str, nn.Parameter]
 """What is trained by its name, under which optimizer states are kept in shards."""
+_STATES: Final = (OPTIMIZER_NAME, "scheduler.pt", "scaler.pt", "rng_state*.pth")
 Build = Callable[[Any], torch.optim.Optimizer]
 """Builds the optimizer of a model."""
 
@@ -131,11 +131,20 @@ class ModelLayout:
         """Return what opens a checkpoint of the model as it is now again, and raises ``BrokenSaveError``."""
         if get_rank() != 0:
             return lambda _: None
-        # What is replicated is saved by the names under which the model itself holds its tensors.
-        is_replicated = not self.is_shared
-        return partial(
-            verify_saved, expected=read_expected(model, is_replicated=is_replicated), is_replicated=is_replicated
-        )
+        if is_adapter(model):
+            shapes = {name: tensor.shape for name, tensor in read_adapter_state(model).items()}
+        else:
+            # What is replicated is saved by the names under which the model itself holds its tensors; upstream saves
+            # sharded weights as for publication.
+            shapes = read_published_shapes(model) if self.is_shared else read_shapes(model)
+        file = ADAPTER_WEIGHTS if is_adapter(model) else WEIGHTS
+
+        def verify(folder: Path) -> None:
+            # Sharded weights are saved in a form of the engine's own besides, or in that alone.
+            if not self.is_shared or any((folder / name).exists() for name in (file, INDEX)):
+                verify_weights(folder, shapes, file)
+
+        return verify
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
         """Compare what this process wrote, before the manifest is, with what is trained; raises ``BrokenSaveError``."""
@@ -173,8 +182,12 @@ class ReplicatedLayout(ModelLayout):
         return [partial(write_state, saver.take(optimizer.state_dict()), folder / OPTIMIZER_NAME)]
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-        """Compare to the bit."""
-        compare_with_live(folder, model, optimizer)
+        """Compare to the bit, and read every state as a later start would."""
+        live = read_adapter_state(model) if is_adapter(model) else model.state_dict()
+        for file in sorted(folder.glob("*.safetensors")):
+            compare_weights(file, live)
+        for file in sorted(file for pattern in _STATES for file in folder.glob(pattern)):
+            compare_state(file, optimizer.state_dict() if file.name == OPTIMIZER_NAME else None)
 
     def save_trained(
         self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
@@ -258,7 +271,7 @@ class ShardedLayout(ModelLayout):
         return True
 
     def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Gather tensor by tensor."""
+        """Gather tensor by tensor, from all stages."""
         return gather_trained_state(model)
 
     def build_verification(self, model: Any) -> Callable[[Path], None]:
@@ -308,10 +321,6 @@ class PipelineLayout(ShardedLayout):
         groups = [[parameters.get(name) for name in group] for group in numbered]
         load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
         return True
-
-    def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Gather the parts of all stages."""
-        return gather_parts(model)
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
         shapes: Mapping[str, torch.Size] = model.whole_shapes

@@ -24,16 +24,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import safe_globals
 
 from recipes_lib.hardware import read_free_memory
-from recipes_lib.models.adapters.lora import read_adapter_state
-from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS
-from recipes_lib.models.model_files import INDEX
-from recipes_lib.models.saved_weights import (
-    WEIGHTS,
-    BrokenSaveError,
-    read_published_shapes,
-    read_shapes,
-    verify_weights,
-)
+from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.planning.disk import DiskPlan, plan_disk, verify_disk
 from recipes_lib.quantities import format_count
 from recipes_lib.training.checkpoints.manifest import (
@@ -160,9 +151,6 @@ def iterate_tensors(state: Any) -> Iterator[Tensor]:
             yield from iterate_tensors(value)
 
 
-_STATES: Final = ("optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state*.pth")
-
-
 def is_adapter(model: nn.Module) -> bool:
     """Return whether a model is under an adapter, which alone is saved then."""
     return hasattr(model, "peft_config")
@@ -172,52 +160,6 @@ def list_frozen(model: nn.Module) -> list[str]:
     """Return the names of the parameters that training does not change, each name of one that is tied."""
     named = model.named_parameters(remove_duplicate=False)
     return [name for name, tensor in named if not tensor.requires_grad]
-
-
-def read_expected(model: Any, *, is_replicated: bool) -> dict[str, torch.Size]:
-    """Return the shapes that the saved weights of a model must have, by their names in the file.
-
-    Args:
-        model: The model, or the model under an adapter.
-        is_replicated: Whether every process holds all of it; upstream saves sharded weights as for publication.
-    """
-    if is_adapter(model):
-        return {name: tensor.shape for name, tensor in read_adapter_state(model).items()}
-    return read_shapes(model) if is_replicated else read_published_shapes(model)
-
-
-def verify_saved(checkpoint: Path, expected: Mapping[str, torch.Size], *, is_replicated: bool) -> None:
-    """Reload the weights of a checkpoint, and verify names, shapes and finite values.
-
-    Args:
-        checkpoint: Its folder.
-        expected: From ``read_expected``.
-        is_replicated: As there. Sharded weights are saved in a form of the engine's own besides, or in that alone.
-
-    Raises:
-        BrokenSaveError: A file or a tensor is missing, of another shape, empty or not finite.
-    """
-    weights = WEIGHTS if (checkpoint / WEIGHTS).exists() or (checkpoint / INDEX).exists() else ADAPTER_WEIGHTS
-    if is_replicated or (checkpoint / weights).exists():
-        verify_weights(checkpoint, expected, weights)
-
-
-def compare_with_live(checkpoint: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Hold a checkpoint against what it was made from, to the bit.
-
-    Args:
-        checkpoint: Its folder, of weights that every process holds all of.
-        model: The model, unchanged since.
-        optimizer: Its optimizer, unchanged since.
-
-    Raises:
-        BrokenSaveError: A tensor differs, or a state cannot be read without running code.
-    """
-    live = read_adapter_state(model) if is_adapter(model) else model.state_dict()
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        compare_weights(file, live)
-    for file in sorted(file for pattern in _STATES for file in checkpoint.glob(pattern)):
-        compare_state(file, optimizer.state_dict() if file.name == "optimizer.pt" else None)
 
 
 def compare_weights(file: Path, live: Mapping[str, torch.Tensor]) -> None:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from recipes_lib.errors import list_first
 from recipes_lib.files import read_json
 from recipes_lib.models.adapters.lora import read_adapter_state
+from recipes_lib.models.inference import find_device
 from recipes_lib.models.saved_weights import BrokenSaveError
 from recipes_lib.training.checkpoints.manifest import find_writer
 from recipes_lib.training.checkpoints.saver import CheckpointSaver, Task, is_adapter
@@ -52,22 +53,12 @@ def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
 def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole of what ``read_trained_state`` names, on the host of the main process; elsewhere nothing.
 
-    Tensor by tensor, so that no device holds more than one whole tensor besides its own; every process must call.
+    Each process has all tensors, some, or shards of some. Tensor by tensor, so that no device holds more than one whole
+    tensor besides its own; every process must call.
     """
-    whole: dict[str, Tensor] = {}
-    for name, tensor in read_trained_state(model).items():
-        # Collective, and so on every process, though the main one alone keeps it.
-        gathered = get_whole(tensor.detach())
-        if get_rank() == 0:
-            whole[name] = gathered.cpu()
-    return whole
-
-
-def gather_parts(model: nn.Module) -> dict[str, Tensor]:
-    """As ``gather_trained_state``, of a model of which each process has some tensors, or shards of some."""
     tensors = read_trained_state(model)
     held = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
-    device, rank = next(iter(tensors.values())).device, get_rank()
+    device, rank = find_device(model), get_rank()
     whole: dict[str, Tensor] = {}
     # Backwards, so that of several processes that have one the first is the owner.
     owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}

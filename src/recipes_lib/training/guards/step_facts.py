@@ -14,13 +14,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from recipes_lib.errors import DivergedError
 from recipes_lib.files import spell_numbers
 from recipes_lib.training.collectives import gather_objects, get_rank
 from recipes_lib.training.layouts.fsdp import get_local
-from recipes_lib.training.monitoring.progress import TrainingProgress
+from recipes_lib.training.monitoring.callbacks import Observer
 
 DUMP_DIR: Final = "diverged"
 ROW_IDS: Final = "row_ids"
@@ -169,18 +169,6 @@ def write_dump(folder: Path, rank: int, inputs: StepInputs, facts: Mapping[str, 
     (folder / f"rank-{rank}.json").write_text(text, encoding="utf-8")
 
 
-class ObserverView(Protocol):
-    """Protocol of the observer: progress display and callbacks."""
-
-    @property
-    def progress(self) -> TrainingProgress:
-        """The progress display."""
-
-    @property
-    def callbacks(self) -> Sequence[TrainerCallback]:
-        """Those that watch the run's steps."""
-
-
 class TrainerView(Protocol):
     """Protocol of ``RecipeTrainer``: the part that guards and checks may use.
 
@@ -205,10 +193,7 @@ class TrainerView(Protocol):
     is_evaluating: bool
     last_evaluated_step: int
     guard: Any
-
-    @property
-    def observer(self) -> ObserverView:
-        """The observer."""
+    observer: Observer
 
     def uncounted_pass(self) -> AbstractContextManager[None]:
         """Compute without counting."""

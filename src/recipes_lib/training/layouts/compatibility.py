@@ -209,9 +209,11 @@ def _build(entry: Mapping[str, Any]) -> Blocked:
     )
 
 
-_ENTRIES: Final = read_lists(Path(__file__).with_name("compatibility.yaml"))
-OF_MESHES, OF_PIPELINES = (tuple(map(_build, _ENTRIES[part])) for part in ("meshes", "pipelines"))
-BLOCKED: Final = (*map(_build, _ENTRIES["precision"]), *OF_MESHES, *map(_build, _ENTRIES["engines"]), *OF_PIPELINES)
+BLOCKED: Final = tuple(
+    _build(entry)
+    for entries in read_lists(Path(__file__).with_name("compatibility.yaml")).values()
+    for entry in entries
+)
 """Every combination that is refused."""
 
 

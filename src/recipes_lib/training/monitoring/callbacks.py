@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import Tensor, distributed, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -30,12 +30,9 @@ MAX_COPIED: Final = 32 * 2**20
 """Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
 
 
-class EvaluationHook(Protocol):
-    """Protocol of an evaluation between steps; it must not change model, mode and random states."""
-
-    def __call__(self, model: nn.Module, step: int) -> Mapping[str, float]:
-        """Return named figures of the model after ``step`` optimizer steps."""
-        ...
+EvaluationHook = Callable[[nn.Module, int], Mapping[str, float]]
+"""Evaluation between steps: from a model and its number of optimizer steps to named figures; it must not change model,
+mode and random states."""
 
 
 @dataclass(frozen=True, slots=True)

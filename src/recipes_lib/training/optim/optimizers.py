@@ -383,31 +383,20 @@ def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]
     if optim.startswith(_WITHOUT_RESUME) and read_training(training, "save_strategy") != "no":
         found = f"a run with {optim} cannot resume from a checkpoint"
         yield Problem("optim", found, "write save_strategy: 'no', or use another optimizer")
-    if optim.startswith(("galore", "apollo")):
-        yield from _find_problems_of_low_rank(optim, training)
-    if optim.startswith("schedule_free"):
-        yield from _find_problems_of_schedule_free(optim, training)
-    if optim == "muon" and training.get("optim_args"):
-        yield Problem("optim_args", "muon takes no arguments", "delete the line")
-
-
-def _find_problems_of_low_rank(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
-    if not training.get("optim_target_modules"):
+    if optim.startswith(("galore", "apollo")) and not training.get("optim_target_modules"):
         found = f"{optim} needs to know which matrices it projects"
         yield Problem("optim_target_modules", found, "write optim_target_modules: all-linear")
-    if training.get("weight_decay"):
+    if optim.startswith(("galore", "apollo")) and training.get("weight_decay"):
         found = f"upstream does not hand weight_decay to {optim}"
         yield Problem("weight_decay", found, "write weight_decay: 0, or use another optimizer")
-
-
-def _find_problems_of_schedule_free(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
-    if read_training(training, "lr_scheduler_type") != "constant":
+    if optim.startswith("schedule_free") and read_training(training, "lr_scheduler_type") != "constant":
         found = f"{optim} averages weights instead of lowering the learning rate"
         yield Problem("lr_scheduler_type", found, "write lr_scheduler_type: constant")
-    if 0 < read_training(training, "warmup_steps") < 1:
-        # The first steps are divided by this number: at 0.01, the first step has a hundred times the peak learning
-        # rate.
+    # The first steps are divided by this number: at 0.01, the first step has a hundred times the peak learning rate.
+    if optim.startswith("schedule_free") and 0 < read_training(training, "warmup_steps") < 1:
         yield Problem("warmup_steps", f"{optim} warms up by steps, not by a share", "write a number of steps, or 0")
+    if optim == "muon" and training.get("optim_args"):
+        yield Problem("optim_args", "muon takes no arguments", "delete the line")
 
 
 def _find_embeddings(model: nn.Module) -> set[int]:

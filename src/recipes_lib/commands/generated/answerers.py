@@ -1,0 +1,103 @@
+"""Models that answer and judge, of ``recipes synthesize`` and of ``recipes eval compare --judge``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.config.synthesis_keys import SynthesisConfig
+from recipes_lib.evaluation.endpoint import Answerer, Endpoint
+from recipes_lib.evaluation.judges import (
+    PROMPTS,
+    Judge,
+    PromptedJudge,
+    load_reward_judge,
+    split_place,
+    verify_reward_model,
+)
+
+if TYPE_CHECKING:
+    from recipes_lib.models.generation import Generator, Sampling
+
+Settings = SynthesisConfig | argparse.Namespace
+"""Sampling, requests and judge; flags have the names of the keys."""
+Task = Literal["grade", "pairwise"]
+"""What a judge is asked for, as its shipped prompt is called."""
+
+
+def load_answerer(
+    settings: Settings,
+    place: tuple[str, str] | None,
+    named: ModelConfig,
+    start: Callable[[Sampling, int], Generator] | None = None,
+) -> Answerer:
+    """Build a model that answers.
+
+    Args:
+        settings: Of sampling and requests.
+        place: Address of an endpoint, and the name of its model; ``None``: a model on this machine.
+        named: The model on this machine.
+        start: As ``load_local_model``.
+
+    Raises:
+        ConfigError: It cannot be had.
+    """
+    if place is not None:
+        length, fields = settings.max_new_tokens, settings.request_fields
+        return _build_endpoint(settings, place, length, settings.temperature, fields)
+    from transformers.utils.logging import disable_progress_bar
+
+    from recipes_lib.evaluation.answering import load_local_model
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    names = ("max_new_tokens", "temperature", "seed", "batch_size", "use_cpu")
+    return load_local_model(named, start=start, **{name: getattr(settings, name) for name in names})
+
+
+def load_judge(settings: Settings, task: Task) -> Judge:
+    """Build the judge: an endpoint, else a reward model.
+
+    Raises:
+        ConfigError: It cannot be had, its prompt is wrong, or the endpoint has no model's name.
+    """
+    if (place := split_place(str(settings.judge))) is not None:
+        length, fields = settings.judge_max_new_tokens, settings.judge_fields
+        endpoint = _build_endpoint(settings, place, length, 0.0, fields)
+        prompt = Path(settings.judge_prompt or PROMPTS / f"{task}.yaml")
+        return PromptedJudge(endpoint, **{"grading" if task == "grade" else task: prompt})
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() and not settings.use_cpu else "cpu"
+    return load_reward_judge(str(settings.judge), device=device)
+
+
+def verify_judge(settings: Settings, task: Task) -> None:
+    """Raise before anything is asked for a judge that is named and cannot be had; no reward model is loaded.
+
+    Raises:
+        ConfigError: As ``load_judge``.
+    """
+    if settings.judge is None:
+        return
+    if split_place(settings.judge) is None:
+        verify_reward_model(settings.judge)
+    else:
+        load_judge(settings, task).describe()
+
+
+def _build_endpoint(
+    settings: Settings, place: tuple[str, str], length: int, temperature: float, fields: Mapping[str, Any] | None
+) -> Endpoint:
+    return Endpoint(
+        *place,
+        max_new_tokens=length,
+        temperature=temperature,
+        seed=settings.seed,
+        num_concurrent=settings.num_concurrent,
+        requests_per_minute=settings.requests_per_minute,
+        timeout=settings.request_timeout,
+        request=fields or {},
+    )
