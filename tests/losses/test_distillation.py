@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from tests.losses.test_token_logps import LargestTensor
+from tests.losses.test_projection import LargestTensor
+from tests.losses.test_token_logps import dense_logits
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,7 +19,6 @@ from recipes_lib.losses.distillation import (
     TeacherHead,
     compute_distillation,
 )
-from recipes_lib.losses.next_token import compute_cross_entropy
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH, VOCABULARY, SHARED = 23, 6, 9, 40, 37
 OBJECTIVES = [
@@ -44,22 +45,13 @@ def make_supervision(objective: Objective, dtype: torch.dtype = torch.float64, *
     return DistillationTargets(targets, TeacherHead(hidden, weight, bias, **options), objective)
 
 
-def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
-    logits = functional.linear(hidden, weight, bias) * options.get("logit_scale", 1.0)
-    cap = options.get("softcap")
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
 def dense_loss(
     student: list[Tensor], supervision: DistillationTargets, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, cross-entropy and divergence from all logits at once, by torch's own functions."""
     objective, teacher = supervision.objective, supervision.teacher
-    logits = dense_logits(*student, options)
-    taught = {"logit_scale": teacher.logit_scale, "softcap": teacher.softcap}
-    teacher_logps = (
-        dense_logits(teacher.hidden, teacher.weight, teacher.bias, taught) / objective.temperature
-    ).log_softmax(-1)
+    logits = dense_logits(*student, **options)
+    teacher_logps = (dense_logits(*dataclasses.astuple(teacher)) / objective.temperature).log_softmax(-1)
     student_logps = (logits[:, :SHARED] / objective.temperature).log_softmax(-1)
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
@@ -102,8 +94,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
 def test_the_figures_beside_the_loss_are_those_of_all_logits() -> None:
     student, supervision = make_student(), make_supervision(OBJECTIVES[0])
     sums = distil(student, supervision, chunk_size=5)
-    logits, teacher = dense_logits(*student, {}), supervision.teacher
-    teacher_logits = dense_logits(teacher.hidden, teacher.weight, teacher.bias, {})
+    logits, teacher_logits = dense_logits(*student), dense_logits(*dataclasses.astuple(supervision.teacher))
     torch.testing.assert_close(
         sums.teacher_nll_sum, functional.cross_entropy(teacher_logits, supervision.targets, reduction="sum")
     )
@@ -137,13 +128,6 @@ def test_the_closed_forms_of_hintons_loss(alpha: float, temperature: float, expe
     assert sums.loss_sum.item() == pytest.approx(expected, abs=2e-6)
 
 
-def test_the_gradient_at_a_temperature_is_the_difference_of_the_distributions_times_it() -> None:
-    sums, weight = from_logits([1.0, 1.0, 0.0], [2.0, 1.0, 0.0], Objective(0.0, 0.0, 2.0))
-    sums.loss_sum.backward()
-    expected = torch.tensor([-0.245657, 0.152912, 0.092746], dtype=torch.float64)
-    torch.testing.assert_close(weight.grad.squeeze(1), expected, atol=2e-6, rtol=0)
-
-
 def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     weight = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
@@ -160,37 +144,6 @@ def test_the_optimum_is_the_mean_of_label_and_teacher() -> None:
     optimizer.step(closure)
     expected = torch.tensor([0.3, 0.65, 0.05], dtype=torch.float64)
     torch.testing.assert_close(weight.detach().squeeze(1).softmax(0), expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_a_student_that_is_its_teacher_has_no_loss_and_no_gradient(beta: float) -> None:
-    hidden, weight, bias = make_student()
-    teacher = TeacherHead(hidden.detach(), weight.detach(), bias.detach())
-    supervision = DistillationTargets(make_supervision(OBJECTIVES[0]).targets, teacher, Objective(0.0, beta, 2.0))
-    sums = compute_distillation(hidden, weight, supervision, bias=bias)
-    assert abs(sums.loss_sum.item()) < 1e-12
-    assert sums.num_agreed == NUM_TOKENS
-    torch.testing.assert_close(sums.teacher_nll_sum, sums.nll_sum)
-    for gradient in torch.autograd.grad(sums.loss_sum, (hidden, weight, bias)):
-        assert gradient.abs().max() < 1e-12
-
-
-def test_with_alpha_one_it_is_the_cross_entropy() -> None:
-    student, supervision = make_student(torch.float32), make_supervision(Objective(alpha=1.0), torch.float32)
-    sums = distil(student, supervision)
-    expected = compute_cross_entropy(student[0], student[1], supervision.targets, bias=student[2])
-    torch.testing.assert_close(sums.loss_sum, expected.nll_sum)
-    assert sums.num_correct == expected.num_correct
-
-
-def test_rows_of_padding_behind_the_teachers_tokens_take_no_part_in_the_divergence() -> None:
-    (hidden, weight, bias), supervision = make_student(), make_supervision(Objective(0.0, 0.0, 2.0))
-    padded = compute_distillation(hidden, weight, supervision, bias=bias)
-    cut = compute_distillation(hidden, weight[:SHARED], supervision, bias=bias[:SHARED])
-    torch.testing.assert_close(padded.loss_sum, cut.loss_sum)
-    gradient = torch.autograd.grad(padded.loss_sum, weight)[0]
-    torch.testing.assert_close(gradient, torch.autograd.grad(cut.loss_sum, weight)[0])
-    assert gradient[SHARED:].eq(0).all()
 
 
 def test_autocast_multiplies_both_in_bfloat16_and_adds_in_float32() -> None:

@@ -46,34 +46,10 @@ def test_a_projection_to_oneself_is_0_with_no_gradient(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mse", "cosine"])
-def test_neither_the_size_of_a_token_nor_of_the_teacher_counts(kind) -> None:
-    student, teacher, projection = draw(5, 4, seed=4), draw(5, 4, seed=5), draw(4, 4, seed=6)
-    expected = compute_feature_sum(student, teacher, projection, kind)
-    sizes = torch.tensor([[1.0], [3.0], [0.01], [100.0], [7.0]], dtype=torch.float64)
-    got = compute_feature_sum(sizes * student, 3 * teacher, projection, kind)
-    torch.testing.assert_close(got, expected)
-
-
-def test_only_the_cosine_is_blind_to_the_size_of_the_projection() -> None:
-    student, teacher, projection = draw(5, 4, seed=7), draw(5, 4, seed=8), draw(4, 4, seed=9)
-    cosine, mse = (
-        [compute_feature_sum(student, teacher, factor * projection, kind) for factor in (1, 2)]
-        for kind in ("cosine", "mse")
-    )
-    torch.testing.assert_close(*cosine)
-    assert abs(mse[0] - mse[1]) > 1
-
-
-def test_the_teacher_gets_no_gradient_and_the_others_that_of_finite_differences() -> None:
-    student, projection = draw(3, 4, seed=10).requires_grad_(), draw(5, 4, seed=11).requires_grad_()
-    teacher = draw(3, 5, seed=12).requires_grad_()
-    for kind in ("mse", "cosine"):
-        assert torch.autograd.gradcheck(
-            lambda s, w, kind=kind: compute_feature_sum(s, teacher.detach(), w, kind), (student, projection)
-        )
-        assert torch.autograd.grad(
-            compute_feature_sum(student, teacher, projection, kind), teacher, allow_unused=True
-        ) == (None,)
+def test_the_teacher_gets_no_gradient(kind) -> None:
+    student, teacher, projection = (draw(4, 4, seed=seed).requires_grad_() for seed in (10, 11, 12))
+    compute_feature_sum(student, teacher, projection, kind).backward()
+    assert (student.grad is None, teacher.grad is None, projection.grad is None) == (False, True, False)
 
 
 def test_no_token_is_0_and_leaves_the_projection_in_the_graph() -> None:

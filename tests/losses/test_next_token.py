@@ -3,53 +3,33 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
+from tests.losses import test_token_logps
+from tests.losses.test_token_logps import OPTIONS, WIDTH, dense_logits, gradients_of
 from torch import Tensor
 from torch.nn import functional
 from torch.profiler import profile
 
 from recipes_lib.losses.next_token import TokenSums, compute_cross_entropy
 
-NUM_TOKENS, WIDTH, VOCABULARY = 23, 12, 57
 
-
-def make_inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(NUM_TOKENS, WIDTH, generator=generator, dtype=torch.float64) * scale
-    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
-    bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
-    targets = torch.randint(0, VOCABULARY, (NUM_TOKENS,), generator=generator)
+def make_inputs(*options: Any) -> tuple[Tensor, ...]:
+    hidden, weight, bias, targets = test_token_logps.make_inputs(*options)
     targets[::4] = -100
-    return hidden.to(dtype), weight.to(dtype), bias.to(dtype), targets
+    return hidden, weight, bias, targets
 
 
-def dense_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-) -> Tensor:
-    logits = functional.linear(hidden, weight, bias) * logit_scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return functional.cross_entropy(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, ignore_index=-100, reduction="sum"
-    )
-
-
-def gradients_of(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, inputs))
+def dense_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Any = None, **options: Any) -> Tensor:
+    logits = dense_logits(hidden, weight, bias, **options)
+    return functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000, None])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("options", [{}, {"logit_scale": 0.3}, {"softcap": 2.5}, {"logit_scale": 1.7, "softcap": 1.5}])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_value_and_gradients_are_those_of_torch(
     options: dict[str, float], dtype: torch.dtype, chunk_size: int | None
 ) -> None:
@@ -63,25 +43,6 @@ def test_value_and_gradients_are_those_of_torch(
     torch.testing.assert_close(
         gradients_of(3.5 * ours.nll_sum, *inputs), gradients_of(3.5 * expected, *inputs), **tolerance
     )
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    *inputs, targets = make_inputs()
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    generator = torch.Generator().manual_seed(1)
-    directions = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) for tensor in inputs]
-
-    def loss_at(step: float) -> Tensor:
-        hidden, weight, bias = (tensor + step * direction for tensor, direction in zip(inputs, directions, strict=True))
-        return compute_cross_entropy(
-            hidden, weight, targets, bias=bias, logit_scale=0.7, softcap=3.0, chunk_size=5
-        ).nll_sum
-
-    slopes = zip(gradients_of(loss_at(0.0), *inputs), directions, strict=True)
-    analytic = sum((gradient * direction).sum() for gradient, direction in slopes)
-    with torch.no_grad():
-        numeric = (loss_at(1e-5) - loss_at(-1e-5)) / 2e-5
-    torch.testing.assert_close(analytic, numeric, rtol=1e-8, atol=1e-8)
 
 
 def test_counts_are_targets_and_arg_max_hits() -> None:
@@ -127,15 +88,6 @@ def test_no_target_gives_a_differentiable_zero() -> None:
         assert gradient.eq(0).all()
 
 
-def test_tied_weight_gets_the_gradient_of_both_uses() -> None:
-    _, weight, _, targets = make_inputs()
-    weight.requires_grad_()
-    ids = torch.arange(NUM_TOKENS)
-    ours = compute_cross_entropy(functional.embedding(ids, weight), weight, targets, chunk_size=5).nll_sum
-    expected = dense_cross_entropy(functional.embedding(ids, weight), weight, targets)
-    torch.testing.assert_close(gradients_of(ours, weight), gradients_of(expected, weight))
-
-
 def test_frozen_weight_gets_no_gradient_and_costs_none() -> None:
     hidden, weight, _, targets = make_inputs()
     hidden.requires_grad_()
@@ -143,13 +95,6 @@ def test_frozen_weight_gets_no_gradient_and_costs_none() -> None:
     assert [None if saved is None else saved.shape for saved in saved_tensors(sums)] == [(17, WIDTH), None, None]
     expected = gradients_of(dense_cross_entropy(hidden, weight, targets), hidden)
     torch.testing.assert_close(gradients_of(sums.nll_sum, hidden), expected)
-
-
-def test_frozen_hidden_states_leave_the_weight_its_gradient() -> None:
-    hidden, weight, _, targets = make_inputs()
-    weight.requires_grad_()
-    ours = gradients_of(compute_cross_entropy(hidden, weight, targets).nll_sum, weight)
-    torch.testing.assert_close(ours, gradients_of(dense_cross_entropy(hidden, weight, targets), weight))
 
 
 def test_evaluation_gives_the_same_sums_by_the_projection_alone() -> None:
@@ -181,7 +126,7 @@ def test_a_second_backward_is_an_error_and_not_a_wrong_gradient() -> None:
 
 
 def test_huge_logits_stay_finite() -> None:
-    hidden, weight, _, targets = make_inputs(torch.float32, scale=1e4)
+    hidden, weight, _, targets = make_inputs(torch.float32, 1e4)
     hidden.requires_grad_()
     loss = compute_cross_entropy(hidden, weight, targets).nll_sum
     torch.testing.assert_close(loss, dense_cross_entropy(hidden, weight, targets))
@@ -205,50 +150,12 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
         assert (ours - expected).norm() < 1e-2 * expected.norm()
 
 
-def test_weight_gradient_is_not_rounded_chunk_by_chunk() -> None:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(512, WIDTH, generator=generator).bfloat16()
-    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).bfloat16().requires_grad_()
-    targets = torch.randint(0, VOCABULARY, (512,), generator=generator)
-    chunked, whole = (
-        gradients_of(compute_cross_entropy(hidden, weight, targets, chunk_size=size).nll_sum, weight)[0]
-        for size in (1, 512)
-    )
-    torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=1e-3)
-
-
 @pytest.mark.parametrize("narrow", ["hidden", "weight"])
 def test_without_autocast_the_narrower_operand_decides(narrow: str) -> None:
     hidden, weight, _, targets = make_inputs(torch.float32)
     expected = compute_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
     mixed = (hidden.bfloat16(), weight) if narrow == "hidden" else (hidden, weight.bfloat16())
     assert compute_cross_entropy(*mixed, targets) == expected
-
-
-PEAK_SCRIPT = """
-import re, sys, torch
-from pathlib import Path
-from recipes_lib.losses.next_token import compute_cross_entropy
-torch.set_num_threads(1)
-hidden = torch.randn(int(sys.argv[1]), 8, requires_grad=True)
-weight = torch.randn(65536, 8, requires_grad=True)
-targets = torch.randint(0, 65536, hidden.shape[:1])
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
-before = peak()
-compute_cross_entropy(hidden, weight, targets, chunk_size=128).nll_sum.backward()
-print(peak() - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_peak_memory_does_not_grow_with_the_number_of_tokens() -> None:
-    few, many = (
-        int(subprocess.run([sys.executable, "-c", PEAK_SCRIPT, str(tokens)], capture_output=True, check=True).stdout)
-        for tokens in (128, 1024)
-    )
-    chunk_kib = 128 * 65536 * 4 // 1024
-    assert few > chunk_kib, "the measurement must see one chunk of logits"
-    assert many < few + chunk_kib // 4, f"{many} KiB for 1024 tokens, {few} KiB for 128"
 
 
 @pytest.mark.gpu

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from tests.losses.test_token_logps import (
+    NUM_TOKENS,
+    VOCABULARY,
+    WIDTH,
+    dense_logps,
+    make_inputs,
+)
 from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from recipes_lib.losses.next_token import compute_cross_entropy, compute_token_logps
 from recipes_lib.losses.projection import (
     CHUNK_BYTES,
     MIN_CHUNK_TOKENS,
@@ -16,72 +29,81 @@ from recipes_lib.losses.projection import (
     find_chunk_bytes,
 )
 
-NUM_TOKENS, WIDTH, VOCABULARY = 11, 5, 31
-OPTIONS = [{}, {"logit_scale": 0.3}, {"softcap": 2.5}, {"logit_scale": 1.7, "softcap": 1.5}]
+
+def sum_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return compute_cross_entropy(hidden, weight, targets, **options).nll_sum
 
 
-def make_inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def sum_logps(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return compute_token_logps(hidden, weight, targets, **options).logps.sum()
+
+
+@pytest.mark.parametrize("compute", [sum_cross_entropy, sum_logps])
+def test_the_weight_gradient_is_not_rounded_chunk_by_chunk(compute: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(0)
-    shapes = ((NUM_TOKENS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor, options: dict[str, float]) -> Tensor:
-    logits = (hidden @ weight.t() + bias) * options.get("logit_scale", 1.0)
-    cap = options.get("softcap")
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4, 11, 100])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_chunks_are_slices_of_the_logits_and_their_gradients_those_of_torch(
-    options: dict[str, float], chunk_size: int
-) -> None:
-    hidden, weight, bias = inputs = make_inputs()
-    outer = torch.randn(NUM_TOKENS, VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    projection = build_projection(
-        hidden,
-        weight,
-        logit_scale=options.get("logit_scale", 1.0),
-        softcap=options.get("softcap"),
-        chunk_size=chunk_size,
+    hidden = torch.randn(512, WIDTH, generator=generator).bfloat16()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (512,), generator=generator)
+    chunked, whole = (
+        torch.autograd.grad(compute(hidden, weight, targets, chunk_size=size), weight)[0] for size in (1, 512)
     )
-    gradients = ProjectionGradients(projection, *inputs, needed=[True] * 3)
-    expected_logits = dense_logits(*inputs, options)
-    seen = []
-    for chunk in projection.iterate(hidden, weight, bias):
-        torch.testing.assert_close(chunk.logits, expected_logits[chunk.rows])
-        seen += range(NUM_TOKENS)[chunk.rows]
-        chunk.logits.copy_(outer[chunk.rows])
-        gradients.add(chunk, weight)
-    assert seen == list(range(NUM_TOKENS))
+    torch.testing.assert_close(chunked, whole, rtol=2**-7, atol=1e-3)
 
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    expected = torch.autograd.grad((dense_logits(*leaves, options) * outer).sum(), leaves)
-    torch.testing.assert_close(gradients.finish(), expected)
+
+@pytest.mark.parametrize("compute", [sum_cross_entropy, sum_logps])
+def test_a_tied_weight_gets_the_gradient_of_both_uses(compute: Callable[..., Tensor]) -> None:
+    _, weight, _, targets = make_inputs()
+    weight.requires_grad_()
+    hidden = functional.embedding(torch.arange(NUM_TOKENS), weight)
+    expected = dense_logps(hidden, weight, targets).sum()
+    ours = compute(hidden, weight, targets, chunk_size=5)
+    (gradient,) = torch.autograd.grad(ours if compute is sum_logps else -ours, weight, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight)[0])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("with_frozen_weight", [False, True])
+@pytest.mark.parametrize("compute", [sum_cross_entropy, sum_logps, partial(sum_logps, with_statistics=True)])
+def test_never_more_than_a_chunk_of_logits_exists(compute: Callable[..., Tensor], with_frozen_weight: bool) -> None:
+    chunk_size, vocabulary = 8, 1000
+    hidden = torch.randn(64, 4, requires_grad=True)
+    weight = torch.randn(vocabulary, 4, requires_grad=not with_frozen_weight)
+    targets = torch.randint(0, vocabulary, (64,))
+    with LargestTensor() as largest:
+        compute(hidden, weight, targets, softcap=3.0, chunk_size=chunk_size).backward()
+    assert largest.numel == chunk_size * vocabulary
+    with LargestTensor() as dense:
+        dense_logps(hidden, weight, targets)
+    assert dense.numel == 64 * vocabulary, "the measurement must see the logits of a batch"
 
 
 def test_chunks_share_one_buffer() -> None:
-    hidden, weight, _ = make_inputs(torch.bfloat16)
-    projection = build_projection(hidden, weight, logit_scale=1.0, softcap=None, chunk_size=4)
+    hidden, weight, *_ = make_inputs(torch.bfloat16)
+    projection = build_projection(hidden, weight, chunk_size=8)
     chunks = list(projection.iterate(hidden, weight, None))
-    assert [len(chunk.logits) for chunk in chunks] == [4, 4, 3]
+    assert [len(chunk.logits) for chunk in chunks] == [8, 8, 7]
     assert len({chunk.logits.data_ptr() for chunk in chunks}) == len({chunk.narrow.data_ptr() for chunk in chunks}) == 1
     assert {(chunk.logits.dtype, chunk.narrow.dtype) for chunk in chunks} == {(torch.float32, torch.bfloat16)}
 
 
-def test_what_needs_no_gradient_gets_none() -> None:
-    inputs = make_inputs()
-    projection = build_projection(*inputs[:2], logit_scale=1.0, softcap=None, chunk_size=4)
-    for needed in ([True, False, False], [False, True, False], [False, False, True]):
-        gradients = ProjectionGradients(projection, *inputs, needed=needed).finish()
-        assert [gradient is not None for gradient in gradients] == needed
-
-
 def test_gradients_have_the_dtypes_of_what_they_belong_to() -> None:
-    hidden, weight, bias = make_inputs(torch.float32)
+    hidden, weight, bias, _ = make_inputs(torch.float32)
     inputs = (hidden, weight.bfloat16(), bias.half())
-    projection = build_projection(*inputs[:2], logit_scale=1.0, softcap=None, chunk_size=4)
+    projection = build_projection(*inputs[:2])
     gradients = ProjectionGradients(projection, *inputs, needed=[True] * 3).finish()
     assert [gradient.dtype for gradient in gradients] == [torch.float32, torch.bfloat16, torch.float16]
 
@@ -89,7 +111,7 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to() -> None:
 @pytest.mark.parametrize(("vocabulary", "expected"), [(2**17, CHUNK_BYTES // 2**19), (2**20, MIN_CHUNK_TOKENS)])
 def test_the_default_chunk_has_a_bounded_size(vocabulary: int, expected: int) -> None:
     weight = torch.empty(vocabulary, 1)
-    assert build_projection(weight, weight, logit_scale=1.0, softcap=None, chunk_size=None).chunk_size == expected
+    assert build_projection(weight, weight).chunk_size == expected
 
 
 @pytest.mark.parametrize(("gigabytes", "megabytes"), [(4, 128), (24, 384), (80, 1024), (192, 1024)])
@@ -106,7 +128,7 @@ def test_autocast_decides_the_dtype_and_else_the_narrower_operand() -> None:
     narrow, wide = torch.empty(1, 1, dtype=torch.bfloat16), torch.empty(1, 1)
 
     def dtype_for(hidden: Tensor, weight: Tensor) -> torch.dtype:
-        return build_projection(hidden, weight, logit_scale=1.0, softcap=None, chunk_size=None).dtype
+        return build_projection(hidden, weight).dtype
 
     assert dtype_for(wide, wide) == torch.float32
     assert dtype_for(narrow, wide) == dtype_for(wide, narrow) == torch.bfloat16

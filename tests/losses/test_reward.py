@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl import RewardTrainer
 
 from recipes_lib.losses.preference import compute_bradley_terry
 
@@ -49,47 +46,6 @@ def test_each_pair_has_its_own_loss() -> None:
     preferred = 1 / (1 + np.exp(-(chosen - rejected - margins)))
     expected = -0.9 * np.log(preferred) - 0.1 * np.log(1 - preferred) + 0.02 * (chosen + rejected) ** 2
     np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("with_margins", [False, True])
-def test_the_mean_is_trl_s_loss(with_margins: bool) -> None:
-    logits = torch.linspace(-2, 3, 8)[torch.tensor([3, 0, 7, 4, 1, 6, 2, 5])].requires_grad_()
-    inputs = {"margin": torch.tensor([0.1, 0.5, 0.0, 1.0])} if with_margins else {}
-    stand_in = SimpleNamespace(
-        model=SimpleNamespace(training=False),
-        args=SimpleNamespace(center_rewards_coefficient=0.03),
-        _metrics={"eval": defaultdict(list)},
-        _total_train_tokens=0,
-        accelerator=SimpleNamespace(gather=lambda figure: figure, gather_for_metrics=lambda figure: figure),
-    )
-    outputs = SimpleNamespace(logits=logits[:, None])
-    theirs = RewardTrainer.compute_loss(stand_in, lambda **_: outputs, dict(inputs))
-    ours = compute_bradley_terry(*logits.chunk(2), margins=inputs.get("margin"), center_coefficient=0.03).mean()
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(torch.autograd.grad(ours, logits), torch.autograd.grad(theirs, logits))
-
-
-@pytest.mark.parametrize(("share", "label_smoothing"), [(0.8, 0.0), (1.0, 0.2)])
-def test_a_noisy_preference_is_fitted_by_the_log_of_its_odds(share: float, label_smoothing: float) -> None:
-    gap = scores(0.0)
-    optimizer = torch.optim.LBFGS([gap], max_iter=100, line_search_fn="strong_wolfe", tolerance_change=1e-15)
-
-    def expected_loss() -> Tensor:
-        optimizer.zero_grad()
-        right, wrong = (compute_bradley_terry(side * gap, 0 * gap, label_smoothing=label_smoothing) for side in (1, -1))
-        loss = (share * right + (1 - share) * wrong).sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(expected_loss)
-    assert gap.item() == pytest.approx(math.log(4), abs=1e-6)
-
-
-def test_the_chosen_score_rises_and_the_rejected_falls() -> None:
-    chosen, rejected = scores(0.0, -3.0, 3.0), scores(0.0, 3.0, -3.0)
-    slopes = torch.autograd.grad(compute_bradley_terry(chosen, rejected).sum(), (chosen, rejected))
-    assert (slopes[0] < 0).all()
-    torch.testing.assert_close(slopes[0], -slopes[1])
 
 
 def test_half_precision_scores_are_compared_in_single() -> None:

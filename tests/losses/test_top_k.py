@@ -10,13 +10,11 @@ from tests.losses.test_distillation import (
     OBJECTIVES,
     OPTIONS,
     SHARED,
-    VOCABULARY,
     distil,
-    from_logits,
     make_student,
     make_supervision,
 )
-from tests.losses.test_token_logps import LargestTensor
+from tests.losses.test_projection import LargestTensor
 from torch.nn import functional
 
 from recipes_lib.losses.distillation import (
@@ -107,28 +105,6 @@ def test_the_tail_bucket_is_a_lower_bound_that_grows_with_k(beta: float) -> None
     assert all(lower <= higher + 1e-12 for lower, higher in zip(bounds, [*bounds[1:], live], strict=True))
     assert bounds[0] < 0.9 * live
     assert bounds[-1] == pytest.approx(live)
-
-
-def test_the_closed_form_of_the_tail_bucket() -> None:
-    teacher = torch.tensor([0.6, 0.2, 0.1, 0.06, 0.04], dtype=torch.float64).log()
-    student = torch.tensor([0.4, 0.3, 0.1, 0.1, 0.1], dtype=torch.float64).log()
-    whole, _ = from_logits(student.tolist(), teacher.tolist(), Objective(0.0))
-    assert whole.loss_sum.item() == pytest.approx(0.094885, abs=1e-6)
-    values, ids = teacher.topk(2)
-    top = TopLogps(ids[None], values[None], torch.tensor([0.2], dtype=torch.float64).log(), torch.zeros(1), 5)
-    bound, _ = compute_top_divergence(student[None].clone(), top, 0.0)
-    assert bound.item() == pytest.approx(0.081093, abs=1e-6)
-
-
-def test_a_student_that_is_its_teacher_has_nothing_to_learn_at_any_k() -> None:
-    hidden, weight, bias = make_student()
-    head = TeacherHead(hidden.detach(), weight.detach(), bias.detach())
-    supervision = DistillationTargets(make_supervision(OBJECTIVES[0]).targets, head, Objective(0.0, 0.5, 2.0))
-    for k in (1, 9, VOCABULARY):
-        sums = compute_distillation(hidden, weight, keep_top(supervision, k), bias=bias)
-        assert abs(sums.loss_sum.item()) < 1e-12
-        for gradient in torch.autograd.grad(sums.loss_sum, (hidden, weight, bias)):
-            assert gradient.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import random
+from contextlib import nullcontext, suppress
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models import inference as evaluation
@@ -18,7 +21,48 @@ from recipes_lib.models.attention import varlen
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.attention.shared_prompt import prove_shared_prompt
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
-from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision
+from recipes_lib.models.inference import (
+    RandomStates,
+    disable_dropout,
+    evaluating,
+    find_device,
+    find_rounding_error,
+    kernel_precision,
+    preserve_training_state,
+    unwrap_adapter,
+)
+
+TINY = {
+    "llama": {"attention_dropout": 0.5, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},
+    "gpt2": {"attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "n_embd": 16, "n_layer": 2, "n_head": 2},
+    "opt": {"dropout": 0.5, "attention_dropout": 0.5, "hidden_size": 16, "ffn_dim": 32, "word_embed_proj_dim": 16},
+}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", TINY)
+def test_training_mode_no_longer_changes_what_the_model_says(kind, implementation):
+    config = AutoConfig.for_model(kind, vocab_size=32, num_hidden_layers=2, **TINY[kind])
+    if kind == "opt":
+        config.num_attention_heads = 2
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).train()
+    ids = torch.arange(12)[None] + 4
+
+    def is_random():
+        return not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+    assert is_random()
+    assert disable_dropout(model) > 0
+    assert not is_random()
+    assert torch.equal(model(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+    assert disable_dropout(model) == 0
+
+
+def test_other_numbers_stay():
+    layer = nn.Linear(2, 2)
+    layer.scale, layer.drop_rate = 0.5, 0.5
+    assert disable_dropout(layer) == 1
+    assert (layer.scale, layer.drop_rate) == (0.5, 0.0)
 
 
 def test_every_module_is_in_the_mode_it_was_in_after_an_error_too():
@@ -68,27 +112,19 @@ def test_while_weights_are_on_the_host_another_kernel_stands_in_for_flash_attent
     assert flash_model.config._attn_implementation == "flash_attention_2"
 
 
-def test_where_flash_attention_runs_it_has_half_precision(flash_model, monkeypatch):
-    contexts = []
-    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
-    with kernel_precision(flash_model):
-        assert flash_model.config._attn_implementation == "flash_attention_2"
-    assert contexts == [("cuda", torch.bfloat16)]
-    flash_model.set_attn_implementation("sdpa")
-    with kernel_precision(flash_model):
-        assert len(contexts) == 1
-
-
-def test_on_gpus_varlen_has_half_precision_where_documents_share_rows_and_nowhere_else(flash_model, monkeypatch):
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kernel", ["sdpa", "varlen", "flash_attention_2"])
+def test_kernels_have_half_precision_on_gpus_where_they_need_it(flash_model, monkeypatch, kernel, device, is_packed):
     contexts = []
     monkeypatch.setattr(torch, "autocast", lambda *given: contexts.append(given) or nullcontext())
-    flash_model.set_attn_implementation("varlen")
-    for device in ("cpu", "cuda"):
-        monkeypatch.setattr(evaluation, "find_device", lambda _, device=device: torch.device(device))
-        for is_packed in (False, True):
-            with kernel_precision(flash_model, is_packed=is_packed):
-                assert contexts == ([("cuda", torch.bfloat16)] if (device, is_packed) == ("cuda", True) else [])
+    monkeypatch.setattr(evaluation, "find_device", lambda _: torch.device(device))
+    flash_model.set_attn_implementation(kernel)
+    with kernel_precision(flash_model, is_packed=is_packed):
+        is_replaced = (kernel, device) == ("flash_attention_2", "cpu")
+        assert flash_model.config._attn_implementation == ("varlen" if is_replaced else kernel)
+    needs_half = kernel == "flash_attention_2" or (kernel == "varlen" and is_packed)
+    assert contexts == ([("cuda", torch.bfloat16)] if needs_half and device == "cuda" else [])
 
 
 def test_what_is_rounded_is_the_coarser_of_products_and_sums():
@@ -129,6 +165,12 @@ def test_a_kernel_that_takes_halves_alone_proves_a_model_in_float32(tiny_model_d
         prove_isolation(model, "flat")
 
 
+def test_the_model_inside_a_wrapper_is_the_very_one_that_was_wrapped(tiny_model_dir):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert unwrap_adapter(model) is model
+    assert unwrap_adapter(get_peft_model(model, LoraConfig(target_modules=["q_proj"]))) is model
+
+
 def test_whole_weights_compute_where_they_are() -> None:
     assert find_device(nn.Linear(2, 2)) == torch.device("cpu")
     assert find_device(nn.Linear(2, 2, device="meta")) == torch.device("meta")
@@ -143,3 +185,42 @@ def test_weights_that_wait_on_the_host_compute_on_their_mesh(monkeypatch: pytest
     model.weight = nn.Parameter(DTensor(torch.ones(2, 2), spec, requires_grad=False))
     assert model.weight.to_local().device.type == "cpu"
     assert find_device(model) == torch.device("cuda", 3)
+
+
+def draw_all() -> tuple[float, float, float]:
+    from_numpy = np.random.rand()  # noqa: NPY002
+    return random.random(), from_numpy, float(torch.rand(()))
+
+
+def test_every_random_state_and_mode_is_restored_after_an_error_too() -> None:
+    model = nn.Dropout().train()
+    states = RandomStates.read()
+    expected = draw_all()
+    states.restore()
+    for error in (None, KeyError):
+        with suppress(KeyError), preserve_training_state(model):
+            assert not model.training
+            assert draw_all() == expected
+            if error:
+                raise error
+        assert model.training
+        assert draw_all() == expected
+        states.restore()
+
+
+def test_what_was_captured_can_be_drawn_again_and_again() -> None:
+    states = RandomStates.read()
+    draws = []
+    for _ in range(3):
+        states.restore()
+        draws.append(draw_all())
+    assert len(set(draws)) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_random_state_of_the_gpu_is_restored() -> None:
+    before = torch.cuda.get_rng_state()
+    with preserve_training_state(nn.Identity()):
+        torch.rand(3, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), before)

@@ -7,41 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from tests.models.test_structure import SIZES, make_gpt2, make_llama
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.structure import compute_sample_logits, prune_layers, verify_copy
-
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-
-
-def make_llama() -> Any:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=4, attn_implementation="eager"))
+from recipes_lib.models.inference import compute_probe_logits
+from recipes_lib.models.structure import prune_layers, verify_copy
 
 
-def make_gpt2() -> Any:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=4, n_head=2, attn_implementation="eager"))
-
-
-def make_qwen2() -> Any:
+def make_qwen2(num_layers: int) -> Any:
     """Layers of two kinds, told apart by the configuration."""
     kinds = ["sliding_attention", "full_attention"] * 2
     settings = {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds, "num_key_value_heads": 2}
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **settings, num_hidden_layers=4, attn_implementation="eager"))
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, **settings, num_hidden_layers=num_layers, attn_implementation="eager"))
 
 
 @pytest.mark.parametrize("make", [make_llama, make_gpt2, make_qwen2])
 @pytest.mark.parametrize("layers", [[2, 4], [4, 1, 3], [1, 2, 3, 4]])
 def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> None:
-    teacher = make()
+    teacher = make(4)
     cut = copy.deepcopy(teacher)
     prune_layers(cut, layers)
     cut.save_pretrained(tmp_path)
@@ -59,17 +43,17 @@ def test_the_layers_are_copied_and_the_rest_is_whole(make, layers, tmp_path) -> 
     if make is make_qwen2:
         assert student.config.layer_types == [teacher.config.layer_types[number - 1] for number in layers]
     is_whole = layers == [1, 2, 3, 4]
-    assert torch.equal(compute_sample_logits(student), compute_sample_logits(teacher)) == is_whole
+    assert torch.equal(compute_probe_logits(student), compute_probe_logits(teacher)) == is_whole
 
 
 @pytest.mark.parametrize("layers", [[], [0], [5], [1, -1]])
 def test_a_layer_that_is_not_there_is_refused(layers) -> None:
     with pytest.raises(ConfigError, match="has 1 to 4"):
-        prune_layers(make_llama(), layers)
+        prune_layers(make_llama(4), layers)
 
 
 def test_a_copy_that_is_another_is_refused(tmp_path) -> None:
-    cut = make_llama()
+    cut = make_llama(4)
     student = copy.deepcopy(cut)
     with torch.no_grad():
         student.model.layers[2].mlp.up_proj.weight[0, 0] += 1

@@ -8,8 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters.lora import adapters_off, add_adapter, compute_probe_logits
+from recipes_lib.models.adapters.lora import adapters_off, add_adapter
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import build_quantization_config, count_quantized_bytes
 

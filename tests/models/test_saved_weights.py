@@ -1,13 +1,22 @@
 """What is broken in a saved model is found when it is opened again."""
 
-import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
-from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, read_shapes, verify_weights
+from recipes_lib.models.model_files import INDEX
+from recipes_lib.models.saved_weights import (
+    WEIGHTS,
+    BrokenSaveError,
+    read_published_shapes,
+    read_shapes,
+    verify_weights,
+)
+
+BAD = (float("nan"), float("inf"), -float("inf"))
 
 
 @pytest.fixture
@@ -23,76 +32,62 @@ def rewrite(folder, change):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_whole_model_is_accepted_and_its_parameters_are_counted(saved):
-    model, folder = saved
-    assert verify_weights(folder, read_shapes(model)) == model.num_parameters()
+def put(name, change):
+    """Damage done to one tensor of the file."""
+    return lambda folder: rewrite(folder, lambda tensors: tensors.update({name: change(tensors[name])}))
 
 
-def test_shards_are_opened_through_their_index(tiny_model_dir, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
-    assert verify_weights(tmp_path, read_shapes(model)) == model.num_parameters()
-    next(tmp_path.glob("model-00002-*.safetensors")).unlink()
-    with pytest.raises(BrokenSaveError, match=r"model-00002-.* is missing"):
-        verify_weights(tmp_path, read_shapes(model))
+def replace_by(content):
+    return lambda folder: (folder / WEIGHTS).write_bytes(content)
+
+
+NORM, QUERY = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
+        *(
+            (put(NORM, lambda norm, x=x: norm.index_fill(0, torch.tensor(3), x)), "norm.weight is not finite")
+            for x in BAD
+        ),
+        (put(NORM, lambda norm: torch.empty(0)), "norm.weight is empty"),
+        (put(NORM, lambda norm: torch.zeros(8, 8)), r"norm\.weight has the shape \(8, 8\) and not \(64,\)"),
+        (lambda folder: rewrite(folder, lambda tensors: tensors.pop(QUERY)), f"{QUERY} is missing"),
+        (replace_by(b""), "cannot be opened again"),
+        (replace_by(b"not safetensors at all"), "cannot be opened again"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "cannot be opened again"),
+        (lambda folder: (folder / INDEX).write_text('{"metadata": {}}'), "cannot be opened again"),
+    ],
+)
+def test_what_is_broken_is_refused_by_its_name(saved, damage, words):
+    model, folder = saved
+    damage(folder)
+    with pytest.raises(BrokenSaveError, match=words):
+        verify_weights(folder, read_shapes(model))
+
+
+def test_a_whole_model_is_accepted_and_its_parameters_are_counted(saved):
+    model, folder = saved
+    assert verify_weights(folder, read_shapes(model)) == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (Path.unlink, "model-00002-.* is missing"),
         (lambda file: file.write_bytes(file.read_bytes()[:-8]), "model-00002-.* cannot be opened again"),
         (lambda file: save_file({"other": torch.ones(1)}, file), r"\.weight is missing"),
     ],
-    ids=["truncated", "without what the index names"],
+    ids=["absent", "truncated", "without what the index names"],
 )
-def test_a_shard_that_is_not_what_its_index_says_is_refused(tiny_model_dir, tmp_path, damage, words):
+def test_shards_are_opened_through_their_index(tiny_model_dir, tmp_path, damage, words):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert verify_weights(tmp_path, read_shapes(model)) == model.num_parameters()
     damage(next(tmp_path.glob("model-00002-*.safetensors")))
     with pytest.raises(BrokenSaveError, match=words):
         verify_weights(tmp_path, read_shapes(model))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_number_is_refused_and_names_the_tensor(saved, value):
-    model, folder = saved
-    rewrite(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(3, value))
-    with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight is not finite"):
-        verify_weights(folder, read_shapes(model))
-
-
-def test_an_emptied_or_lost_tensor_is_refused(saved):
-    model, folder = saved
-    rewrite(folder, lambda tensors: tensors.__setitem__("model.norm.weight", torch.empty(0)))
-    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
-    with pytest.raises(BrokenSaveError) as caught:
-        verify_weights(folder, read_shapes(model))
-    assert "model.norm.weight is empty" in str(caught.value)
-    assert "model.layers.1.self_attn.q_proj.weight is missing" in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])
-def test_a_file_that_cannot_be_opened_is_refused(saved, content):
-    model, folder = saved
-    path = folder / "model.safetensors"
-    path.unlink() if content is None else path.write_bytes(content)
-    with pytest.raises(BrokenSaveError, match="cannot be opened again"):
-        verify_weights(folder, read_shapes(model))
-
-
-def test_an_index_that_names_no_files_is_refused(saved):
-    model, folder = saved
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}}))
-    with pytest.raises(BrokenSaveError, match="cannot be opened again"):
-        verify_weights(folder, read_shapes(model))
-
-
-def test_a_tensor_of_another_shape_is_refused(saved):
-    model, folder = saved
-    rewrite(folder, lambda tensors: tensors.__setitem__("model.norm.weight", torch.zeros(8, 8)))
-    with pytest.raises(BrokenSaveError, match=r"norm\.weight has the shape \(8, 8\) and not \(64,\)"):
-        verify_weights(folder, read_shapes(model))
 
 
 def test_experts_are_looked_for_under_the_names_that_they_are_saved_by(tmp_path):

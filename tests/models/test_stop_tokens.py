@@ -22,13 +22,6 @@ def test_the_trained_terminator_joins_the_stop_tokens_the_model_had(tiny_model_d
     assert model.generation_config.pad_token_id == tiny_tokenizer.pad_token_id
 
 
-def test_the_stop_tokens_survive_saving(tiny_model_dir, tiny_tokenizer, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
-    stops = set_stop_tokens(model, tiny_tokenizer, [3])
-    model.save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == stops
-
-
 def reopen_with(settings, tiny_model_dir, folder):
     """The model as it comes from a folder whose ``generation_config.json`` holds ``settings``."""
     shutil.copytree(tiny_model_dir, folder)

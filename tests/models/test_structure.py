@@ -12,21 +12,16 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.structure import collect_features, find_layers, map_layers, verify_layers
 
-
-def make_llama(**keys: Any) -> LlamaForCausalLM:
-    defaults: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "attn_implementation": "eager",
-    }
-    return LlamaForCausalLM(LlamaConfig(**defaults | keys))
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
 
 
-def make_gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=3, n_head=2, attn_implementation="eager"))
+def make_llama(num_layers: int = 3) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=num_layers, attn_implementation="eager"))
+
+
+def make_gpt2(num_layers: int = 3) -> GPT2LMHeadModel:
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": num_layers, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_implementation="eager"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.adapter_models import SHAPE
 from tests.tiny import CORPUS, build_tokenizer
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -39,15 +40,7 @@ def permute(tokenizer: PreTrainedTokenizerFast, order: torch.Tensor) -> PreTrain
 
 
 def make_model(vocab_size: int, *, is_tied: bool = False) -> Any:
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=is_tied,
-        pad_token_id=1,
-    )
+    config = LlamaConfig(**SHAPE | {"vocab_size": vocab_size}, tie_word_embeddings=is_tied, pad_token_id=1)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM(config).eval().requires_grad_(False)

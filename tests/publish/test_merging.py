@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from recipes_lib.config.schema import AdapterConfig, ModelConfig, QuantizationConfig
 from recipes_lib.errors import ConfigError
-from recipes_lib.models.adapters.lora import add_adapter, compute_probe_logits
+from recipes_lib.models.adapters.lora import add_adapter
+from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.loading import load_causal_lm
 from recipes_lib.models.quantization import build_quantization_config
 from recipes_lib.publish.final_model import verify_adapter_export

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.rows import write_rows
 
 from recipes_lib.errors import DataError
 from recipes_lib.report.page import build_report, find_problems
@@ -49,6 +50,9 @@ class Page(HTMLParser):
         self.text += data
 
 
+SAMPLE = {"step": 60, "prompt": "Why?", "completion": "c", "reference": "Because.", "stopped": True, "num_tokens": 3}
+
+
 def write_run(folder: Path, num_steps: int = 60) -> None:
     events: list[dict[str, Any]] = [{"kind": "eval", "step": 0, "eval_loss": 5.0, "eval_own_metric": 0.125}]
     for n in range(1, num_steps + 1):
@@ -59,22 +63,8 @@ def write_run(folder: Path, num_steps: int = 60) -> None:
         )  # fmt: skip
     events.append({"kind": "eval", "step": num_steps, "eval_loss": 2.0, "eval_own_metric": 0.875})
     samples = [
-        {
-            "step": 0,
-            "prompt": "Why?",
-            "completion": "why why",
-            "reference": "Because.",
-            "stopped": False,
-            "num_tokens": 9,
-        },
-        {
-            "step": 60,
-            "prompt": "Why?",
-            "completion": "Because!",
-            "reference": "Because.",
-            "stopped": True,
-            "num_tokens": 4,
-        },
+        {**SAMPLE, "step": 0, "completion": "why why", "stopped": False, "num_tokens": 9},
+        {**SAMPLE, "completion": "Because!", "num_tokens": 4},
     ]
     facts = {
         "stage": "sft",
@@ -88,8 +78,8 @@ def write_run(folder: Path, num_steps: int = 60) -> None:
         "git_commit": "0123abc",
     }
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, events)) + "\n")
-    (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)) + "\n")
+    write_rows(folder / "metrics.jsonl", events)
+    write_rows(folder / "samples.jsonl", samples)
     (folder / "run.json").write_text(json.dumps(facts))
 
 
@@ -110,7 +100,8 @@ def test_a_run_is_shown_with_its_figures_samples_and_facts(tmp_path: Path) -> No
         "1.5 / 1 GiB of memory, 0.5 / 0.6 s a step",
     ):  # fmt: skip
         assert words in page.text, words
-    assert page.elements.count("figure") == 5
+    labels = [value for name, value in page.attributes if name == "aria-label" and value and "at step" in value]
+    assert len(labels) == page.elements.count("figure") == 5
     assert page.text.index("why why") < page.text.index("Because!")
     # What someone chose stands before what is a default.
     assert page.text.index("learning_rate") < page.text.index("seed")
@@ -136,49 +127,30 @@ def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
     assert len(html.encode()) < 10**6
 
 
-def test_every_figure_has_words_for_those_who_do_not_see_it(tmp_path: Path) -> None:
+def test_hostile_samples_and_facts_are_text_and_nothing_else(tmp_path: Path) -> None:
     write_run(tmp_path)
-    page = read_page(tmp_path)
-
-    labels = [value for name, value in page.attributes if name == "aria-label" and value and "at step" in value]
-    assert len(labels) == page.elements.count("figure") == 5
-
-
-@pytest.mark.parametrize("place", ["prompt", "completion", "reference"])
-def test_a_hostile_sample_is_text_and_nothing_else(tmp_path: Path, place: str) -> None:
-    write_run(tmp_path)
-    sample = {"step": 60, "prompt": "p", "completion": "c", "reference": "r", "stopped": True, "num_tokens": 1}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(sample | {place: HOSTILE}))
-
-    page = read_page(tmp_path)
-
-    assert "img" not in page.elements
-    assert page.elements.count("script") == 1
-    assert HOSTILE in page.text
-
-
-def test_hostile_facts_are_text_and_nothing_else(tmp_path: Path) -> None:
-    write_run(tmp_path)
+    write_rows(tmp_path / "samples.jsonl", [SAMPLE | dict.fromkeys(("prompt", "completion", "reference"), HOSTILE)])
     facts = {
         "stage": HOSTILE, "status": HOSTILE, HOSTILE: HOSTILE, "config": {HOSTILE: HOSTILE},
         "provenance": {HOSTILE: HOSTILE}, "deep": {"er": [HOSTILE]},
     }  # fmt: skip
     (tmp_path / "run.json").write_text(json.dumps(facts))
 
-    elements = read_page(tmp_path).elements
-    assert "img" not in elements
-    assert elements.count("script") == 1
+    page = read_page(tmp_path)
+
+    assert "img" not in page.elements
+    assert page.elements.count("script") == 1
+    assert page.text.count(HOSTILE) >= 6
 
 
 def test_the_largest_gains_and_losses_are_shown_with_their_rewards(tmp_path: Path) -> None:
     write_run(tmp_path)
     samples = [
-        {"step": step, "prompt": f"p{n}?", "completion": f"answer {n}", "stopped": True, "num_tokens": 3}
-        | {"reward": None if n == 20 else float(n * step)}
+        {**SAMPLE, "step": step, "prompt": f"p{n}?", "reward": None if n == 20 else float(n * step)}
         for step in (0, 60)
         for n in range(21)
     ]
-    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    write_rows(tmp_path / "samples.jsonl", samples)
     text = read_page(tmp_path).text
     assert [text.find(f"p{n}?") >= 0 for n in range(21)] == [n < 6 or 14 <= n < 20 for n in range(21)]
     assert text.index("p19?") < text.index("p14?") < text.index("p5?") < text.index("p0?")
@@ -193,11 +165,11 @@ def test_samples_are_in_the_order_of_their_change(tmp_path: Path) -> None:
         """Prompts, by the values of their first and last answers."""
         write_run(tmp_path)
         rows = [
-            {"step": step, "prompt": prompt, "completion": "a b c", "stopped": True, "num_tokens": 3, key: value}
+            {**SAMPLE, "step": step, "prompt": prompt, key: value}
             for prompt, values in answers.items()
             for step, value in zip((0, 60), values, strict=True)
         ]
-        (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_rows(tmp_path / "samples.jsonl", rows)
         text = read_page(tmp_path).text
         return sorted(answers, key=text.index)
 
@@ -214,7 +186,7 @@ def test_a_huge_run_makes_a_small_page(tmp_path: Path) -> None:
         for step in (0, 5000)
         for n in range(40)
     ]
-    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, samples)))
+    write_rows(tmp_path / "samples.jsonl", samples)
     facts = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps(facts | {"blob": "x" * 10**6}))
 
@@ -280,11 +252,12 @@ def test_a_share_of_the_peak_above_1_is_not_told(tmp_path: Path, mfu: float, wor
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="output_dir of a run"):
         build_report(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+BEST = {"load_best_model_at_end": True}
 ROLLBACK = {"step": 27, "cause": "loss 5.2", "back_to": 25, "skipped": [50, 58], "steps": [26, 29]}
 
 
@@ -310,6 +283,7 @@ def spike_at(*steps: int) -> list[dict[str, Any]]:
 
 def test_a_good_run_has_no_problems() -> None:
     assert find_problems(build_run()) == []
+    assert find_problems(build_run(facts={"status": "done", "config": BEST}, best={"best_step": 20})) == []
 
 
 @pytest.mark.parametrize(
@@ -318,6 +292,7 @@ def test_a_good_run_has_no_problems() -> None:
         ({"facts": {"status": "diverged"}}, "“diverged”"),
         ({"facts": {"rollbacks": [ROLLBACK]}}, "went back to step 25 and on without the rows of steps 26 to 29"),
         ({"train": []}, "No training step"),
+        ({"facts": {"status": "done", "config": BEST}}, "had no checkpoint of an evaluated step to load"),
         ({"train": [{"step": 3, "loss": "nan"}, {"step": 4, "loss": 1.0}]}, "loss was not finite at step 3."),
         ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2, 3, 4 and 2 more"),
         ({"evaluations": build_losses(3.0, 2.0, 2.5)}, "lowest at step 10 (2) and rose to 2.5 by step 20"),
@@ -336,8 +311,9 @@ def test_a_problem_is_named_alone(changes: dict[str, Any], words: str) -> None:
     assert words in problem
 
 
-def test_large_gradients_of_the_warm_up_are_in_order() -> None:
+def test_large_gradients_of_the_warm_up_and_of_a_few_steps_are_in_order() -> None:
     assert find_problems(build_run(train=spike_at(1, 2, 3))) == []
+    assert find_problems(build_run(train=spike_at(30)[25:33])) == []
 
 
 @pytest.mark.parametrize("losses", [(3.0, 2.0, 2.01), (1.0, -2.0, -1.99), (-1.0, -1.5, -2.0)])

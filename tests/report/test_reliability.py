@@ -12,38 +12,20 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from scipy import stats
+from tests.report.test_reward_report import make_scores
 
 from recipes_lib.report.charts import COLOURS
-from recipes_lib.report.reward_report import HeldOutScores, build_reward_report, draw_reliability
+from recipes_lib.report.reward_report import build_reward_report, draw_reliability
 
 
 def make_report(margins: list[float]) -> dict[str, Any]:
-    chosen, length = np.array(margins), np.full(len(margins), 5)
-    return build_reward_report(
-        HeldOutScores(
-            chosen=chosen, rejected=np.zeros(len(margins)), chosen_lengths=length, rejected_lengths=length, probes={}
-        )
-    )
+    return build_reward_report(make_scores(margins, np.zeros(len(margins))))
 
 
 SURE, UNSURE = math.log(9), math.log(1.5)
 """Margins predicted to win nine times of ten, and three of five."""
 MARGINS = [SURE] * 7 + [-SURE] * 3 + [UNSURE] * 6 + [-UNSURE] * 4
 REPORT = make_report(MARGINS)
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Every figure that was saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *arguments: object, **options: object) -> None:
-        saved.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return saved
 
 
 def test_it_is_a_chart_of_the_page_and_a_png(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from recipes_lib.config.schema import ModelConfig
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.pairs.pair_encoding import PairEncoder
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError
-from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
 from recipes_lib.models.heads.scoring import RewardModel
 from recipes_lib.report.reward_report import build_reward_report, choose_other_prompts, score_held_out
 
@@ -81,6 +78,8 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
     assert read(scores.swapped_chosen) == [spell(o, chosen) for o, (_, chosen, _) in zip(others, PAIRS, strict=True)]
     assert read(scores.swapped_rejected) == [spell(o, answer) for o, (*_, answer) in zip(others, PAIRS, strict=True)]
     assert scores.prompts[0] == scores.prompts[2] != scores.prompts[1]
+    for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
+        assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
 
     probes = {name: read(column) for name, column in scores.probes.items()}
     assert probes.pop("eos_dropped") == [spell(prompt, chosen, end="") for prompt, chosen, _ in PAIRS]
@@ -94,12 +93,6 @@ def test_each_score_is_that_of_the_answer_it_is_filed_under(tiny_tokenizer: PreT
         assert chosen.startswith(kept)
         assert len(tiny_tokenizer(kept)["input_ids"]) == (length - 1) // 2
     assert probes == {}
-
-
-def test_lengths_are_those_of_the_answers_with_their_ends(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    scores = score_held_out(Recorder(tiny_tokenizer), encode_pairs(tiny_tokenizer))
-    for column, at in ((scores.chosen_lengths, 1), (scores.rejected_lengths, 2)):
-        assert column.tolist() == [len(tiny_tokenizer(pair[at])["input_ids"]) + 1 for pair in PAIRS]
 
 
 def test_what_gets_too_long_when_altered_is_not_measured(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -133,13 +126,6 @@ def test_one_prompt_for_all_pairs_leaves_the_swap_unmeasured(tiny_tokenizer: Pre
     pairs = encode_pairs(tiny_tokenizer)
     report = build_reward_report(score_held_out(Recorder(tiny_tokenizer), [pairs[0], pairs[2]]))
     assert report["prompt_swap"] is None
-
-
-@pytest.fixture
-def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> RewardModel:
-    model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
-    add_score_head(model)
-    return RewardModel(model, tiny_tokenizer)
 
 
 def test_prepared_pairs_have_the_scores_of_their_chats(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.errors import DataError
 from recipes_lib.report.run_files import find_non_finite_steps, read_curve, read_number, read_run
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
@@ -66,8 +65,3 @@ def test_broken_facts_are_no_facts(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"stage": "sf')
 
     assert read_run(tmp_path).facts == {}
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="output_dir of a run"):
-        read_run(tmp_path)

@@ -16,20 +16,6 @@ RATES = [0.0, 3e-4, 2e-4, 3e-5]
 BATCHES = [32_768.0, 65_536.0, 524_288.0, 524_288.0]
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Every figure that was saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def keep(figure: Figure, *arguments: object, **options: object) -> None:
-        saved.append(figure)
-        save(figure, *arguments, **options)
-
-    monkeypatch.setattr(Figure, "savefig", keep)
-    return saved
-
-
 @pytest.mark.parametrize("name", ["plan.png", "folder/plan", "plan.svg"])
 def test_it_is_a_png_whatever_its_name(tmp_path: Path, name: str) -> None:
     draw_schedule(tmp_path / name, TOKENS, RATES, BATCHES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -372,25 +372,11 @@ def _log_odds(logp: Tensor) -> Tensor:
     return logp - torch.log(-torch.expm1(logp))
 
 
-PREFERENCE_LOSSES: Final[Mapping[str, Callable[[PreferenceBatch, PreferenceOptions], Tensor]]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
-    "exo_pair": _exo_pair,
-    "nca_pair": _nca_pair,
-    "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
-    "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
-    "discopop": _discopop,
-    "sft": _sft,
-    "sigmoid_norm": _sigmoid_norm,
-    "simpo": _simpo,
-    "orpo": _orpo,
-}
+_ALL: Final[Sequence[Callable[[PreferenceBatch, PreferenceOptions], Tensor]]] = (
+    *(_sigmoid, _hinge, _ipo, _exo_pair, _nca_pair, _robust, _bco_pair, _sppo_hard, _aot, _aot_unpaired),
+    *(_apo_zero, _apo_down, _discopop, _sft, _sigmoid_norm, _simpo, _orpo),
+)
+PREFERENCE_LOSSES: Final = {loss.__name__.removeprefix("_"): loss for loss in _ALL}
 """``loss_type`` -> loss of each pair; TRL's names, and those of the two methods that need no reference."""
 _WITH_DIVERGENCE: Final = frozenset(
     {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}

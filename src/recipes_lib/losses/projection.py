@@ -185,22 +185,17 @@ class ProjectionGradients:
             torch.mm(narrow, matrix, out=self._hidden[chunk.rows])
         elif self._hidden is not None:
             self._hidden[chunk.rows] = narrow @ matrix
-        if self._weight is not None:
-            self._add_to_weight(self._weight, wide, narrow, chunk.inputs, factor=0 if self._is_first else 1)
+        if (total := self._weight) is not None:
+            # With a factor of 0 what was there before counts for nothing, whatever it is.
+            factor = 0 if self._is_first else 1
+            # ``wide.t() @ inputs``, without rounding it to the matrix product's dtype first.
+            if total.is_cuda and narrow.dtype != total.dtype:
+                torch.addmm(total, narrow.t(), chunk.inputs, beta=factor, out_dtype=total.dtype, out=total)
+            else:
+                total.addmm_(wide.t(), chunk.inputs.to(total.dtype), beta=factor)
         self._is_first = False
         if self._bias is not None:
             self._bias += wide.sum(dim=0)
-
-    @staticmethod
-    def _add_to_weight(total: Tensor, wide: Tensor, narrow: Tensor, inputs: Tensor, factor: int) -> None:
-        """Add a chunk's share, ``wide.t() @ inputs``, without rounding it to the matrix product's dtype first.
-
-        With ``factor`` 0 what was there before counts for nothing, whatever it is.
-        """
-        if total.is_cuda and narrow.dtype != total.dtype:
-            torch.addmm(total, narrow.t(), inputs, beta=factor, out_dtype=total.dtype, out=total)
-        else:
-            total.addmm_(wide.t(), inputs.to(total.dtype), beta=factor)
 
     def finish(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias in the dtypes of what they belong to."""

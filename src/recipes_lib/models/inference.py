@@ -68,6 +68,18 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
             inner.set_attn_implementation(kernel)
 
 
+def compute_probe_logits(model: Any) -> Tensor:
+    """Return the logits of eight fixed tokens, ``float32 (1, 8, V)``, on the CPU; scores ``(1, n)`` of a classifier.
+
+    For sharded weights every process must call; modes are restored.
+    """
+    config = model.config.get_text_config()
+    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
+    with evaluating(model), kernel_precision(model):
+        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
+    return logits.float().cpu()
+
+
 def find_rounding_error(states: Tensor) -> float:
     """Return the relative rounding error of a matrix product on ``states``; larger under autocast.
 
@@ -85,7 +97,7 @@ def disable_dropout(model: nn.Module) -> int:
     """Set all dropout of a model to 0, modules and probabilities stored in attention layers; return the number changed.
 
     Source: ``trl.trainer.utils.disable_dropout_in_model`` leaves the numbers, such as Llama's ``attention_dropout``;
-    ``tests/models/test_dropout.py``.
+    ``tests/models/test_inference.py``.
     """
     count = 0
     for module in model.modules():
@@ -188,7 +200,7 @@ def preserve_training_state(model: nn.Module) -> Iterator[None]:
 
     The random states are Python's, numpy's, torch's and those of every CUDA device.
 
-    Source: ``tests/models/test_training_state.py``.
+    Source: ``tests/models/test_inference.py``.
     """
     with preserve_random_states(), evaluating(model):
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,24 @@ from recipes_lib.shipped import find_shipped
 
 _NAMES_CODE: Final = ("config.json", "tokenizer_config.json")
 """Files with an ``auto_map``, which says what class of what module is loaded."""
+_REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
+    (GatedRepoError, "is gated", "accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
+    (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
+    (RevisionNotFoundError, "has no such revision", "check model_revision and tokenizer_revision"),
+    (LocalEntryNotFoundError, "is not in the cache, and the Hub is out of reach", "`hf download {name}` while online"),
+    (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
+    (
+        "trust_remote_code",
+        "brings code of its own",
+        "read it, then set trust_remote_code: true and model_revision to its commit",
+    ),
+    (
+        "safetensors",
+        "has no whole safetensors weights, and pickled ones could run code",
+        "convert them where you trust them: from_pretrained, then save_pretrained",
+    ),
+)
+"""Cause of an error, or a word of its message; what it says of a model, and the remedy."""
 
 
 def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedTokenizerBase:
@@ -344,33 +362,12 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    for kind, found, remedy in (
-        (GatedRepoError, "is gated", f"accept its terms at https://huggingface.co/{name}, then `hf auth login`"),
-        (RepositoryNotFoundError, "is not on the Hub, or private", "check the spelling, or `hf auth login`"),
-        (RevisionNotFoundError, "has no such revision", "check model_revision and tokenizer_revision"),
-        (
-            LocalEntryNotFoundError,
-            "is not in the cache, and the Hub is out of reach",
-            f"`hf download {name}` while online",
-        ),
-        (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
-    ):
-        if any(isinstance(cause, kind) for cause in causes):
-            return f"{name} {found}", remedy
-    if "trust_remote_code" in str(error):
-        return (
-            f"{name} brings code of its own",
-            "read it, then set trust_remote_code: true and model_revision to its commit",
-        )
-    if "safetensors" in str(error):
-        return (
-            f"{name} has no whole safetensors weights, and pickled ones could run code",
-            "convert them where you trust them: from_pretrained, then save_pretrained",
-        )
-    return (
-        f"{name} cannot be loaded: {_first_line(error)}",
-        "check that it is a complete model folder or Hub repository",
-    )
+    for kind, found, remedy in _REASONS:
+        applies = kind in str(error) if isinstance(kind, str) else any(isinstance(cause, kind) for cause in causes)
+        if applies:
+            return f"{name} {found}", remedy.format(name=name)
+    remedy = "check that it is a complete model folder or Hub repository"
+    return f"{name} cannot be loaded: {_first_line(error)}", remedy
 
 
 def _first_line(error: Exception) -> str:

@@ -13,9 +13,9 @@ from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
 
 _WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
-_INDEX: Final = "model.safetensors.index.json"
+INDEX: Final = "model.safetensors.index.json"
 MODEL_FILES: Final = (
-    *(*_WEIGHTS, _INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
+    *(*_WEIGHTS, INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
     *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model"),
 )
@@ -52,7 +52,7 @@ def find_damage(folder: Path) -> str | None:
 
     Only headers are read: saving has verified every tensor.
     """
-    weights, index = _list_weights(folder), folder / _INDEX
+    weights, index = _list_weights(folder), folder / INDEX
     if index.is_file():
         try:
             weights |= set(map(str, read_record(index, {"weight_map": dict})["weight_map"].values()))

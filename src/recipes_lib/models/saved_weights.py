@@ -14,8 +14,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
+from recipes_lib.models.model_files import INDEX
 
-INDEX: Final = "model.safetensors.index.json"
 WEIGHTS: Final = "model.safetensors"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from recipes_lib.errors import ConfigError, Problem
-from recipes_lib.models.inference import evaluating, find_device, kernel_precision
+from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device, kernel_precision
 
 Read = Callable[[Tensor], Tensor]
 
@@ -172,15 +172,6 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
         setattr(config, name, [value[number - 1] for number in layers])
 
 
-def compute_sample_logits(model: Any) -> Tensor:
-    """Return the logits of sixteen tokens, ``(16, V)``."""
-    vocab_size = model.config.get_text_config().vocab_size
-    input_ids = torch.arange(1, 17, device=model.device)[None] % vocab_size
-    with evaluating(model):
-        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits[0]
-    return logits
-
-
 def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) -> None:
     """Compare a reloaded student with the pruned model in memory, bit by bit.
 
@@ -195,7 +186,7 @@ def verify_copy(student: PreTrainedModel, cut: PreTrainedModel, folder: Path) ->
     """
     own, expected = student.state_dict(), cut.state_dict()
     differing = [name for name in expected if name not in own or not torch.equal(own[name], expected[name])]
-    if differing or not torch.equal(compute_sample_logits(student), compute_sample_logits(cut)):
+    if differing or not torch.equal(compute_probe_logits(student), compute_probe_logits(cut)):
         what = f"the tensor {differing[0]}" if differing else "what it says"
         found = f"{type(cut).__name__} cannot be cut: loaded again from {folder}, {what} is another"
         raise ConfigError(Problem("--teacher", found, "name layers whose places in the model do not matter, or all"))

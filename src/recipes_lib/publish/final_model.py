@@ -19,7 +19,6 @@ from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.errors import ConfigError, DivergedError
 from recipes_lib.files import let_readers_of_folder_read, read_record
 from recipes_lib.models.adapters.lora import (
-    compute_probe_logits,
     find_logit_shift,
     load_adapter,
     load_fresh_base,
@@ -27,6 +26,7 @@ from recipes_lib.models.adapters.lora import (
 )
 from recipes_lib.models.adapters.saved import ADAPTER_WEIGHTS, restate_for_original_base
 from recipes_lib.models.heads.scoring import SCALE_FILE, read_reward_statistics
+from recipes_lib.models.inference import compute_probe_logits
 from recipes_lib.models.parallel.zero3 import zero3_init_disabled
 from recipes_lib.models.saved_weights import BrokenSaveError, read_published_shapes, verify_weights
 from recipes_lib.publish.card import write_card

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import itertools
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -43,15 +42,15 @@ SMOOTH_FROM = 30
 """Curves of fewer points are shown as they are."""
 _TICK_STEPS = [1, 2, 5, 10]
 _DISTILLATION_PARTS = (
-    ("divergence", "Distance from the teacher", "nats per target token"),
-    ("agreement", "The teacher's first choice", "share of target tokens"),
-    ("feature", "Hidden states beside the teacher's", "difference per target token"),
-    ("attention", "Attention beside the teacher's", "nats per target token"),
-    ("similarity", "Similarities beside the teacher's", "difference per target token"),
-    ("distance", "Distances beside the teacher's", "difference per target token"),
-    ("angle", "Angles beside the teacher's", "difference per target token"),
+    ("divergence", "Distance from the teacher", "nats per target token", None),
+    ("agreement", "The teacher's first choice", "share of target tokens", (0.6, 0.9)),
+    ("feature", "Hidden states beside the teacher's", "difference per target token", None),
+    ("attention", "Attention beside the teacher's", "nats per target token", None),
+    ("similarity", "Similarities beside the teacher's", "difference per target token", None),
+    ("distance", "Distances beside the teacher's", "difference per target token", None),
+    ("angle", "Angles beside the teacher's", "difference per target token", None),
 )
-"""Figures of distillation, each with its heading and unit."""
+"""Figures of distillation, each with its heading, its unit, and the values of a healthy run."""
 STYLE = {
     # Text stays text: searchable, and in the font of the page.
     "svg.fonttype": "none",
@@ -152,11 +151,14 @@ def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
 
 def _plan_charts(run: RunFiles) -> list[Plan]:
     """Plan the charts of every recipe, in the order of the page; charts without data are omitted."""
-    train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
+
+    def train(name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
+        return Line(label, read_curve(run.train, name), colour, kind)
+
+    def held_out(name: str, label: str = "held-out") -> Line:
+        return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
 
     is_pairs, is_rl = bool(train("rewards/margins").curve), bool(train("objective/score").curve)
-    config = run.facts.get("config")
-    balances = bool(isinstance(config, dict) and config.get("router_aux_loss_coef"))
     is_distilled = bool(train("distillation/nll").curve)
     in_bytes = bool(held_out("bits_per_byte").curve)
     rate = train("target_tokens_per_second")
@@ -165,7 +167,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     parts = {
         "clipped surrogate, 0 on average": is_rl,
         "divergence and cross-entropy mixed": is_distilled,
-        "cross-entropy and load balancing of experts": balances,
+        "cross-entropy and load balancing of experts": bool(run.config.get("router_aux_loss_coef")),
     }
     # Held-out text is measured by cross-entropy only: other recipes have another definition of loss, with its own
     # chart.
@@ -174,14 +176,8 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     held_out_alarms = find_non_finite_steps(run.evaluations, "eval_loss")
     nll = [train("distillation/nll", "student"), train("distillation/teacher_nll", "teacher", "second")]
     distillation = [
-        Plan(
-            f"distillation_{name}",
-            title,
-            [train(f"distillation/{name}")],
-            part_unit,
-            healthy=(0.6, 0.9) if name == "agreement" else None,
-        )
-        for name, title, part_unit in _DISTILLATION_PARTS
+        Plan(f"distillation_{name}", title, [train(f"distillation/{name}")], part_unit, healthy=healthy)
+        for name, title, part_unit, healthy in _DISTILLATION_PARTS
     ]
     lines = [train("loss", "" if mixed_unit else "training"), *([] if mixed_unit else [held_out("loss")])]
     loss = Plan("loss", "Loss", lines, mixed_unit or unit, loss_alarms, is_wide=not is_rl)
@@ -189,7 +185,8 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     rate = rate if has_targets else train("tokens_per_second")
     rate_unit = f"{'target ' * has_targets}tokens per second"
     return [
-        *([*_plan_rl(run), loss] if is_rl else [loss]),
+        *(_plan_rl(train, held_out) if is_rl else ()),
+        loss,
         Plan(
             "heldout_loss",
             "Held-out bits per byte" if in_bytes else "Held-out loss",
@@ -198,7 +195,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
             held_out_alarms,
         ),
         Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
-        *(_plan_pairs(run) if is_pairs else ()),
+        *(_plan_pairs(train, held_out, is_scored=run.facts.get("stage") == "reward") if is_pairs else ()),
         Plan("nll", "Cost of the text", nll, "nats per target token"),
         *distillation,
         Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
@@ -207,23 +204,14 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
     ]
 
 
-def _trained(run: RunFiles, name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
-    return Line(label, read_curve(run.train, name), colour, kind)
-
-
-def _held_out(run: RunFiles, name: str, label: str = "held-out") -> Line:
-    return Line(label, read_curve(run.evaluations, f"eval_{name}"), "second", "points")
-
-
-def _plan_pairs(run: RunFiles) -> list[Plan]:
-    """Plan the charts of preference pairs."""
-    train = functools.partial(_trained, run)
+def _plan_pairs(train: Callable[..., Line], held_out: Callable[..., Line], *, is_scored: bool) -> list[Plan]:
+    """Plan the charts of preference pairs; ``is_scored`` by a reward model."""
 
     def both(name: str) -> list[Line]:
         return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
 
-    accuracy = [train("rewards/accuracies", "training"), _held_out(run, "rewards/accuracies")]
-    healthy = (0.65 if run.facts.get("stage") == "reward" else 0.6, 0.8)
+    accuracy = [train("rewards/accuracies", "training"), held_out("rewards/accuracies")]
+    healthy = (0.65 if is_scored else 0.6, 0.8)
     return [
         Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
         Plan("accuracy", "The chosen answer wins", accuracy, "share of pairs", from_zero=True, healthy=healthy),
@@ -231,33 +219,20 @@ def _plan_pairs(run: RunFiles) -> list[Plan]:
     ]
 
 
-def _plan_rl(run: RunFiles) -> list[Plan]:
+def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[Plan]:
     """Plan the RL charts."""
-    train, held_out = functools.partial(_trained, run), functools.partial(_held_out, run)
     reward = [train("objective/score", "training"), held_out("reward", "samples")]
     finished = [train("objective/finish_rate", "training"), held_out("stop_rate", "samples")]
     length = [train("objective/length", "training"), held_out("mean_sample_tokens", "samples")]
+    clipped, explained = [train("policy/clipfrac")], [train("value/explained_var")]
     return [
         Plan("score", "Reward", reward, "of an answer", is_wide=True),
         Plan("kl", "KL to the reference model", [train("objective/kl_seq")], "nats per answer"),
         Plan("entropy", "Entropy", [train("policy/entropy")], "nats per token", from_zero=True),
-        Plan(
-            "clip_fraction",
-            "Clip fraction",
-            [train("policy/clipfrac")],
-            "share of tokens",
-            from_zero=True,
-            healthy=(0.01, 0.2),
-        ),
+        Plan("clip_fraction", "Clip fraction", clipped, "share of tokens", from_zero=True, healthy=(0.01, 0.2)),
         Plan("finish_rate", "Finish rate", finished, "share of answers", from_zero=True),
         Plan("length", "Length", length, "tokens per answer", from_zero=True),
-        Plan(
-            "explained_variance",
-            "Explained variance",
-            [train("value/explained_var")],
-            "of returns, by the critic",
-            healthy=(0, 0.8),
-        ),
+        Plan("explained_variance", "Explained variance", explained, "of returns, by the critic", healthy=(0, 0.8)),
     ]
 
 

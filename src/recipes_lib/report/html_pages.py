@@ -42,11 +42,8 @@ def write_page(
     here = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters or {}
-    given = {
-        name: Path(__file__).with_name(file).read_text(encoding="utf-8")
-        for name, file in (("style", "page.css"), ("hover", "hover.js"))
-    }
-    page = environment.get_template(f"{template}.html.jinja").render(**given, **values)
+    style, hover = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "hover.js"))
+    page = environment.get_template(f"{template}.html.jinja").render(style=style, hover=hover, **values)
     # A sample may hold half a surrogate pair, which UTF-8 cannot encode.
     replace_text(path, page.encode(errors="replace").decode())
     return path
@@ -64,7 +61,10 @@ def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Se
     return write_page(
         folder / "report.html",
         "corpus",
-        {"count": lambda number: "" if number is None else f"{number:,}", "share": _format_share},
+        {
+            "count": lambda number: "" if number is None else f"{number:,}",
+            "share": lambda part, whole: f"{part / whole:.1%}" if whole else "",
+        },
         manifest=manifest,
         name=folder.resolve().name,
         start=next(iter(manifest["steps"].values())),
@@ -80,10 +80,6 @@ def list_removals(manifest: Record) -> list[tuple[str, str, int, int]]:
         for step, tally in manifest["steps"].items()
         for reason, count in sorted(tally["removed"].items(), key=lambda item: (-item[1], item[0]))
     ]
-
-
-def _format_share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else ""
 
 
 def write_eval_report(folder: Path) -> Path:

@@ -112,7 +112,7 @@ def build_report(run_dir: Path) -> Path:
         samples_lead=_describe_samples(run.samples, steps),
         facts=[fact for fact in facts if not _is_record(*fact)],
         records=[fact for fact in facts if _is_record(*fact)],
-        config=_list_config(run.facts),
+        config=_list_config(run),
     )
 
 
@@ -125,13 +125,15 @@ def _describe_extent(run: RunFiles) -> str:
         parts.append(f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}")
     if (seconds := read_number(last, "seconds")) is not None:
         parts.append(f"{format_duration(seconds)} of training")
-    config = run.facts.get("config")
-    model = config.get("model_name_or_path") if isinstance(config, dict) else None
+    model = run.config.get("model_name_or_path")
     return ", ".join(parts) + (f", from {model}" if model else "")
 
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    yield from _choose_held_out_figures(run.held_out)
+    # Every evaluation metric, including the user's own.
+    own = {name for record in run.held_out for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
+    labels = {name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}
+    yield from _compare_ends(run.held_out, {**_HELD_OUT, **labels})
     # A clipped surrogate loss is no measure of the policy's change.
     is_rl = bool(read_curve(run.train, "objective/score"))
     if (loss := read_curve(run.train, "loss")) and not is_rl:
@@ -167,13 +169,6 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
         yield KeyFigure(f"{score.task}, {score.metric}", f"{score.value:.4g}", f"{error}{score.about}")
 
 
-def _choose_held_out_figures(evaluations: Sequence[Record]) -> Iterator[KeyFigure]:
-    """Yield the result's value of every evaluation metric, including the user's own, with the first value beside it."""
-    own = {name for record in evaluations for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
-    labels = {**_HELD_OUT, **{name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}}
-    yield from _compare_ends(evaluations, labels)
-
-
 def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str]]) -> Iterator[KeyFigure]:
     """Yield the last value of each figure that has a label, with the first one beside it."""
     for name, (label, template) in labels.items():
@@ -193,17 +188,17 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
     by_prompt: dict[str, dict[int, Record]] = {}
     for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), {})[sample["step"]] = sample
-    prompts = list(by_prompt.items())
-    if _find_rewards(samples):
-        gains = [(prompt, answers, _measure_gain(answers)) for prompt, answers in prompts]
-        known = sorted((row for row in gains if row[2] is not None), key=lambda row: row[2] or 0.0, reverse=True)
-        prompts = [(prompt, answers) for prompt, answers, _ in known]
+    if _has_rewards(samples):
+        gains = {prompt: _measure_gain(answers) for prompt, answers in by_prompt.items()}
+        known = {prompt: gain for prompt, gain in gains.items() if gain is not None}
+        prompts = sorted(known, key=known.__getitem__, reverse=True)
         if len(prompts) > MAX_PROMPTS:
             prompts = [*prompts[: MAX_PROMPTS - MAX_PROMPTS // 2], *prompts[-(MAX_PROMPTS // 2) :]]
     else:
-        prompts.sort(key=lambda row: _measure_likeness(row[1]))
+        prompts = sorted(by_prompt, key=lambda prompt: _measure_likeness(by_prompt[prompt]))[:MAX_PROMPTS]
     paired = []
-    for prompt, answers in prompts[:MAX_PROMPTS]:
+    for prompt in prompts:
+        answers = by_prompt[prompt]
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
         reference = ends[-1].get("reference")
         paired.append(
@@ -217,7 +212,7 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
 
 
 def _describe_samples(samples: Sequence[Record], steps: Sequence[int]) -> str:
-    has_rewards = bool(_find_rewards(samples))
+    has_rewards = _has_rewards(samples)
     how = "at the same random numbers" if has_rewards else "greedily"
     when = " and ".join(_name_step(step, steps).lower() for step in dict.fromkeys([*steps[:1], *steps[-1:]]))
     order = "the largest gain of reward first" if has_rewards else "the most changed first"
@@ -250,8 +245,8 @@ def _show_answer(sample: Record, steps: Sequence[int], first: Record) -> dict[st
     }
 
 
-def _find_rewards(samples: Sequence[Record]) -> set[float]:
-    return {reward for sample in samples if (reward := _read_reward(sample)) is not None}
+def _has_rewards(samples: Sequence[Record]) -> bool:
+    return any(_read_reward(sample) is not None for sample in samples)
 
 
 def _read_reward(sample: Record) -> float | None:
@@ -286,12 +281,10 @@ def _is_record(name: str, value: str) -> bool:
     return bool(_DIGEST.search(value)) or name.startswith(("versions ", "data ", "model files"))
 
 
-def _list_config(facts: Record) -> list[tuple[str, str, str]]:
-    config, provenance = facts.get("config"), facts.get("provenance")
+def _list_config(run: RunFiles) -> list[tuple[str, str, str]]:
+    provenance = run.facts.get("provenance")
     origins = provenance if isinstance(provenance, dict) else {}
-    if not isinstance(config, dict):
-        return []
-    rows = [(name, _show_value(value), str(origins.get(name, ""))) for name, value in sorted(config.items())]
+    rows = [(name, _show_value(value), str(origins.get(name, ""))) for name, value in sorted(run.config.items())]
     # Values set by the user come first; sorting is stable.
     return sorted(rows, key=lambda row: row[2] in ("", "default"))
 
@@ -318,104 +311,65 @@ def _shorten(text: str) -> str:
 
 def find_problems(run: RunFiles) -> list[str]:
     """Return the problems of a run, one sentence each, the most serious first; empty without any."""
-    return [
-        *_judge_end(run),
-        *_judge_rollbacks(run),
-        *_judge_non_finite(run),
-        *_judge_held_out_loss(run),
-        *_judge_best_model(run),
-        *_judge_displacement(run),
-        *_judge_stopping(run),
-        *_judge_gradients(run),
-        *_judge_files(run),
-    ]
+    return [*_judge_end(run), *_judge_held_out(run), *_judge_training(run)]
 
 
-def _judge_end(run: RunFiles) -> list[str]:
-    status = run.facts.get("status", "done")
-    problems = [] if status == "done" else [f"The run did not finish: its status is “{status}”."]
-    return problems if run.train else [*problems, "No training step was logged."]
-
-
-def _judge_rollbacks(run: RunFiles) -> list[str]:
-    told = []
+def _judge_end(run: RunFiles) -> Iterator[str]:
+    if (status := run.facts.get("status", "done")) != "done":
+        yield f"The run did not finish: its status is “{status}”."
+    if not run.train:
+        yield "No training step was logged."
     # An untrusted record may hold anything.
     with suppress(TypeError, KeyError, ValueError):
         for rollback in run.facts.get("rollbacks") or []:
             first, last = rollback["steps"][:2]
-            told.append(
+            yield (
                 f"Step {rollback['step']} was a spike ({rollback['cause']}): the run went back to step "
                 f"{rollback['back_to']} and on without the rows of steps {first} to {last}."
             )
-    return told
+    for label, records, name in (
+        ("loss", run.train, "loss"),
+        ("gradient norm", run.train, "grad_norm"),
+        ("held-out loss", run.evaluations, "eval_loss"),
+    ):
+        if steps := find_non_finite_steps(records, name):
+            yield f"The {label} was not finite at {_list_steps(steps)}."
 
 
-def _judge_non_finite(run: RunFiles) -> list[str]:
-    found = [
-        (label, find_non_finite_steps(records, name))
-        for label, records, name in (
-            ("loss", run.train, "loss"),
-            ("gradient norm", run.train, "grad_norm"),
-            ("held-out loss", run.evaluations, "eval_loss"),
+def _judge_held_out(run: RunFiles) -> Iterator[str]:
+    if curve := read_curve(run.held_out, "eval_loss"):
+        best_step, best = min(curve, key=lambda point: point[1])
+        last_step, last = curve[-1]
+        has_risen = last > best + OVERFIT_RISE * abs(best)
+        if has_risen and best_step == curve[0][0]:
+            yield f"Training made the held-out loss worse: {best:.4g} at step {best_step}, {last:.4g} at the end."
+        elif has_risen:
+            yield (
+                f"The held-out loss was lowest at step {best_step} ({best:.4g}) and rose to {last:.4g} by step "
+                f"{last_step}: train for fewer epochs, or keep the earlier checkpoint."
+            )
+    if run.config.get("load_best_model_at_end") and not run.best and run.facts.get("status") == "done":
+        yield "load_best_model_at_end had no checkpoint of an evaluated step to load: the model is of the last step."
+
+
+def _judge_training(run: RunFiles) -> Iterator[str]:
+    shifts = read_curve(run.evaluations, "eval_logps/chosen_shift") or read_curve(run.train, "logps/chosen_shift")
+    if shifts and shifts[-1][1] < -MAX_DROP:
+        yield (
+            f"Chosen answers lost {-shifts[-1][1]:.2f} nats a token since the start: likelihood moved to answers that "
+            "nobody wrote. Add `sft` to loss_type, use apo_zero, lower the learning rate, or drop nearly equal pairs."
         )
-    ]
-    return [f"The {label} was not finite at {_list_steps(steps)}." for label, steps in found if steps]
-
-
-def _judge_held_out_loss(run: RunFiles) -> list[str]:
-    curve = read_curve(run.held_out, "eval_loss")
-    if len(curve) < 2:
-        return []
-    best_step, best = min(curve, key=lambda point: point[1])
-    last_step, last = curve[-1]
-    if last <= best + OVERFIT_RISE * abs(best):
-        return []
-    if best_step == curve[0][0]:
-        return [f"Training made the held-out loss worse: {best:.4g} at step {best_step}, {last:.4g} at the end."]
-    return [
-        f"The held-out loss was lowest at step {best_step} ({best:.4g}) and rose to {last:.4g} by step {last_step}: "
-        "train for fewer epochs, or keep the earlier checkpoint."
-    ]
-
-
-def _judge_best_model(run: RunFiles) -> list[str]:
-    config = run.facts.get("config")
-    wanted = isinstance(config, dict) and config.get("load_best_model_at_end")
-    if not wanted or run.best or run.facts.get("status") != "done":
-        return []
-    return ["load_best_model_at_end had no checkpoint of an evaluated step to load: the model is of the last step."]
-
-
-def _judge_displacement(run: RunFiles) -> list[str]:
-    curve = read_curve(run.evaluations, "eval_logps/chosen_shift") or read_curve(run.train, "logps/chosen_shift")
-    if not curve or curve[-1][1] >= -MAX_DROP:
-        return []
-    return [
-        f"Chosen answers lost {-curve[-1][1]:.2f} nats a token since the start: likelihood moved to answers that "
-        "nobody wrote. Add `sft` to loss_type, use apo_zero, lower the learning rate, or drop nearly equal pairs."
-    ]
-
-
-def _judge_stopping(run: RunFiles) -> list[str]:
     rates = read_curve(run.evaluations, "eval_stop_rate")
-    if len(rates) < 2 or rates[-1][1] > 0:
-        return []
-    return ["No sample ended by itself: raise sample_max_new_tokens, or see that terminators are trained on."]
-
-
-def _judge_gradients(run: RunFiles) -> list[str]:
-    curve = read_curve(run.train, "grad_norm")
-    if len(curve) < 10:
-        return []
-    bound = SPIKE_FACTOR * statistics.median(value for _, value in curve)
-    # The first tenth is warm-up, where large gradients are normal.
-    spikes = [step for step, value in curve[len(curve) // 10 :] if value > bound]
-    return [f"The gradient norm exceeded ten times its median at {_list_steps(spikes)}."] if spikes else []
-
-
-def _judge_files(run: RunFiles) -> list[str]:
-    number = run.num_torn_lines
-    return [f"{number} line{'s were' if number > 1 else ' was'} cut short and left out."] if number else []
+    if len(rates) > 1 and rates[-1][1] <= 0:
+        yield "No sample ended by itself: raise sample_max_new_tokens, or see that terminators are trained on."
+    norms = read_curve(run.train, "grad_norm")
+    if len(norms) >= 10:
+        bound = SPIKE_FACTOR * statistics.median(value for _, value in norms)
+        # The first tenth is warm-up, where large gradients are normal.
+        if spikes := [step for step, value in norms[len(norms) // 10 :] if value > bound]:
+            yield f"The gradient norm exceeded ten times its median at {_list_steps(spikes)}."
+    if number := run.num_torn_lines:
+        yield f"{number} line{'s were' if number > 1 else ' was'} cut short and left out."
 
 
 def _list_steps(steps: Sequence[int]) -> str:

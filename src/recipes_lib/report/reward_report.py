@@ -8,10 +8,10 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import matplotlib as mpl
 import numpy as np
@@ -57,30 +57,25 @@ class HeldOutScores:
         rejected: ``(P,)``.
         chosen_lengths: Tokens of the answers, ``(P,)``.
         rejected_lengths: ``(P,)``.
-        prompts: What tells the pairs' prompts apart; unset, each pair has a prompt of its own.
+        prompts: What tells the pairs' prompts apart.
         swapped_chosen: Of the same answers behind another prompt, ``(P,)``; NaN where there was none, or no room.
         swapped_rejected: As ``swapped_chosen``, behind the same prompt.
         probes: Scores of altered chosen answers by what was done to them, each ``(P,)``; NaN where there was no room.
 
     Raises:
-        ValueError: Lengths differ, there is no pair, or a score of an unaltered answer is not finite.
+        ValueError: A score of an unaltered answer is not finite.
     """
 
     chosen: Floats
     rejected: Floats
     chosen_lengths: Ints
     rejected_lengths: Ints
-    prompts: Sequence[Hashable] | None = None
-    swapped_chosen: Floats | None = None
-    swapped_rejected: Floats | None = None
-    probes: Mapping[str, Floats] = field(default_factory=dict)
+    prompts: Sequence[Hashable]
+    swapped_chosen: Floats
+    swapped_rejected: Floats
+    probes: Mapping[str, Floats]
 
     def __post_init__(self) -> None:
-        columns = [self.chosen, self.rejected, self.chosen_lengths, self.rejected_lengths, *self.probes.values()]
-        optional = [self.prompts, self.swapped_chosen, self.swapped_rejected]
-        lengths = {len(column) for column in [*columns, *optional] if column is not None}
-        if lengths != {len(self.chosen)} or not len(self.chosen):
-            raise ValueError(f"columns of {sorted(lengths)} pairs; each needs one value for each of at least one pair")
         if not (np.isfinite(self.chosen).all() and np.isfinite(self.rejected).all()):
             raise ValueError("a score is NaN or infinite")
 
@@ -236,12 +231,6 @@ def compute_correlation(first: Floats, second: Floats) -> float | None:
     return float(first @ second) / size if size else None
 
 
-def compute_ranks(values: Floats) -> Floats:
-    """Ranks from 1, equal values sharing their mean rank; ``float64``."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[inverse])
-
-
 def _sigmoid(values: Floats) -> Floats:
     return np.asarray(np.exp(-np.logaddexp(0, -values)))
 
@@ -275,13 +264,14 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
 
     ``slope`` is the change of the margin per additional token of the chosen answer, by least squares.
     """
+    from scipy.stats import rankdata  # Takes a third of a second, which every report of a run would wait for.
+
     difference = np.asarray(scores.chosen_lengths - scores.rejected_lengths, dtype=np.float64)
     is_shorter = difference < 0
     both = np.concatenate([scores.chosen, scores.rejected])
     lengths = np.concatenate([scores.chosen_lengths, scores.rejected_lengths])
     names: dict[Hashable, int] = {}
-    prompts = range(len(margins)) if scores.prompts is None else scores.prompts
-    groups = np.tile([names.setdefault(prompt, len(names)) for prompt in prompts], 2)
+    groups = np.tile([names.setdefault(prompt, len(names)) for prompt in scores.prompts], 2)
     inner_scores, inner_lengths = _subtract_means(both, groups), _subtract_means(lengths, groups)
     centred = difference - difference.mean()
     return {
@@ -290,9 +280,9 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
         "longer_wins_accuracy": float((difference > 0).mean() + 0.5 * (difference == 0).mean()),
         "accuracy_where_chosen_is_shorter": compute_accuracy(margins[is_shorter]) if is_shorter.any() else None,
         "pearson": compute_correlation(both, lengths),
-        "spearman": compute_correlation(compute_ranks(both), compute_ranks(lengths)),
+        "spearman": compute_correlation(rankdata(both), rankdata(lengths)),
         "pearson_within_prompts": compute_correlation(inner_scores, inner_lengths),
-        "spearman_within_prompts": compute_correlation(compute_ranks(inner_scores), compute_ranks(inner_lengths)),
+        "spearman_within_prompts": compute_correlation(rankdata(inner_scores), rankdata(inner_lengths)),
         "slope": float(centred @ margins) / float(centred @ centred) if centred.any() else None,
     }
 
@@ -304,8 +294,6 @@ def _subtract_means(values: Floats | Ints, groups: Ints) -> Floats:
 
 
 def _compare_swapped(scores: HeldOutScores) -> dict[str, Any] | None:
-    if scores.swapped_chosen is None or scores.swapped_rejected is None:
-        return None
     margins = scores.swapped_chosen - scores.swapped_rejected
     measured = margins[~np.isnan(margins)]
     return {"num_pairs": len(measured), **compute_accuracy(measured)} if len(measured) else None
@@ -399,13 +387,12 @@ def score_held_out(reward_model: RewardModel, pairs: Sequence[Pair]) -> HeldOutS
 
     Args:
         reward_model: Whose.
-        pairs: Read by their number, each once.
+        pairs: At least one.
 
     Raises:
         DataError: A prompt with its chosen or rejected answer is longer than the model's positions.
     """
-    read = [pairs[index] for index in range(len(pairs))]
-    parts = [tuple(np.asarray(pair[name], np.int64) for name in _PARTS) for pair in read]
+    parts = [tuple(np.asarray(pair[name], np.int64) for name in _PARTS) for pair in pairs]
     chosen, rejected = ([np.concatenate([row[0], row[at]]) for row in parts] for at in (1, 2))
     scores = np.array(reward_model.compute_raw_scores([*chosen, *rejected]), np.float64)
     altered = {**_swap_prompts(parts), **_alter_chosen(parts, reward_model.tokenizer)}
@@ -478,15 +465,7 @@ def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -
     return scores
 
 
-class PairRows(Protocol):
-    """Prepared pairs that are read by their number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
-def settle_scale(reward_model: RewardModel, pairs: PairRows) -> None:
+def settle_scale(reward_model: RewardModel, pairs: Sequence[Pair]) -> None:
     """Store mean and standard deviation of the scores of chosen training answers with the model, for normalisation.
 
     Args:
@@ -503,7 +482,7 @@ def settle_scale(reward_model: RewardModel, pairs: PairRows) -> None:
 
 
 def write_verdict(
-    reward_model: RewardModel, pairs: PairRows | None, folder: Path, *, is_main: bool = True
+    reward_model: RewardModel, pairs: Sequence[Pair] | None, folder: Path, *, is_main: bool = True
 ) -> Sequence[str] | None:
     """Score held-out pairs, unchanged and altered, and write ``reward_report.json``.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.quantities import format_duration
@@ -155,10 +155,7 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
 
 def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:
     """Return the keys with different values, restricted to keys that affect results."""
-    configs: list[dict[str, Any]] = []
-    for run in runs:
-        config = run.facts.get("config")
-        configs.append(config if isinstance(config, dict) else {})
+    configs = [run.config for run in runs]
     names = sorted({name for config in configs for name in config} - set(_UNIMPORTANT))
     rows = [
         Row(name, [json.dumps(config[name], ensure_ascii=False) if name in config else "" for config in configs])

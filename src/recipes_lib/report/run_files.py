@@ -40,6 +40,12 @@ class RunFiles:
     best: Record = field(default_factory=dict)
 
     @property
+    def config(self) -> Record:
+        """Value of each key; empty when none were recorded."""
+        config = self.facts.get("config")
+        return config if isinstance(config, dict) else {}
+
+    @property
     def held_out(self) -> list[Record]:
         """Evaluations up to the weights that are the result."""
         last = parse_number(self.best.get("best_step"))
@@ -73,10 +79,13 @@ def read_run(run_dir: Path) -> RunFiles:
         )
     events, torn_events = _read_lines(run_dir / "metrics.jsonl")
     samples, torn_samples = _read_lines(run_dir / "samples.jsonl")
+    facts: Record = {}
+    with suppress(DataError):
+        facts = read_record(run_dir / "run.json")
     return RunFiles(
         name=run_dir.resolve().name,
         path=run_dir,
-        facts=_read_facts(run_dir / "run.json"),
+        facts=facts,
         train=_keep_last([event for event in events if event.get("kind") == "train"], "step"),
         evaluations=_keep_last([event for event in events if event.get("kind") == "eval"], "step"),
         samples=_keep_last([sample for sample in samples if "completion" in sample], "step", "prompt"),
@@ -133,12 +142,6 @@ def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
     """Return the steps at which a figure was NaN or infinite."""
     pairs = ((record["step"], read_number(record, name)) for record in records)
     return [step for step, value in pairs if value is not None and not math.isfinite(value)]
-
-
-def _read_facts(path: Path) -> Record:
-    with suppress(DataError):
-        return read_record(path)
-    return {}
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

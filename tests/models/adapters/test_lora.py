@@ -1,7 +1,6 @@
 """An adapter begins as nothing, is trained alone, can be switched off exactly, and shares its base with others."""
 
 import json
-import math
 
 import peft
 import pytest
@@ -15,7 +14,6 @@ from recipes_lib.errors import ConfigError
 from recipes_lib.models.adapters.lora import (
     adapters_off,
     add_adapter,
-    compute_probe_logits,
     describe_adapter,
     is_taken_out_of_weights,
     read_adapter_state,
@@ -23,6 +21,7 @@ from recipes_lib.models.adapters.lora import (
 from recipes_lib.models.adapters.saved import restate_for_original_base
 from recipes_lib.models.attention.kernels import prove_isolation
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
+from recipes_lib.models.inference import compute_probe_logits
 
 INITS = ["default", "gaussian", "pissa", "olora", "orthogonal"]
 
@@ -72,32 +71,6 @@ def test_the_seed_alone_decides_the_fresh_weights_and_nothing_else_is_drawn(init
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     if init != "olora":  # It decomposes the weights and draws nothing.
         assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
-
-
-@pytest.mark.parametrize(("use_rslora", "scale"), [(False, 8 / 4), (True, 8 / math.sqrt(4))])
-def test_what_an_adapter_adds_is_its_product_at_the_scale_of_the_paper(use_rslora, scale):
-    model = build_model("llama")
-    layer = model.model.layers[0].mlp.up_proj
-    weight, inputs = layer.weight.detach().clone(), torch.randn(5, 16)
-    adapted = adapt(model, lora_alpha=8, use_rslora=use_rslora)
-    state = read_adapter_state(adapted)
-    a, b = (state[f"base_model.model.model.layers.0.mlp.up_proj.lora_{x}.weight"] for x in "AB")
-    torch.nn.init.normal_(b)
-    expected = inputs @ (weight + scale * b @ a).T
-    torch.testing.assert_close(model.model.layers[0].mlp.up_proj(inputs), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_pissa_takes_the_principal_directions_out_of_each_weight():
-    model = build_model("llama")
-    left, _, right = torch.linalg.svd(model.model.layers[1].mlp.down_proj.weight.detach(), full_matrices=False)
-    weight = left * 0.5 ** torch.arange(16) @ right
-    model.model.layers[1].mlp.down_proj.weight.data = weight.clone()
-    adapted = adapt(model, init_lora_weights="pissa", lora_alpha=8)
-    layer = adapted.get_base_model().model.layers[1].mlp.down_proj
-    principal = left[:, :4] * 0.5 ** torch.arange(4) @ right[:4]
-    product = 2 * layer.lora_B.default.weight @ layer.lora_A.default.weight
-    torch.testing.assert_close(product, principal, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(layer.base_layer.weight + product, weight, rtol=1e-5, atol=1e-6)
 
 
 def test_weights_that_do_not_add_up_to_the_model_are_refused(monkeypatch):
@@ -252,46 +225,6 @@ def test_the_loss_head_and_the_proofs_take_a_model_under_an_adapter(kind, first)
     (sums.nll_sum / sums.num_targets).backward()
     ours = {name: parameter.grad for name, parameter in trained_of(adapted).items()}
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradients_are_the_same_with_activation_checkpointing(use_reentrant):
-    gradients = []
-    for is_checkpointed in (False, True):
-        adapted = adapt(build_model("llama"), init_lora_weights="orthogonal").train()
-        if is_checkpointed:
-            adapted.enable_input_require_grads()  # As TRL's trainers do.
-            adapted.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        adapted(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
-        gradients.append({name: parameter.grad for name, parameter in trained_of(adapted).items()})
-    assert all(gradient.norm() > 0 for gradient in gradients[1].values())
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-7)
-
-
-def test_many_adapters_share_one_base_without_a_copy_of_it():
-    model = build_model("llama")
-    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    base_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    before = compute_logits(model)
-    adapted = adapt(model)
-    for name in ("dpo", "reward"):
-        adapted.add_adapter(name, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear"))
-    head = torch.nn.Linear(16, 1)
-    logits = {}
-    for name in ("default", "dpo", "reward"):
-        adapted.set_adapter(name)
-        train(adapted)
-        logits[name] = compute_logits(adapted)
-        score = head(adapted.get_base_model().model(input_ids=INPUT_IDS).last_hidden_state[:, -1])
-        assert score.isfinite().all()
-    assert not torch.equal(logits["default"], logits["dpo"])
-    with adapters_off(adapted):
-        assert torch.equal(adapted(input_ids=INPUT_IDS).logits, before)
-    frozen = [p for name, p in adapted.named_parameters() if "lora_" not in name]
-    assert {parameter.untyped_storage().data_ptr() for parameter in frozen} == storages
-    assert sum(parameter.nbytes for parameter in frozen) == base_bytes
-    adapters = [p for name, p in adapted.named_parameters() if "lora_" in name]
-    assert len({parameter.untyped_storage().data_ptr() for parameter in adapters}) == 3 * 2 * 2 * 7
 
 
 def test_the_record_names_base_and_sizes(tmp_path):

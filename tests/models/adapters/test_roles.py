@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from tests.models.adapter_models import save_model
+from transformers import AutoModelForSequenceClassification, LlamaForCausalLM
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.errors import ConfigError
@@ -21,12 +22,7 @@ EVERYWHERE = {**INPUTS, "last_positions": torch.arange(8)}
 
 @pytest.fixture
 def base_dir(tmp_path):
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return save_model("llama", tmp_path)
 
 
 @pytest.fixture

@@ -2,22 +2,10 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from tests.models.adapter_models import build_model
 
 from recipes_lib.config.schema import AdapterConfig
 from recipes_lib.models.adapters.lora import check_layers, find_modules, find_targets, stores_transposed
-
-SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-
-
-def llama(**changes):
-    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_attention_heads=2, num_key_value_heads=1, **changes))
-
-
-def gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2)
-    )
 
 
 def problems_of(model, **keys):
@@ -36,7 +24,7 @@ def problems_of(model, **keys):
     ],
 )
 def test_what_a_model_has_is_accepted(keys):
-    assert problems_of(llama(), **keys) == []
+    assert problems_of(build_model("llama"), **keys) == []
 
 
 @pytest.mark.parametrize(
@@ -62,7 +50,7 @@ def test_what_a_model_has_is_accepted(keys):
     ],
 )
 def test_what_it_has_not_is_told_with_a_remedy(keys, where, found, remedy):
-    (problem,) = problems_of(llama(), **keys)
+    (problem,) = problems_of(build_model("llama"), **keys)
     assert problem.where == where
     assert found in problem.found
     assert remedy in problem.remedy
@@ -70,17 +58,17 @@ def test_what_it_has_not_is_told_with_a_remedy(keys, where, found, remedy):
 
 def test_everything_is_told_at_once():
     keys = {"lora_target_modules": ["q_porj", "q_proj", "nrom"], "lora_modules_to_save": ["nothing"]}
-    assert len(problems_of(llama(), **keys, init_lora_weights="orthogonal", lora_r=5)) == 4
+    assert len(problems_of(build_model("llama"), **keys, init_lora_weights="orthogonal", lora_r=5)) == 4
 
 
 def test_olora_is_refused_where_peft_would_make_matrices_of_the_wrong_shape():
-    (problem,) = problems_of(gpt2(), init_lora_weights="olora", lora_r=4)
+    (problem,) = problems_of(build_model("gpt2"), init_lora_weights="olora", lora_r=4)
     assert problem.where == "init_lora_weights"
-    assert problems_of(gpt2(), init_lora_weights="pissa", lora_r=4) == []
+    assert problems_of(build_model("gpt2"), init_lora_weights="pissa", lora_r=4) == []
 
 
 def test_all_linear_layers_but_the_head_are_meant_unless_some_are_named():
-    model = llama()
+    model = build_model("llama")
     assert len(find_targets(model, AdapterConfig())) == 2 * 7
     assert "lm_head" not in find_targets(model, AdapterConfig())
     assert find_targets(model, AdapterConfig(lora_target_modules=["1.mlp.up_proj"])) == {
@@ -89,11 +77,11 @@ def test_all_linear_layers_but_the_head_are_meant_unless_some_are_named():
 
 
 def test_a_name_means_a_whole_part_of_the_path():
-    assert set(find_modules(llama(), "q_proj")) == {f"model.layers.{n}.self_attn.q_proj" for n in range(2)}
-    assert find_modules(llama(), "_proj") == {}
+    assert set(find_modules(build_model("llama"), "q_proj")) == {f"model.layers.{n}.self_attn.q_proj" for n in range(2)}
+    assert find_modules(build_model("llama"), "_proj") == {}
 
 
 def test_only_gpt2_stores_its_weights_transposed():
-    assert stores_transposed(gpt2(), AdapterConfig())
-    assert not stores_transposed(llama(), AdapterConfig())
-    assert gpt2().transformer.h[0].attn.c_attn.weight.shape == torch.Size([16, 48])
+    assert stores_transposed(build_model("gpt2"), AdapterConfig())
+    assert not stores_transposed(build_model("llama"), AdapterConfig())
+    assert build_model("gpt2").transformer.h[0].attn.c_attn.weight.shape == torch.Size([16, 48])

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.parity import test_loss_head as architectures
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BloomConfig,
     FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     JambaConfig,
@@ -26,11 +25,9 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
-    MixtralConfig,
     MptConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3NextConfig,
     RwkvConfig,
     TrainingArguments,
@@ -54,37 +51,9 @@ from recipes_lib.models.loading import load_model_config
 from recipes_lib.models.parallel.context_parallel import ContextParallelGroup
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-WINDOW = {"sliding_window": 4}
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SHAPE),
-    "qwen3": Qwen3Config(**SHAPE),
-    "mistral": MistralConfig(**SHAPE, **WINDOW),
-    "gemma2": Gemma2Config(**SHAPE, **WINDOW),
-    "gemma3": Gemma3TextConfig(**SHAPE, **WINDOW),
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=4),
-    "gpt2": GPT2Config(
-        vocab_size=61,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
+    **{name: architectures.CONFIGS[name] for name in ("llama", "qwen3", "gemma2", "gemma3", "mixtral", "gpt2")},
+    "mistral": MistralConfig(**architectures.SHAPE, sliding_window=4),
 }
 MIXING = {
     "bloom": BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4),
@@ -318,11 +287,6 @@ def test_rows_that_are_shared_on_gpus_need_half_precision() -> None:
     args.bf16 = True
     chosen = choose_attention(ModelConfig(dtype="float32"), LlamaConfig(), args, packing=True, context=share)
     assert chosen == AttentionChoice("context", "rows", share)
-
-
-@pytest.mark.parametrize("kernel", ["eager", "sdpa", "varlen"])
-def test_a_requested_kernel_is_used(kernel: str) -> None:
-    assert choose("llama", kernel) == AttentionChoice(kernel, LAYOUTS[kernel])
 
 
 def test_kernels_of_the_hub_are_used_where_their_package_is_but_never_by_default(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.parity import test_loss_head as architectures
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
@@ -42,19 +43,7 @@ from recipes_lib.models.attention.shared_prompt import (
 )
 from recipes_lib.models.attention.varlen import register_varlen
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SHAPE = architectures.SHAPE | {"max_position_embeddings": 32}
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "bos_token_id": 1}
 WIDE, NARROW = {"sliding_window": 32}, {"sliding_window": 4}
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -72,7 +61,14 @@ NARROW_CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma3": Gemma3TextConfig(**SHAPE, **NARROW),
 }
 CAPS_LOGITS = {("gemma2", "sdpa"), ("gemma2", "varlen")}
-PAIRS = [pair for pair in itertools.product(CONFIGS, ("eager", "sdpa", "varlen")) if pair not in CAPS_LOGITS]
+CASES = [
+    *(
+        (CONFIGS[name], kernel)
+        for name, kernel in itertools.product(CONFIGS, ("eager", "sdpa", "varlen"))
+        if (name, kernel) not in CAPS_LOGITS
+    ),
+    *((NARROW_CONFIGS[name], "varlen") for name in ("mistral", "gemma3")),
+]
 MAX_LENGTH = 25
 
 sizes = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4)
@@ -176,9 +172,8 @@ def test_the_keys_of_a_rejected_answer_are_its_prompt_and_itself(sizes: list[tup
     assert bounds["cu_seq_lens_q"].dtype == bounds["cu_seq_lens_k"].dtype == torch.int32
 
 
-@pytest.mark.parametrize(("name", "kernel"), [*PAIRS, ("narrow mistral", "varlen"), ("narrow gemma3", "varlen")])
-def test_states_scores_and_gradients_are_those_of_each_answer_alone(name: str, kernel: str) -> None:
-    config = NARROW_CONFIGS[name.removeprefix("narrow ")] if name.startswith("narrow") else CONFIGS[name]
+@pytest.mark.parametrize(("config", "kernel"), CASES)
+def test_states_scores_and_gradients_are_those_of_each_answer_alone(config: PreTrainedConfig, kernel: str) -> None:
     model, rows = make_model(config, kernel), make_rows()
     batch = collate(rows, kernel)
     num_rows, width = batch["input_ids"].shape
@@ -214,44 +209,8 @@ def test_the_other_layouts_score_the_same(layout: Any, kernel: str, packing: boo
     torch.testing.assert_close(compute_gradients(model, together), expected, rtol=1e-5, atol=1e-5)
 
 
-def see_the_other_answer(batch: dict[str, Any]) -> dict[str, Any]:
-    mask = build_shared_prompt_mask(batch["pair_ids"], batch["branch_ids"].clamp(max=0), "sdpa")
-    return {"attention_mask": mask}
-
-
-def see_the_other_pairs(batch: dict[str, Any]) -> dict[str, Any]:
-    return {"attention_mask": build_shared_prompt_mask(batch["pair_ids"] * 0, batch["branch_ids"], "sdpa")}
-
-
-def go_on_counting(batch: dict[str, Any]) -> dict[str, Any]:
-    positions, branch = batch["position_ids"].clone(), batch["branch_ids"]
-    for number in range(len(batch["last_positions"]) // 2):
-        is_rejected = (batch["pair_ids"] == number) & (branch == 2)
-        positions[is_rejected] += int(((batch["pair_ids"] == number) & (branch == 1)).sum())
-    return {"position_ids": positions}
-
-
-def predict_one_too_early(batch: dict[str, Any]) -> dict[str, Any]:
-    is_first = torch.diff(batch["sequence_ids"], prepend=torch.tensor([-1])) == 1
-    is_moved = is_first & (batch["sequence_ids"] % 2 == 1)
-    # As if the rejected answer followed the chosen one: its first token is predicted by the place before it.
-    batch["predictors"][is_moved] = batch["last_positions"][1::2] - batch["num_completion_tokens"][1::2]
-    return {}
-
-
-@pytest.mark.parametrize("mutate", [see_the_other_answer, see_the_other_pairs, go_on_counting, predict_one_too_early])
-def test_what_is_proved_above_can_fail(mutate: Any) -> None:
-    model, rows = make_model(CONFIGS["llama"], "sdpa"), make_rows()
-    batch = PairCollator(pad_token_id=0)(rows)
-    changes = mutate(batch)
-    with torch.no_grad():
-        together, apart = compute_scores(model, batch, "sdpa", **changes), compute_scores_alone(model, rows)
-    assert (together - apart).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize(("name", "kernel"), [*PAIRS, ("narrow mistral", "varlen"), ("narrow gemma3", "varlen")])
-def test_a_model_is_supported_and_proved(name: str, kernel: str) -> None:
-    config = NARROW_CONFIGS[name.removeprefix("narrow ")] if name.startswith("narrow") else CONFIGS[name]
+@pytest.mark.parametrize(("config", "kernel"), CASES)
+def test_a_model_is_supported_and_proved(config: PreTrainedConfig, kernel: str) -> None:
     model = make_model(config, kernel).train()
     state = torch.get_rng_state()
     assert supports_shared_prompt(config, kernel, max_length=MAX_LENGTH) is None
@@ -348,9 +307,8 @@ def test_bounds_that_do_not_arrive_are_found(monkeypatch: pytest.MonkeyPatch, ch
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["llama", "narrow mistral"])
-def test_on_cuda_bounds_give_what_a_mask_gives(name: str) -> None:
-    config = NARROW_CONFIGS["mistral"] if name.startswith("narrow") else CONFIGS[name]
+@pytest.mark.parametrize("config", [CONFIGS["llama"], NARROW_CONFIGS["mistral"]])
+def test_on_cuda_bounds_give_what_a_mask_gives(config: PreTrainedConfig) -> None:
     model, rows = make_model(config, "varlen").cuda(), make_rows()
     batch = collate(rows, "varlen")
     inputs = build_inputs(batch, "varlen")

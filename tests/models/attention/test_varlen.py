@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from tests.parity.test_loss_head import SHAPE
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     MistralConfig,
-    MistralForCausalLM,
+    PreTrainedModel,
     Qwen3Config,
     modeling_flash_attention_utils,
 )
@@ -21,27 +22,15 @@ from transformers import (
 from recipes_lib.models.attention.varlen import attend_documents, register_varlen
 from recipes_lib.models.heads.loss_head import add_loss_head
 
-SHAPE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
-
-def make_pair(sliding: bool = False) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def make_pair(sliding: bool = False) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The same random model on ``sdpa`` and on ``varlen``."""
     register_varlen()
+    config = MistralConfig(**SHAPE, sliding_window=3) if sliding else LlamaConfig(**SHAPE)
     models = []
     for kernel in ("sdpa", "varlen"):
         torch.manual_seed(0)
-        if sliding:
-            config = MistralConfig(**SHAPE, sliding_window=3, attn_implementation=kernel)
-            models.append(MistralForCausalLM(config).eval())
-        else:
-            models.append(LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation=kernel)).eval())
+        models.append(AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=kernel).eval())
     return models[0], models[1]
 
 
@@ -170,7 +159,7 @@ def test_rows_of_one_document_are_read_as_ever_and_sdpa_waits_for_nothing(kernel
     register_varlen()
     torch.manual_seed(0)
     window = {"sliding_window": 3} if kind is MistralConfig else {}
-    model = AutoModelForCausalLM.from_config(kind(**SHAPE, head_dim=8, **window, attn_implementation=kernel)).train()
+    model = AutoModelForCausalLM.from_config(kind(**SHAPE, **window, attn_implementation=kernel)).train()
     add_loss_head(model)
     ids = torch.arange(24).view(2, 12) % SHAPE["vocab_size"]
     batch = {"input_ids": ids, "position_ids": torch.arange(12).expand(2, -1)}

@@ -40,18 +40,25 @@ def read_trained(tokenizer: PreTrainedTokenizerFast, row: Row, eos_token: str | 
     return encoded.input_ids[: last + 1].tolist()
 
 
-@pytest.mark.parametrize("name", SHIPPED_NAMES)
-@pytest.mark.parametrize("more", [{}, {"reasoning": "because"}])
-def test_every_shipped_template_ends_where_training_ends_it(name: str, more: dict[str, str]) -> None:
-    tokenizer = copy.deepcopy(build_byte_level((SHIPPED / f"{name}.jinja").read_text(encoding="utf-8")))
-    eos_token = None
+def build_chat(name: str, **more: str) -> tuple[PreTrainedTokenizerFast, list[dict[str, Any]]]:
+    """A tokenizer with a template of TRL's or of ours, and a chat as it reads them."""
+    template = SHIPPED / f"{name}.jinja"
+    text = template.read_text(encoding="utf-8") if template.exists() else source(name)
+    tokenizer = copy.deepcopy(build_byte_level(text, extra=CHATML_ENDS))
     if name.startswith("glm4moe"):  # It writes no end of turn, and stops on this.
-        tokenizer.eos_token = eos_token = "<|user|>"
+        tokenizer.eos_token = "<|user|>"
     messages = [*TURNS, answer("bye", **more)]
     if name.startswith(READS_PARTS):
         messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
-    row = chat(*messages)
-    assert encode_answers(tokenizer, [messages]) == [read_trained(tokenizer, row, eos_token)]
+    return tokenizer, messages
+
+
+@pytest.mark.parametrize("name", SHIPPED_NAMES)
+@pytest.mark.parametrize("more", [{}, {"reasoning": "because"}])
+def test_every_shipped_template_ends_where_training_ends_it(name: str, more: dict[str, str]) -> None:
+    tokenizer, messages = build_chat(name, **more)
+    trained = read_trained(tokenizer, chat(*messages), tokenizer.eos_token)
+    assert encode_answers(tokenizer, [messages]) == [trained]
 
 
 def test_the_last_token_of_a_text_may_stand_there_twice_and_an_empty_answer_has_no_token() -> None:
@@ -64,16 +71,8 @@ def test_the_last_token_of_a_text_may_stand_there_twice_and_an_empty_answer_has_
 @pytest.mark.parametrize("name", [*SHIPPED_NAMES, *OURS])
 def test_an_answer_that_was_broken_off_has_no_end(name: str) -> None:
     """Neither of the turn nor of the text, whatever stands between and behind them; all of its own is there."""
-    template = SHIPPED / f"{name}.jinja"
-    text = template.read_text(encoding="utf-8") if template.exists() else source(name)
-    tokenizer = copy.deepcopy(build_byte_level(text, extra=CHATML_ENDS))
-    if name.startswith("glm4moe"):
-        tokenizer.eos_token = "<|user|>"
-    messages = [*TURNS, answer("bye")]
-    if name.startswith(READS_PARTS):
-        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
-    (whole,) = encode_answers(tokenizer, [messages])
-    (broken,) = encode_answers(tokenizer, [messages], finished=[False])
+    tokenizer, messages = build_chat(name)
+    whole, broken = encode_answers(tokenizer, [messages] * 2, finished=[True, False])
     assert tokenizer.decode(broken).rstrip("\n").endswith("bye")
     assert broken == whole[: len(broken)]
     assert all(
@@ -89,14 +88,6 @@ def test_an_answer_that_was_broken_off_is_read_as_training_reads_one(name: str, 
     trained = read_trained(tokenizer, chat(*TURNS, answer(content)))
     asked: list[Any] = [[*TURNS, answer(content)], [*TURNS, answer(content)]]
     assert encode_answers(tokenizer, asked, finished=[False, True]) == [trained[:-1], trained]
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_plain_answer_that_was_broken_off_is_read_as_training_reads_one(adds_bos: bool) -> None:
-    tokenizer = build_metaspace(None, adds_bos=adds_bos)
-    trained = read_trained(tokenizer, plain("Say:", " hello there"))
-    asked: list[Any] = [("Say:", " hello there")] * 2
-    assert encode_answers(tokenizer, asked, finished=[True, False]) == [trained, trained[:-1]]
 
 
 def test_what_white_space_an_answer_was_broken_off_with_is_its_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -117,8 +108,8 @@ def test_any_answer_is_the_one_that_is_trained_on(name: str, content: str) -> No
 @pytest.mark.parametrize("prompt", ["Say:", "<s>Say:"])
 def test_plain_answers_are_those_that_are_trained_on(prompt: str, adds_bos: bool) -> None:
     tokenizer = build_metaspace(None, adds_bos=adds_bos)
-    (ids,) = encode_answers(tokenizer, [(prompt, " hello there")])
-    assert ids == read_trained(tokenizer, plain(prompt, " hello there"))
+    ids, broken = encode_answers(tokenizer, [(prompt, " hello there")] * 2, finished=[True, False])
+    assert ids == [*broken, ids[-1]] == read_trained(tokenizer, plain(prompt, " hello there"))
     assert ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.bos_token_id) == (adds_bos or "<s>" in prompt)
 

@@ -25,24 +25,14 @@ def test_chunks_take_turns() -> None:
     assert list(PipelinePart(1, 2, 2).chunks) == [1, 3]
 
 
-def test_the_ends_are_known() -> None:
-    parts = [PipelinePart(stage, 3) for stage in range(3)]
-    assert [part.is_first for part in parts] == [True, False, False]
-    assert [part.is_last for part in parts] == [False, False, True]
-
-
 @pytest.mark.parametrize(
     ("part", "num_layers", "remedy"),
     [
         (PipelinePart(0, 4), 6, "launch 1 or 2 or 3 or 6 stages"),
         (PipelinePart(1, 4, 2), 12, "launch 1 or 2 or 3 or 6 stages of 2"),
+        (PipelinePart(0, 2, 2), 1, "1 layers cannot be split into 4 equal chunks"),
     ],
 )
 def test_layers_that_do_not_divide_are_refused(part: PipelinePart, num_layers: int, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         part.share_layers(num_layers)
-
-
-def test_more_chunks_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="1 layers cannot be split into 4 equal chunks"):
-        PipelinePart(0, 2, 2).share_layers(1)

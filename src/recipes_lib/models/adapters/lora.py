@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -41,7 +41,7 @@ from recipes_lib.models.adapters.saved import (
     read_commit,
 )
 from recipes_lib.models.heads.score_head import HEAD
-from recipes_lib.models.inference import evaluating, find_device, kernel_precision
+from recipes_lib.models.inference import compute_probe_logits, evaluating, find_device
 from recipes_lib.models.loading import explained, without_report
 from recipes_lib.models.quantization import keep_differentiable
 from recipes_lib.models.structure import find_outside_text, is_outside
@@ -171,8 +171,7 @@ def load_adapter(
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         differing = read_adapter_state(adapted).keys() ^ file.keys()
     if differing:
-        found = f"{name} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
-        raise ConfigError(Problem(key, found, "name a complete adapter of this model"))
+        raise _refuse_weights(key, name, differing)
     return adapted
 
 
@@ -200,11 +199,14 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
     verify_layers(model, "reward_model_name_or_path")
     announced = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     if head is None or announced.keys() != weights.keys():
-        differing = announced.keys() ^ weights.keys() or {_SAVED_HEAD}
-        found = f"{folder} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
-        raise ConfigError(Problem("reward_model_name_or_path", found, "name a complete adapter of this model"))
+        raise _refuse_weights("reward_model_name_or_path", folder, announced.keys() ^ weights.keys() or {_SAVED_HEAD})
     set_peft_model_state_dict(model, weights, adapter_name=name)
     return head
+
+
+def _refuse_weights(key: str, name: str | Path, differing: Collection[str]) -> ConfigError:
+    found = f"{name} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
+    return ConfigError(Problem(key, found, "name a complete adapter of this model"))
 
 
 def load_fresh_base(model: PeftModel) -> PreTrainedModel:
@@ -267,18 +269,6 @@ def adapters_off(model: PeftModel) -> Iterator[None]:
 def is_taken_out_of_weights(model: PeftModel) -> bool:
     """Return whether the base lacks the adapter's initial part, as with ``pissa`` and ``olora``."""
     return has_such_an_init(model.peft_config[model.active_adapter])
-
-
-def compute_probe_logits(model: Any) -> Tensor:
-    """Return the logits of eight fixed tokens, ``float32 (1, 8, V)``, on the CPU; scores ``(1, n)`` of a classifier.
-
-    For sharded weights every process must call; modes are restored.
-    """
-    config = model.config.get_text_config()
-    input_ids = torch.arange(1, 9, device=find_device(model))[None] % config.vocab_size
-    with evaluating(model), kernel_precision(model):
-        logits: Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return logits.float().cpu()
 
 
 def find_logit_shift(before: Tensor, after: Tensor, dtype: torch.dtype) -> float | None:

@@ -58,8 +58,8 @@ class AdapterScorer(nn.Module):
         with role(model, self._name), kernel_precision(model):
             # Call the outermost module, which FSDP2 gathers first.
             output = model(**inputs, states_at=last_positions)
-        with torch.autocast(output.states.device.type, enabled=False):
-            scores = self.head(output.states.float()).squeeze(-1)
+        with torch.autocast(output.result.device.type, enabled=False):
+            scores = self.head(output.result.float()).squeeze(-1)
         return ScoreOutput(scores, output.aux_loss)
 
 

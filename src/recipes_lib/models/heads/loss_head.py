@@ -67,24 +67,11 @@ class TokenLogpsOutput(ModelOutput):
     aux_loss: Tensor | None = None
 
 
-@dataclass
-class StatesOutput(ModelOutput):
-    """Hidden states at some positions of a batch.
-
-    Attributes:
-        states: Last hidden states, ``(N, D)``, differentiable.
-        aux_loss: As in ``LossHeadOutput``.
-    """
-
-    states: Tensor | None = None
-    aux_loss: Tensor | None = None
-
-
 class HeadOutput(NamedTuple):
-    """Result of a function of hidden states and output embedding.
+    """Hidden states at some positions of a batch, or what a function of all of them and the output embedding returned.
 
     Attributes:
-        result: What it returned.
+        result: The states, ``(N, D)``, differentiable; or what it returned.
         aux_loss: As in ``LossHeadOutput``.
     """
 
@@ -113,8 +100,8 @@ def add_loss_head(model: PreTrainedModel) -> None:
     axis) sees a key (fourth), every token itself among them; without it ``position_ids`` tell documents apart.
     ``with_statistics=True`` adds what ``compute_token_logps`` has to be asked for; ``temperature`` divides the logits.
 
-    ``model(input_ids=..., position_ids=..., states_at=...)`` gives the last hidden states at ``int64 (N,)`` indices
-    into the flattened positions, for a head that is not the model's own.
+    ``model(input_ids=..., position_ids=..., states_at=...)`` returns a ``HeadOutput`` of the last hidden states at
+    ``int64 (N,)`` indices into the flattened positions, for a head that is not the model's own.
 
     ``model(input_ids=..., position_ids=..., head=function)`` returns a ``HeadOutput`` of ``function(hidden, weight,
     bias=..., logit_scale=..., softcap=...)``, called on the last hidden states, ``(B, L, D)``.
@@ -135,13 +122,9 @@ def add_loss_head(model: PreTrainedModel) -> None:
     for projection in projections:
         if not isinstance(projection, nn.Linear) or not projection.weight.is_floating_point():
             kind = type(projection).__name__
-            raise ConfigError(
-                Problem(
-                    "model_name_or_path",
-                    f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear",
-                    "choose a causal language model with an lm_head that is neither quantised nor under an adapter",
-                )
-            )
+            found = f"{type(model).__name__} projects to the vocabulary by {kind}, not by nn.Linear"
+            remedy = "choose a causal language model with an lm_head that is neither quantised nor under an adapter"
+            raise ConfigError(Problem("model_name_or_path", found, remedy))
     # The function and not the bound method, which would call the original from within a deep copy.
     original_forward = cast(types.MethodType, model.forward).__func__
 
@@ -162,7 +145,7 @@ def add_loss_head(model: PreTrainedModel) -> None:
             return _compute_logps(self, *args, **kwargs)
         if states_at is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
-            return StatesOutput(hidden.flatten(0, 1)[states_at], aux_loss)
+            return HeadOutput(hidden.flatten(0, 1)[states_at], aux_loss)
         if head is not None:
             hidden, aux_loss = _run_backbone(self, kwargs)
             return HeadOutput(_score(self, head, hidden), aux_loss)
@@ -198,13 +181,9 @@ def verify_loss_head(model: Any) -> None:
     # In half precision, the model's own loss rounds its logits.
     tolerance = 1e-5 if own.logits.dtype == torch.float32 else 1e-2
     if not torch.isclose(ours, own.loss.float(), rtol=tolerance, atol=tolerance):
-        raise ConfigError(
-            Problem(
-                "model_name_or_path",
-                f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}",
-                "its architecture changes the logits in a way that is not supported; choose another model",
-            )
-        )
+        found = f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}"
+        remedy = "its architecture changes the logits in a way that is not supported; choose another model"
+        raise ConfigError(Problem("model_name_or_path", found, remedy))
 
 
 def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
@@ -212,10 +191,7 @@ def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
     broken = [name for name, value in model.named_parameters() if not value.detach().isfinite().all()]
     if broken:
         return f"weights are NaN or infinite: {list_first(broken)}", "name an earlier checkpoint, or another model"
-    return (
-        f"its loss on eight tokens is {loss}, though its weights are finite",
-        "load it with another `dtype`",
-    )
+    return f"its loss on eight tokens is {loss}, though its weights are finite", "load it with another `dtype`"
 
 
 def score_beside_teacher(

@@ -119,11 +119,8 @@ def verify_pipeline_parallel(config: PreTrainedConfig, part: PipelinePart) -> No
     last = replace(part, stage=part.num_stages - 1)
     with torch.device("meta"):
         model: Any = build_pipeline_stage_class(config, last)(config)
-    model.base_model.embed_tokens, model.lm_head, model.base_model.layers = (
-        AbsentModule(),
-        AbsentModule(),
-        nn.ModuleList(),
-    )
+    model.base_model.embed_tokens, model.base_model.layers = AbsentModule(), nn.ModuleList()
+    model.lm_head = AbsentModule()
     # Only a norm and position frequencies remain, whose values do not depend on the states.
     _verify_nothing_between(model.to_empty(device="cpu"))
 
@@ -159,13 +156,7 @@ def _leave_out(model: Any, part: PipelinePart, layers: Collection[int]) -> None:
     known = rf"({model.base_model_prefix}\.({'|'.join(_PLAN)})|lm_head)\."
     if unknown := [name for name in model.whole_names if not re.match(known, name)]:
         raise _refuse(model.config, f"it has {unknown[0]}, which belongs to no layer")
-    for number in range(len(base.layers)):
-        if number not in layers:
-            base.layers[number] = AbsentModule()
-    if not part.is_first and not (is_tied and part.is_last):
-        base.embed_tokens = AbsentModule()
-    if not part.is_last:
-        base.norm, model.lm_head = AbsentModule(), AbsentModule()
+    _keep(model, base, layers, is_first=part.is_first, is_last=part.is_last)
     if is_tied and not part.is_last:
         model.all_tied_weights_keys = {}
     absent = {name for name, module in model.named_modules() if isinstance(module, AbsentModule)}
@@ -177,14 +168,18 @@ def _view(model: Any, layers: Collection[int], *, is_first: bool = False, is_las
     view: Any = _share(model, type(model).__bases__[0])
     base: Any = _share(model.base_model, type(model.base_model))
     setattr(view, model.base_model_prefix, base)
-    every: Any = model.base_model.layers
-    base.layers = nn.ModuleList(layer if at in layers else AbsentModule() for at, layer in enumerate(every))
+    _keep(view, base, layers, is_first=is_first, is_last=is_last)
+    return view  # type: ignore[no-any-return]
+
+
+def _keep(model: Any, base: Any, layers: Collection[int], *, is_first: bool, is_last: bool) -> None:
+    """Replace what neither these layers nor, at the ends, embedding or norm and projection are, by placeholders."""
+    base.layers = nn.ModuleList(layer if at in layers else AbsentModule() for at, layer in enumerate(base.layers))
     if not is_last:
-        base.norm = view.lm_head = AbsentModule()
+        base.norm, model.lm_head = AbsentModule(), AbsentModule()
     # A tied embedding is also the projection.
     if not is_first and not (is_last and model.is_tied):
         base.embed_tokens = AbsentModule()
-    return view  # type: ignore[no-any-return]
 
 
 def _share(module: nn.Module, kind: type[nn.Module]) -> nn.Module:

@@ -17,11 +17,10 @@ from recipes_lib.data.masking import IGNORE_INDEX
 from recipes_lib.errors import DivergedError, list_first
 from recipes_lib.models.adapters.lora import (
     adapters_off,
-    compute_probe_logits,
     find_logit_shift,
     is_taken_out_of_weights,
 )
-from recipes_lib.models.inference import preserve_training_state
+from recipes_lib.models.inference import compute_probe_logits, preserve_training_state
 from recipes_lib.training.guards.step_facts import TrainerView
 from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype

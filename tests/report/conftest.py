@@ -1,0 +1,35 @@
+"""Fixtures of the charts and of the reward report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from transformers import PreTrainedTokenizerFast
+
+from recipes_lib.config.schema import ModelConfig
+from recipes_lib.models.heads.score_head import add_score_head, load_reward_model
+from recipes_lib.models.heads.scoring import RewardModel
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """Every figure that was saved."""
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *arguments: object, **options: object) -> None:
+        saved.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+@pytest.fixture
+def reward_model(tiny_model_dir: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> RewardModel:
+    """The tiny model with a random head."""
+    model = load_reward_model(ModelConfig(model_name_or_path=str(tiny_model_dir)), "sdpa", seed=0)
+    add_score_head(model)
+    return RewardModel(model, tiny_tokenizer)
