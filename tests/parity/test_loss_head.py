@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DogeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
     GraniteMoeConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
     PhiConfig,
@@ -62,6 +64,10 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "cohere": CohereConfig(**WITHOUT_HEAD_DIM, logit_scale=0.25),
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=2.0),
     "phi_with_bias": PhiConfig(**SHAPE),
+    # Its layers are dense, whatever the loss of experts that the configuration asks for.
+    "doge": DogeConfig(**WITHOUT_HEAD_DIM, output_router_logits=True, router_aux_loss_coef=0.3),
+    # The name of its backbone is not that which transformers looks for.
+    "llama4": Llama4TextConfig(**SHAPE, intermediate_size_mlp=64, num_local_experts=2),
 }
 
 

@@ -17,6 +17,7 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -99,6 +100,14 @@ def test_a_sliding_layer_attends_to_no_more_than_its_window() -> None:
 
     assert compute_flops_per_token(sliding, 512) == compute_flops_per_token(full, 8)
     assert compute_flops_per_token(sliding, 4) == compute_flops_per_token(full, 4)
+
+
+def test_a_model_without_attention_costs_its_weights_at_any_length() -> None:
+    config = MambaConfig(vocab_size=160, hidden_size=64, num_hidden_layers=3, state_size=8)
+    weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters() if p.ndim == 2)
+    flops = compute_flops_per_token(config, 8)
+    assert flops == compute_flops_per_token(config, 512)
+    assert flops.body + flops.head == pytest.approx(6 * weights, rel=0.05)
 
 
 def test_a_window_without_a_list_of_layers_is_that_of_all_of_them() -> None:

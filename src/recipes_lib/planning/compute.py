@@ -164,6 +164,9 @@ def count_features(model_config: PretrainedConfig) -> tuple[int, int]:
 
 def _count_attention(config: Any, sequence_length: int) -> float:
     """Return the forward FLOPs per token of attention scores and weighted sums, over all layers."""
+    # Mamba and RWKV have no attention, and no such key.
+    if not getattr(config, "num_attention_heads", None):
+        return 0.0
     head_dim = count_features(config)[0] // config.num_attention_heads
     score_dim, value_dim = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     windowed = min(sequence_length, getattr(config, "sliding_window", None) or sequence_length)

@@ -3,9 +3,15 @@
 import pytest
 import torch
 from tests.models.adapter_models import build_model
+from transformers import AutoModelForCausalLM, DeepseekV32Config, FalconMambaConfig, PhimoeConfig
 
 from recipes_lib.config.schema import AdapterConfig
-from recipes_lib.models.adapters.lora import check_layers, find_modules, find_targets, stores_transposed
+from recipes_lib.models.adapters.lora import add_adapter, check_layers, find_modules, find_targets, stores_transposed
+
+SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+SPARSE = {"index_head_dim": 16, "index_n_heads": 2, "first_k_dense_replace": 2, "n_routed_experts": 4}
 
 
 def problems_of(model, **keys):
@@ -74,6 +80,23 @@ def test_all_linear_layers_but_the_head_are_meant_unless_some_are_named():
     assert find_targets(model, AdapterConfig(lora_target_modules=["1.mlp.up_proj"])) == {
         "model.layers.1.mlp.up_proj": model.model.layers[1].mlp.up_proj
     }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FalconMambaConfig(**SMALL, state_size=8, time_step_rank=4),
+        DeepseekV32Config(**SMALL, **HEADS, **LATENT, **SPARSE),
+        PhimoeConfig(**SMALL, **HEADS, num_local_experts=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_every_adapter_of_the_default_layers_learns(config):
+    torch.manual_seed(0)
+    adapted = add_adapter(AutoModelForCausalLM.from_config(config), AdapterConfig(use_peft=True, lora_r=2), seed=0)
+    ids = torch.arange(2, 14)[None]
+    adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert [name for name, value in adapted.named_parameters() if value.requires_grad and value.grad is None] == []
 
 
 def test_a_name_means_a_whole_part_of_the_path():

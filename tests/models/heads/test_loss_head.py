@@ -17,7 +17,14 @@ from tests.parity import test_loss_head as architectures
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertGenerationConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
 
 from recipes_lib.errors import ConfigError
 from recipes_lib.models.heads.loss_head import add_loss_head, verify_loss_head
@@ -183,6 +190,24 @@ def test_verification_refuses_a_model_that_changes_its_logits() -> None:
     model = Scaled(make_model(with_head=False).config)
     add_loss_head(model)
     with pytest.raises(ConfigError, match="own loss is"):
+        verify_loss_head(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BertGenerationConfig(
+            vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+        ),
+        Gemma3TextConfig(**architectures.SHAPE, use_bidirectional_attention=True),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    add_loss_head(model)
+    with pytest.raises(ConfigError, match="is not causal"):
         verify_loss_head(model)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +54,8 @@ _SAVED_HEAD: Final = "base_model.model.score.weight"
 
 ALL_LINEAR: Final = "all-linear"
 """PEFT's name of every linear layer but the head."""
+_MAMBA: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Models whose fused kernel reads the weight of ``out_proj`` itself: PEFT refuses an adapter there (peft 0.21)."""
 _MADE_OF_WEIGHTS: Final = ("pissa", "olora", "orthogonal")
 """Inits that read, or have the precision of, the weights of the layer."""
 
@@ -381,18 +383,33 @@ def find_targets(model: PreTrainedModel, config: AdapterConfig) -> dict[str, Any
             path: module for name in config.lora_target_modules for path, module in find_modules(model, name).items()
         }
     linear = _find_linear(model)
-    experts = find_experts(model, linear)
-    return {path: module for path, module in linear.items() if path not in experts}
+    left_out = {*find_experts(model, linear), *_find_unfit(model, linear)}
+    return {path: module for path, module in linear.items() if path not in left_out}
+
+
+def _find_unfit(model: PreTrainedModel, linear: Mapping[str, nn.Module]) -> list[str]:
+    """Return the paths of linear layers whose adapter would fail, be passed by, or have no gradient.
+
+    Routers that inherit from a linear layer return tuples. Mamba reads the weight of ``dt_proj``. The indexer of sparse
+    attention only chooses tokens.
+    """
+    names = ("dt_proj", "out_proj") if model.config.model_type in _MAMBA else ("dt_proj",)
+    return [
+        path
+        for path, module in linear.items()
+        if path.endswith(names) or ".indexer." in path or type(module).__name__.endswith("Router")
+    ]
 
 
 def name_targets(model: PreTrainedModel, config: AdapterConfig) -> list[str] | str:
     """Return PEFT's ``target_modules``.
 
-    The recipe's value, unless PEFT would include experts of a mixture or layers outside the text model.
+    The recipe's value, unless PEFT would include experts of a mixture, layers outside the text model, or unfit ones.
     """
     targets = config.lora_target_modules or ALL_LINEAR
     is_exact = not takes_experts(model, targets) and not find_outside_text(model)
-    return targets if is_exact else [*find_targets(model, config)]
+    is_fit = targets != ALL_LINEAR or not _find_unfit(model, _find_linear(model))
+    return targets if is_exact and is_fit else [*find_targets(model, config)]
 
 
 def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[list[str], bool]:
@@ -404,7 +421,7 @@ def name_whole_modules(model: PreTrainedModel, config: AdapterConfig) -> tuple[l
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[no-untyped-call]
     paths = [path for path, module in model.named_modules() if any(module is end for end in ends)]
     others = [name for name in named if not find_modules(model, name).keys() & set(paths)]
-    if not model.config.get_text_config().tie_word_embeddings or len(others) == len(named):
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or len(others) == len(named):
         return [*named], False
     return [*others, *paths], True
 

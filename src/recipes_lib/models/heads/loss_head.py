@@ -26,7 +26,7 @@ from recipes_lib.losses.distillation import (
 )
 from recipes_lib.losses.next_token import TokenLogps, TokenSums, compute_cross_entropy, compute_token_logps
 from recipes_lib.models.attention.varlen import takes_empty_mask
-from recipes_lib.models.inference import evaluating, find_device, kernel_precision, unwrap_adapter
+from recipes_lib.models.inference import evaluating, find_device, find_rounding_error, kernel_precision, unwrap_adapter
 from recipes_lib.models.parallel.tensor_parallel import find_vocabulary_shard, project_vocabulary_parallel
 
 
@@ -158,14 +158,14 @@ def add_loss_head(model: PreTrainedModel) -> None:
 
 
 def verify_loss_head(model: Any) -> None:
-    """Compare the loss head with the model's own loss on eight tokens, before training.
+    """Compare the loss head with the model's own loss on eight tokens, and verify that the model is causal.
 
     Args:
         model: What ``add_loss_head`` was given; when its weights are sharded every process must call.
 
     Raises:
-        ConfigError: The model's own loss is not finite, or the losses differ: between backbone and logits the model
-            does something that is unknown here.
+        ConfigError: The model's own loss is not finite; a token changes the logits of those before it; or the losses
+            differ: between backbone and logits the model does something that is unknown here.
     """
     config = unwrap_adapter(model).config.get_text_config()
     # Any eight tokens that the vocabulary has.
@@ -173,6 +173,9 @@ def verify_loss_head(model: Any) -> None:
     with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
+        changed = torch.cat([input_ids[:, :-1], input_ids[:, :1]], dim=1)
+        ahead = model(input_ids=changed, use_cache=False).logits
+        rounding = 4 * find_rounding_error(own.logits) * own.logits.abs().max()
     ours = sums.nll_sum / sums.num_targets
     if sums.aux_loss is not None:
         ours = ours + config.router_aux_loss_coef * sums.aux_loss
@@ -184,6 +187,10 @@ def verify_loss_head(model: Any) -> None:
         found = f"on the same tokens this model's own loss is {own.loss:.6f} and its chunked loss is {ours:.6f}"
         remedy = "its architecture changes the logits in a way that is not supported; choose another model"
         raise ConfigError(Problem("model_name_or_path", found, remedy))
+    # An encoder would learn to copy the token that it is to predict, at a loss near 0.
+    if ((own.logits - ahead)[:, :-1].abs().max() > rounding).item():
+        found = "this model is not causal: a token changes the logits of those before it"
+        raise ConfigError(Problem("model_name_or_path", found, "choose a causal language model"))
 
 
 def _explain_loss(model: Any, loss: float) -> tuple[str, str]:
@@ -427,15 +434,18 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     token_mask = inputs.pop("token_mask", None)
     if _has_router_loss(model):
         inputs["output_router_logits"] = True
-    outputs = model.base_model(**inputs)
+    # Llama 4's `base_model_prefix` names no module of it (transformers 5.23), and `base_model` is then the model.
+    outputs = (model.model if model.base_model is model else model.base_model)(**inputs)
     aux_loss = None
-    if _has_router_loss(model):
+    # No router logits: every layer is dense, or the model has no load-balancing loss in spite of its configuration.
+    if _has_router_loss(model) and getattr(outputs, "router_logits", None):
         # Configurations have several names for the number of experts; models have one, or read it from there.
-        counts = model if hasattr(model, "num_experts") else model.config.get_text_config()
+        counts = model if hasattr(model, "num_experts") else config
+        num_experts = getattr(counts, "num_experts", None) or config.num_local_experts
         aux_loss = cast(
             Tensor,
             load_balancing_loss_func(
-                outputs.router_logits, counts.num_experts, counts.num_experts_per_tok, attention_mask=token_mask
+                outputs.router_logits, num_experts, counts.num_experts_per_tok, attention_mask=token_mask
             ),
         )
     return outputs.last_hidden_state, aux_loss

@@ -422,7 +422,8 @@ def _bound_echo(model: PreTrainedModel, config: Any) -> float:
     """
     embedding: Any = model.get_input_embeddings()
     scales = (getattr(embedding, "scalar_embed_scale", None), getattr(config, "embedding_multiplier", None))
-    if not config.tie_word_embeddings or all(scale is None or scale <= 1 for scale in scales):
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    if not is_tied or all(scale is None or scale <= 1 for scale in scales):
         return -math.inf
     return float(config.initializer_range) * float(config.hidden_size)
 
