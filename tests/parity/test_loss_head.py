@@ -122,6 +122,16 @@ def test_loss_and_gradients_are_those_of_the_model(name: str, length: int) -> No
     assert sums.num_correct.item() == (predicted == batch["labels"][:, 1:]).sum()
 
 
+@pytest.mark.parametrize("length", [12, 17])
+def test_the_places_of_targets_are_those_of_their_rows(length: int) -> None:
+    model, batch = make_model("llama"), make_batch(length)
+    add_loss_head(model)
+    places = (batch["labels"][:, 1:].flatten() >= 0).nonzero().squeeze(1)
+    expected, found = model(**batch, loss_head=True), model(**batch, target_positions=places, loss_head=True)
+    torch.testing.assert_close(found.nll_sum, expected.nll_sum, rtol=1e-5, atol=1e-5)
+    assert (found.num_targets, found.num_correct) == (expected.num_targets, expected.num_correct)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_verification_passes_for_every_supported_architecture(name: str) -> None:
     model = make_model(name).train()
