@@ -103,7 +103,7 @@ def test_the_best_and_the_worst_usable_answer_are_the_pair_if_they_differ(given,
 class Collector:
     """Answers with the number of the answer, which is also its worth; those of prompt 2 are worth the same."""
 
-    batch_size = 5
+    args = SimpleNamespace(per_device_eval_batch_size=5)
 
     def __init__(self, unscored=(), first=" 0"):
         self.asked, self.unscored, self.first = [], unscored, first

@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoXConfig,
     GraniteConfig,
     GraniteMoeConfig,
     Llama4TextConfig,
@@ -64,6 +65,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "cohere": CohereConfig(**WITHOUT_HEAD_DIM, logit_scale=0.25),
     "granite": GraniteConfig(**SHAPE, logits_scaling=4.0, embedding_multiplier=2.0),
     "phi_with_bias": PhiConfig(**SHAPE),
+    "gpt_neox": GPTNeoXConfig(**WITHOUT_HEAD_DIM, attention_dropout=0.0, hidden_dropout=0.0),
     # Its layers are dense, whatever the loss of experts that the configuration asks for.
     "doge": DogeConfig(**WITHOUT_HEAD_DIM, output_router_logits=True, router_aux_loss_coef=0.3),
     # The name of its backbone is not that which transformers looks for.

@@ -25,7 +25,7 @@ def write(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., Path]:
     usual = {"max_length": 64, "max_steps": 4, "per_device_train_batch_size": 2, "test_split_size": 4}
     usual |= {"num_sample_prompts": 1, "sample_max_new_tokens": 4, "save_strategy": "steps"}
     teacher = {"teacher_model_name_or_path": str(tiny_model_dir)}
-    return lambda **keys: write_config(tmp_path, student, data, **usual, **teacher, **keys)
+    return lambda **keys: write_config(tmp_path, student, data, **{**usual, **teacher, **keys})
 
 
 def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, write) -> None:

@@ -62,6 +62,11 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
         "has no whole safetensors weights, and pickled ones could run code",
         "convert them where you trust them: from_pretrained, then save_pretrained",
     ),
+    (
+        "AutoModelForSequenceClassification",
+        "is of an architecture without a score head in transformers",
+        "choose a model that has one, such as of Llama, Qwen, Mistral, Gemma, Phi or OPT",
+    ),
 )
 """Cause of an error, or a word of its message; what it says of a model, and the remedy."""
 

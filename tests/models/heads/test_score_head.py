@@ -128,7 +128,13 @@ def test_any_other_difference_from_the_checkpoint_is_refused(model_dir: Path) ->
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "phi_with_bias"])
+def test_an_architecture_without_a_score_head_is_named(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["granite"])).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="without a score head in transformers"):
+        load_reward_model(config_for(tmp_path), "sdpa", seed=0)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "phi_with_bias", "gpt_neox"])
 def test_tied_and_biased_output_projections_are_left_behind(name: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])).save_pretrained(tmp_path)
     assert load_reward_model(config_for(tmp_path), "sdpa", seed=0).score.weight.shape == (1, 32)

@@ -400,7 +400,8 @@ def _spell_mask(model: Any, visible: Tensor) -> Tensor:
     if visible.ndim != 4 or visible.dtype != torch.bool:
         raise ValueError(f"attention_mask is bool (B, 1, L, L) here, not {visible.dtype} {tuple(visible.shape)}")
     window = getattr(config, "sliding_window", None)
-    if window is not None and visible.shape[-1] > window:
+    # 0 in Qwen2 MoE: no window.
+    if window and visible.shape[-1] > window:
         raise ValueError(f"an attention_mask of {visible.shape[-1]} tokens would undo the sliding window of {window}")
     if config._attn_implementation == "sdpa":
         return visible
@@ -418,7 +419,7 @@ def _is_causal(model: Any) -> bool:
     """Whether every layer of a model has full causal attention, dispatched by transformers."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_whole = kinds == {"full_attention"} and getattr(config, "sliding_window", None) is None
+    is_whole = kinds == {"full_attention"} and not getattr(config, "sliding_window", None)
     return is_whole and model._supports_attention_backend and not getattr(model, "_is_stateful", False)
 
 

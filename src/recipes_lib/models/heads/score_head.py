@@ -28,8 +28,8 @@ from recipes_lib.models.parallel.zero3 import gathered_for_writing
 
 HEAD: Final = "score"
 """What transformers calls the head of every decoder that classifies; also ``modules_to_save`` of an adapter."""
-_OUTPUT_PROJECTION: Final = ("lm_head.weight", "lm_head.bias")
-"""Of the fine-tuned model that training starts from, and of no use here."""
+_OUTPUT_PROJECTION: Final = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
+"""Of the fine-tuned model that training starts from, and of no use here; the last is GPT-NeoX's, of Pythia."""
 
 
 @dataclass
