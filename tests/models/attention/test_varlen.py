@@ -18,8 +18,9 @@ from transformers import (
     Qwen3Config,
     modeling_flash_attention_utils,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from recipes_lib.models.attention.varlen import attend_documents, register_varlen
+from recipes_lib.models.attention.varlen import attend_documents, register_varlen, takes_empty_mask
 from recipes_lib.models.heads.loss_head import add_loss_head
 
 
@@ -171,3 +172,14 @@ def test_rows_of_one_document_are_read_as_ever_and_sdpa_waits_for_nothing(kernel
     torch.testing.assert_close(found, expected)
     if kernel == "sdpa":
         assert (now.num == 0 < before.num) is waits_less
+
+
+@pytest.mark.parametrize("name", ["attention_mask", None])
+def test_a_kernel_that_drops_an_empty_mask_takes_it_by_position_and_by_name(name: str | None) -> None:
+    states = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    module, empty = torch.nn.Module().eval(), torch.empty(1, 1, 0, 0, dtype=torch.bool)
+    assert takes_empty_mask("sdpa", is_flat=False)
+    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    found, _ = attend(module, *states, **{name: empty}) if name else attend(module, *states, empty)
+    expected = functional.scaled_dot_product_attention(*states, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(found, expected)

@@ -48,14 +48,18 @@ def takes_empty_mask(implementation: str, *, is_flat: bool = True) -> bool:
         return False
     attend = ALL_ATTENTION_FUNCTIONS[implementation]
     if not getattr(attend, "drops_empty_mask", False):
-
+        # Some models name the mask, as Doge does.
         @functools.wraps(attend)
         def attend_without(
-            module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+            module: torch.nn.Module,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None,
+            **settings: Any,
         ) -> Any:
-            return attend(
-                module, query, key, value, None if mask is not None and not mask.numel() else mask, **settings
-            )
+            mask = None if attention_mask is not None and not attention_mask.numel() else attention_mask
+            return attend(module, query, key, value, mask, **settings)
 
         attend_without.drops_empty_mask = True  # type: ignore[attr-defined]
         AttentionInterface.register(implementation, attend_without)
