@@ -86,7 +86,7 @@ soak: $(STAMP) ## faults at random moments of real runs for SOAK_MINUTES (60), u
 	@$(PYTHON) -m tests.faults.suite --minutes $(SOAK_MINUTES) --output build/soak
 
 demo: $(STAMP) ## the whole pipeline on real text at hand, on a CPU, with a report to look at
-	@$(PYTHON) recipes/demo.py
+	@$(VENV)/bin/recipes demo
 
 # TRL_1_12 is the Python of an environment with the last TRL that has PPO; benchmarks/ppo.py says how to make one.
 bench: $(STAMP) ## side-by-side benchmarks against transformers and TRL as installed

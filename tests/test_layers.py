@@ -57,7 +57,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "evaluation": {"config", "environment", "errors", "files", "models", "processes", "sandbox"},
     "report": {"config", "errors", "models", "files", "quantities"},
     "publish": {"config", "errors", "models", "files", "planning", "processes", "report", "training"},
-    "demo": {"errors", "files", "models", "pipelines", "report"},
+    "demo": {"errors", "files", "models", "pipelines", "report", "shipped"},
     "proving": {"config", "data", "environment", "files", "losses", "models", "planning", "shipped", "training"},
     # Commands join the rooms.
     "boundary": {"config", "errors", "processes", "stopping"},

@@ -30,6 +30,7 @@ COMMANDS = {
         ".commands.evaluate:main", "benchmark scores; `eval compare` of models, `eval watch` of a run's checkpoints"
     ),
     "score": Command(".commands.score:main", "loss and bits per byte of every row of a dataset under a model"),
+    "demo": Command(".demo.command:main", "train a small assistant on this Python's docstrings, on a CPU, in minutes"),
     "launch": Command(".commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "run": Command(".commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
     "job": Command(".commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
@@ -70,7 +71,7 @@ COMMANDS = {
 GROUPS = {
     "before a run": ("doctor", "check", "preview", "plan", "scale", "prove"),
     "data": ("clean", "classifier", "tokenizer", "prepare", "score", "sample-pairs", "synthesize"),
-    "run": ("launch", "run", "job"),
+    "run": ("demo", "launch", "run", "job"),
     "results": ("runs", "report", "eval", "publish", "reproduce"),
     "models": ("merge", "export", "fisher"),
     "distillation": ("student", "distill-store", "distill-write"),

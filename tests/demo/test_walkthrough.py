@@ -126,7 +126,7 @@ def test_a_failing_stage_ends_the_demo_with_its_exit_code(tmp_path, monkeypatch)
     (tmp_path / "recipes" / "pipelines" / "demo.yaml").write_text("output_dir: .\nstages: {corpus: {recipe: corpus}}")
     (tmp_path / "recipes" / "corpus.py").write_text("import sys; sys.exit(3)")
     monkeypatch.chdir(tmp_path)
-    assert run.run_demo(tmp_path / "recipes", tmp_path / "out") == 3
+    assert run.run_demo(tmp_path / "recipes" / "pipelines" / "demo.yaml", tmp_path / "out") == 3
 
 
 def write_run(folder, figures, samples=(), keys=("eval_loss", "eval_exact_match", "eval_rewards/accuracies")):

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.rows import read_events
-
-DEMO = Path(__file__).parents[2] / "recipes" / "demo.py"
 
 
 @pytest.mark.slow
 def test_every_stage_learns_from_real_text(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(DEMO), "--output_dir", str(tmp_path / "a demo")],
+        [sys.executable, "-m", "recipes_lib.cli", "demo", "--output_dir", str(tmp_path / "a demo")],
         capture_output=True,
         text=True,
         check=False,

@@ -165,11 +165,11 @@ def build_pairs(chats: Sequence[Chat]) -> Iterator[dict[str, Any]]:
         }
 
 
-def run_demo(recipes: Path, output_dir: Path) -> int:
+def run_demo(file: Path, output_dir: Path) -> int:
     """Run every stage as a user would, then show the results; return the exit code of a failed stage.
 
     Args:
-        recipes: Folder of the recipes, of ``configs/demo`` and of ``pipelines/demo.yaml``.
+        file: The pipeline of the stages.
         output_dir: Where everything is written.
 
     Raises:
@@ -183,7 +183,6 @@ def run_demo(recipes: Path, output_dir: Path) -> int:
     def announce(purpose: str) -> None:
         console.print(f"\nat {time.perf_counter() - started:.0f} s: {purpose}", style="bold")
 
-    file = recipes / "pipelines" / "demo.yaml"
     pipeline = load_pipeline(file)
     console.print("From your Python's sources to a small assistant: about ten minutes on one core.")
     announce("texts and chats from the standard library, and a tokenizer")

@@ -1,0 +1,30 @@
+"""``recipes demo``: train a small assistant from random weights on the docstrings of this Python, in minutes on a CPU.
+
+Texts and chats come from the sources of the standard library. A tokenizer is trained, then a Llama of a million
+parameters by the ordinary recipes: pretraining, fine-tuning, LoRA, reward model, DPO, PPO and distillation. Nothing is
+downloaded. The same command resumes a stopped run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from recipes_lib.shipped import RECIPES, find_shipped
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; return its exit code.
+
+    Raises:
+        ConfigError: As ``run_demo``.
+        DataError: As ``run_demo``.
+    """
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="recipes demo", description=__doc__, formatter_class=formatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("demo"), help="of all outputs (default: ./demo)")
+    options = parser.parse_args(argv)
+    from recipes_lib.demo.walkthrough import run_demo  # `--help` needs no torch.
+
+    return run_demo(find_shipped(RECIPES / "pipelines" / "demo.yaml").resolve(), options.output_dir)

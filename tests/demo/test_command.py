@@ -1,0 +1,22 @@
+"""The demo starts from any folder, and what is typed wrong is told before anything is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from recipes_lib import cli
+
+
+def test_it_runs_the_shipped_pipeline_outside_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Path, Path]] = []
+    monkeypatch.setattr("recipes_lib.demo.walkthrough.run_demo", lambda *given: started.append(given) or 3)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["demo"]) == 3
+    ((file, output_dir),) = started
+    assert (file.name, output_dir) == ("demo.yaml", Path("demo"))
+    assert (file.parents[1] / "configs" / "demo" / "corpus.yaml").is_file()
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["demo", "--output", "x", "y"])
+    assert not list(tmp_path.iterdir())
