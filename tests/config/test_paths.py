@@ -50,8 +50,8 @@ def test_a_mixture_takes_names_alone(write, problems_of) -> None:
     path = write("model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [a/b, {name: c/d, repeat: 2}]\n")
     names = [{"name": "a/b"}, {"name": "c/d", "repeat": 2}]
     assert load_config("sft", ["--config", str(path)]).data.dataset_mixture == names
-    text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture:\n- a/b\n- gone.jsonl\n"
-    assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:5"]
+    text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture:\n- a/b\n- gone.jsonl\n- ''\n"
+    assert [problem.where for problem in problems_of(text=text)] == ["recipe.yaml:5", "recipe.yaml:6"]
 
 
 def test_the_nearest_sibling_is_offered(problems_of, tmp_path: Path) -> None:

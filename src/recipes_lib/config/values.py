@@ -232,8 +232,9 @@ class Reader:
                 return self._read_properties(name, node, schema)
             return plain_value(node, lambda mapping: unique_pairs(mapping, self.locate, self.problems))
         if isinstance(node, yaml.ScalarNode):
-            is_name = "properties" in schema and "string" in schema["type"] and node.value not in _NULL
-            return {"name": node.value} if is_name else self._read_scalar(name, node, schema)
+            value = self._read_scalar(name, node, schema)
+            # An entry may be its name alone.
+            return {"name": value} if "properties" in schema and isinstance(value, str) else value
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         return self._refuse(node, f"`{name}` is {found}", f"write {describe(schema)}")
 
