@@ -175,8 +175,7 @@ def verify_loss_head(model: Any) -> None:
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
         changed = torch.cat([input_ids[:, :-1], input_ids[:, :1]], dim=1)
         ahead = model(input_ids=changed, use_cache=False).logits
-        # Scales of 8-bit products, and groups of an expert's tokens, are of all tokens together: one moves the others by
-        # rounding.
+        # Scales of 8-bit products and groups of an expert's tokens depend on all tokens: one moves others by rounding.
         is_exact = find_rounding_error(own.logits) < 1e-6 and not getattr(unwrap_adapter(model), "is_quantized", False)
         rounding = (1e-4 if is_exact else 0.1) * own.logits.abs().max()
     ours = sums.nll_sum / sums.num_targets
