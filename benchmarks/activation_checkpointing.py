@@ -27,7 +27,7 @@ NUM_STEPS = 4
 
 
 def measure(mode: str) -> dict[str, float]:
-    """Return the extra peak memory of a step in GB, the seconds of the fastest, and the loss."""
+    """Return the peak memory that a step adds in GB, the seconds of the fastest step, and the loss."""
     from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
 
     from recipes_lib.models.activation_checkpointing import read_selective
@@ -53,7 +53,7 @@ def measure(mode: str) -> dict[str, float]:
     ids = torch.randint(0, 2048, (4, 512))
     seconds, peaks = [], []
     for _ in range(NUM_STEPS):
-        Path("/proc/self/clear_refs").write_text("5")  # The peak starts again from what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM) to the current RSS.
         before = resident_gb("VmRSS")
         began = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16):
@@ -65,7 +65,7 @@ def measure(mode: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure each mode in a process of its own."""
+    """Measure each mode in its own process."""
     parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--measure", choices=MODES)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""A published result: the character-level GPT-2 of nanoGPT's README, by its train.py and by the recipe.
+"""Reproduction of a published result: the character-level GPT-2 of nanoGPT's README, by its train.py and by our recipe.
 
 4 layers, 4 heads, width 128, blocks of 64, 12 a batch, 2,000 steps, AdamW from 1e-3 to 1e-4, no dropout, on a CPU. The
-README reports a validation loss of 1.88. Nothing is downloaded: a checkout of nanoGPT is given by path.
+README reports a validation loss of 1.88. Nothing is downloaded: ``--nanogpt`` is the path of a checkout.
 
 python benchmarks/characters.py --nanogpt PATH [--data FILE] [--bias True] [--rounds 3] [--steps 2000]
 """
@@ -27,7 +27,7 @@ END = "<|endoftext|>"
 
 
 def build_corpus(data: Path, folder: Path, nanogpt: Path) -> None:
-    """Write the same split for both: texts and a tokenizer of characters for ours, ids for nanoGPT."""
+    """Write the same split for both: texts and a character tokenizer for our recipe, token ids for nanoGPT."""
     text = data.read_text(encoding="utf-8")
     cut = int(len(text) * TRAIN_SHARE)
     characters = sorted(set(text))
@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_head": 4,
         "n_embd": 128,
         "vocab_size": 66,
-        # Of nanoGPT; that of GPT-2, in the formula transformers has it in, makes a third of the step's time.
+        # nanoGPT's exact GELU. GPT-2's tanh form, as transformers computes it, takes a third of the step's time.
         "activation_function": "gelu",
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
@@ -77,11 +77,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_dropout": 0.0,
     },
 }
-"""nanoGPT's ``bias`` -> the same layers in transformers: its GPT-2 always has biases, its OPT need not."""
+"""nanoGPT's ``bias`` -> the same architecture in transformers: GPT-2 always has biases, OPT can do without."""
 
 
 def measure_ours(folder: Path, steps: int, seed: int, bias: str) -> dict[str, float]:
-    """Run the recipe; the loss is that of all held-out windows, the time that of training alone."""
+    """Run the recipe; the loss is over all held-out windows, the time excludes evaluation."""
     with tempfile.TemporaryDirectory() as output_dir:
         keys: dict[str, Any] = {
             "model_config": MODELS[bias],
@@ -90,7 +90,7 @@ def measure_ours(folder: Path, steps: int, seed: int, bias: str) -> dict[str, fl
             "dataset_test_split": folder / "val.txt",
             "output_dir": output_dir,
             "prepared_dir": f"{output_dir}/prepared",
-            # A block predicts as many characters as it has: the last one is only predicted.
+            # nanoGPT predicts BLOCK characters from BLOCK; a row here needs one more, which is only a target.
             "max_length": BLOCK + 1,
             "cross_document_attention": True,
             "per_device_train_batch_size": 12,
@@ -123,7 +123,7 @@ def measure_ours(folder: Path, steps: int, seed: int, bias: str) -> dict[str, fl
 
 
 def measure_nanogpt(nanogpt: Path, steps: int, seed: int, bias: str) -> dict[str, float]:
-    """Run train.py by its README's command; steps that evaluate are left out of the time."""
+    """Run train.py with the command of its README; steps that evaluate are not timed."""
     source = (nanogpt / "train.py").read_text(encoding="utf-8")
     script = nanogpt / "train_seeded.py"
     script.write_text(source.replace("torch.manual_seed(1337 + seed_offset)", f"torch.manual_seed({seed})"))
@@ -136,14 +136,14 @@ def measure_nanogpt(nanogpt: Path, steps: int, seed: int, bias: str) -> dict[str
     command = [sys.executable, script.name, *flags.split()]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=nanogpt)
     times = re.findall(r"^iter (\d+): loss \S+, time (\S+)ms", done.stdout, re.MULTILINE)
-    # It times one step in ten, the one that reads the loss; the first also includes the setup.
+    # train.py times every tenth step, which reads the loss; the first one includes the setup.
     timed = [float(time) for number, time in times if int(number) not in (0, steps)]
     losses = re.findall(r"^step \d+: train loss \S+, val loss (\S+)", done.stdout, re.MULTILINE)
     return {"milliseconds": sum(timed) / len(timed), "loss": float(losses[-1])}
 
 
 def main() -> None:
-    """Measure both in turn, every round with another seed."""
+    """Measure both, interleaved; each round has its own seed."""
     parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--nanogpt", type=Path, required=True)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)

@@ -1,4 +1,4 @@
-"""How long a checkpoint blocks training, against plain ``save_pretrained`` and ``torch.save``.
+"""Time for which saving a checkpoint blocks training, compared with ``save_pretrained`` and ``torch.save``.
 
 python benchmarks/checkpoints.py [--rounds 3] [--output build/checkpoints.json]
 """
@@ -49,12 +49,12 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-"""What accelerate tells the processes of ``accelerate_configs/fsdp2.yaml``."""
+"""Environment that accelerate sets for ``accelerate_configs/fsdp2.yaml``."""
 NUM_SAVES = 3
 
 
 class Timed(CheckpointingTrainer):
-    """Saves after every other step and measures how long training is blocked, and when all is on the disk."""
+    """Trainer that measures, for each save, the pause of training and the time until all files are on disk."""
 
     observer = cast(Observer, SimpleNamespace(progress=TrainingProgress()))
     is_plain = False
@@ -78,7 +78,7 @@ class Timed(CheckpointingTrainer):
 
 
 def measure(variant: str, size: str) -> dict[str, float]:
-    """Train a few steps on a short row with a checkpoint after every other one; seconds are medians over them."""
+    """Train on a short row with a checkpoint every two steps; return the median seconds over the checkpoints."""
     torch.set_num_threads(1)
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if variant.startswith("sharded"):
@@ -122,7 +122,7 @@ def measure(variant: str, size: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Compare the three, or measure one."""
+    """Compare all variants, or measure one in this process."""
     parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "SIZE"))
     options = parser.parse_args()

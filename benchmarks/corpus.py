@@ -1,11 +1,12 @@
-"""Near-deduplication against datatrove's MinHash, datasketch and rensa; the whole pipeline against datatrove's.
+"""Near-duplicate removal compared with datatrove's MinHash, datasketch and rensa; the whole pipeline with datatrove's.
 
 python benchmarks/corpus.py [--documents 3000] [--rounds 3] [--output build/bench/corpus.json]
 
-Documents are the sources and documentation of this Python and its packages, without exact duplicates. Each variant has
-one core. datasketch, rensa, and datatrove's own steps (with xxhash below 4) take part where they are installed. Removed
-rightly is what has a kept document of similarity 0.8 or more, and left over what has one before it, by all pairs of the
-sets of word 5-grams. Memory is the peak of the process, with the texts and the imports.
+Documents are the sources and documentation of this Python installation and its packages, without exact duplicates. Each
+variant has one core. datasketch, rensa and datatrove's own steps (which need xxhash below 4) are measured if installed.
+The reference is the Jaccard similarity of word 5-gram sets over all pairs: a removal is right if a kept document has a
+similarity of 0.8 or more; a kept document with an earlier such document is left over. Memory is the peak of the
+process, including texts and imports.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _WORD = re.compile(r"\w+")
 
 
 def main() -> None:
-    """Run every variant in turn, or one of them."""
+    """Run all variants, interleaved, or one of them in this process."""
     parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--documents", type=int, default=3000)
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -58,7 +59,7 @@ def main() -> None:
         removed = measured[0].pop("removed")
         for other in measured[1:]:
             other.pop("removed")
-        right, left = judge(removed, similar, len(texts)) if "pipeline" not in name else ("", "")
+        right, left = score_removals(removed, similar, len(texts)) if "pipeline" not in name else ("", "")
         for one in measured:
             one["documents_per_second"] = len(texts) / one["cpu_seconds"]
             one["megabytes_per_second"] = size / one["cpu_seconds"]
@@ -71,13 +72,13 @@ def main() -> None:
 def is_installed(variant: str) -> bool:
     """Return whether this environment can run a variant."""
     if "datatrove" in variant:
-        # datatrove hashes texts that are not encoded, which xxhash 4 refuses.
+        # datatrove hashes str without encoding it, which xxhash 4 rejects.
         return int(importlib.metadata.version("xxhash").partition(".")[0]) < 4
     return variant not in ("datasketch", "rensa") or importlib.util.find_spec(variant) is not None
 
 
 def collect_texts(limit: int) -> Iterator[str]:
-    """Yield texts of 500 to 100,000 characters, taken evenly from what there is."""
+    """Yield up to ``limit`` texts of 500 to 100,000 bytes, sampled evenly over the installed files."""
     roots = [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib")), Path("/usr/share/doc")]
     paths = [
         path
@@ -95,12 +96,12 @@ def collect_texts(limit: int) -> Iterator[str]:
 
 
 def measure(variant: Callable[[Sequence[str], Path], list[int]], texts: Sequence[str], data: Path) -> dict[str, Any]:
-    """Return processor seconds, peak memory, and what was removed."""
-    variant(texts[:20], data)  # Imports and tables.
+    """Return CPU seconds, peak memory in MB, and the indices of removed documents."""
+    variant(texts[:20], data)  # Warm-up: imports and tables.
     started = time.process_time()
     removed = variant(texts, data)
     seconds = time.process_time() - started
-    # `ru_maxrss` begins with that of the process that started this one.
+    # Not `ru_maxrss`, which starts at the peak of the parent process.
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
     return {"cpu_seconds": seconds, "megabytes": int(peak[1]) / 1024 if peak else 0.0, "removed": removed}
 
@@ -182,7 +183,7 @@ def _run_rensa(texts: Sequence[str], data: Path) -> list[int]:
 
 
 def list_ngrams(text: str) -> set[str]:
-    """The word n-grams of a text, as a user of these libraries makes them."""
+    """Return the word n-grams of a text, as in the examples of these libraries."""
     words = _WORD.findall(text.lower())
     return {" ".join(words[at : at + NGRAM]) for at in range(max(0, len(words) - NGRAM + 1))}
 
@@ -198,13 +199,13 @@ def _run_pipeline(texts: Sequence[str], data: Path) -> list[int]:
         try:
             make_corpus(config)
         except Exception as error:
-            if "no document is left" not in str(error):  # Of the few that warm it up.
+            if "no document is left" not in str(error):  # Possible in the warm-up with 20 documents.
                 raise
     return []
 
 
 def _run_datatrove_pipeline(texts: Sequence[str], data: Path) -> list[int]:
-    """The steps of datatrove's example of FineWeb that need no download, on the same words and language model."""
+    """Run datatrove's FineWeb example without the steps that need downloads, with our tokenizer and language model."""
     from datatrove.data import Document
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline import filters
@@ -239,8 +240,8 @@ def _run_datatrove_pipeline(texts: Sequence[str], data: Path) -> list[int]:
 
 
 def find_similar(texts: Sequence[str]) -> dict[int, set[int]]:
-    """Return of every document those that are similar to it, by all pairs."""
-    csr_matrix = importlib.import_module("scipy.sparse").csr_matrix  # Of the extra `dev`.
+    """Map each document to the documents with a Jaccard similarity of at least ``THRESHOLD``, over all pairs."""
+    csr_matrix = importlib.import_module("scipy.sparse").csr_matrix  # Imported here: only this benchmark needs it.
     numbers: dict[str, int] = {}
     sets = [{numbers.setdefault(ngram, len(numbers)) for ngram in list_ngrams(text)} for text in texts]
     columns = np.concatenate([np.fromiter(found, np.int64, len(found)) for found in sets])
@@ -256,8 +257,8 @@ def find_similar(texts: Sequence[str]) -> dict[int, set[int]]:
     return similar
 
 
-def judge(removed: Sequence[int], similar: dict[int, set[int]], num_documents: int) -> tuple[str, str]:
-    """Return the share of the removed that a kept document stands for, and how many kept ones have one before them."""
+def score_removals(removed: Sequence[int], similar: dict[int, set[int]], num_documents: int) -> tuple[str, str]:
+    """Return the share of right removals, and the number of left-over documents, as the module defines them."""
     kept = set(range(num_documents)) - set(removed)
     right = sum(bool(similar.get(at, set()) & kept) for at in removed)
     left = sum(any(other < at for other in similar.get(at, set()) & kept) for at in kept)

@@ -1,8 +1,8 @@
-"""Seconds and memory of a step of distillation: live and stored teacher, against TRL's DistillationTrainer and GKD.
+"""Time and memory of a distillation step, live and stored teacher, compared with TRL's DistillationTrainer and GKD.
 
-Forward KL to a teacher of about four times the student's weights, vocabularies of 32k and 128k, over the same tokens,
-all of them targets. TRL's DistillationTrainer samples its texts; here it is given them, so that its update is what is
-timed. bf16, no activation checkpointing.
+Forward KL to a teacher with about four times the student's parameters, vocabularies of 32k and 128k, the same tokens,
+all of them targets. TRL's DistillationTrainer samples its texts on-policy; here it is given them, so that only its
+update is timed. bf16, no activation checkpointing.
 
 python benchmarks/distill.py [--rounds 3] [--steps 5] [--output build/distill.json]
 """
@@ -25,7 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "32k": {"vocab_size": 32_768, "student": (256, 4), "teacher": (512, 8)},
     "128k": {"vocab_size": 131_072, "student": (256, 4), "teacher": (640, 12)},
 }
-"""Width and number of layers by the size of the vocabulary."""
+"""Vocabulary -> its size, and width and number of layers of each model."""
 ROWS, TOKENS = 2, 512
 TOP_K = 64
 NUM_UNTIMED_STEPS = 2
@@ -40,7 +40,7 @@ PREPARED: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}, "m
 
 
 def build_model(shape: str, role: str) -> Any:
-    """Return a random Llama of that role; the teacher's logits are spread as a trained model's are."""
+    """Return a random Llama; the teacher's head is scaled so that its logits spread like a trained model's."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
@@ -66,7 +66,7 @@ def build_model(shape: str, role: str) -> Any:
 
 
 def build_rows(shape: str, steps: int) -> Any:
-    """Return random rows as the recipes prepare them: every token but the first is a target."""
+    """Return random rows in the format of prepared sets; every token but the first is a target."""
     import datasets
 
     generator = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def build_rows(shape: str, steps: int) -> Any:
 
 
 def build_batch(rows: Any) -> Any:
-    """Return rows as TRL's trainers take them."""
+    """Collate rows into the inputs of TRL's trainers."""
     import torch
 
     from recipes_lib.data.masking import IGNORE_INDEX
@@ -161,7 +161,7 @@ def measure_gkd(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: A
 
 
 def measure_trl(shape: str, rows: Any, tokenizer: Any, output_dir: str, meter: Any) -> Any:
-    """Build TRL's DistillationTrainer, which is handed its texts instead of sampling them."""
+    """Build TRL's DistillationTrainer, with given texts instead of sampled ones."""
     import datasets
     import torch
     from trl import DistillationConfig, DistillationTrainer
@@ -202,7 +202,7 @@ VARIANTS: dict[str, Any] = {
 
 
 def measure(name: str, shape: str, folder: Path, steps: int) -> dict[str, float]:
-    """Train one variant in this process; return seconds a step, the peak of resident memory and the first losses."""
+    """Train one variant in this process; return seconds per step, peak resident memory, first and last loss."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
@@ -217,7 +217,7 @@ def measure(name: str, shape: str, folder: Path, steps: int) -> dict[str, float]
 
 
 def main() -> None:
-    """Measure each variant in a process of its own; the first steps are not timed."""
+    """Measure each variant in its own process; the first steps are not timed."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--steps", type=int, default=5)

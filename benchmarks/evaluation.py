@@ -1,9 +1,9 @@
-"""Time of ``recipes eval`` against ``lm_eval run``: the same model, local tasks and batch, each a whole process.
+"""Time of ``recipes eval`` compared with ``lm_eval run``: same model, local tasks and batch size, as whole processes.
 
 python benchmarks/evaluation.py [--rounds 3] [--questions 100] [--data ../shared/data/gsm8k_train.jsonl]
 
-Before the first round both are run once, and every score and answer is compared: they must be equal. CPU seconds are
-those of the process and its threads, which other work on the machine changes less than the wall clock.
+Before the first round both run once, and all scores and answers must be equal. CPU seconds include all threads; other
+load on the machine changes them less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ metric_list: [{metric: exact_match}]
 
 
 def write_tasks(data: Path, folder: Path, num_questions: int) -> None:
-    """Write two tasks: which of four answers belongs to a question, and its answer in words, for a fifth as many."""
+    """Write two tasks: multiple choice of four answers, and generation of the answer for a fifth of the questions."""
     drawn = random.Random(0)
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()[:num_questions]]
     answers = [row["answer"] for row in rows]
@@ -83,7 +83,7 @@ def build_command(name: str, workload: Path, output: Path) -> list[str]:
 
 
 def read_answers(name: str, output: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return scores and answers by task, of answers also by question."""
+    """Return scores by task and metric, and answers by task and question."""
     if name == OURS:
         record = json.loads((output / "eval.json").read_text())
         scores = {
@@ -108,7 +108,7 @@ def _read_their_samples(output: Path) -> Iterator[tuple[str, Any]]:
         (file,) = output.rglob(f"samples_{task}_*.jsonl")
         for line in file.read_text().splitlines():
             row = json.loads(line)
-            # They are written as texts, log-probabilities and all.
+            # lm-eval writes everything as strings, log-probabilities too.
             answers = [
                 answer if isinstance(answer, str) else [float(answer[0]), answer[1] == "True"]
                 for answer in row["filtered_resps"]
@@ -117,7 +117,7 @@ def _read_their_samples(output: Path) -> Iterator[tuple[str, Any]]:
 
 
 def measure(command: list[str]) -> None:
-    """Run a command and print its seconds of wall clock and CPU, and its peak of memory."""
+    """Run a command and print its wall-clock seconds, CPU seconds and peak memory."""
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=sys.stderr)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -126,7 +126,7 @@ def measure(command: list[str]) -> None:
 
 
 def main() -> None:
-    """Compare what both answer, then how long they take."""
+    """Verify that both give the same answers, then compare their times."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--questions", type=int, default=100)

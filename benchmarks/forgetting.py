@@ -1,13 +1,13 @@
-"""Forgetting: bits per byte gained on a new domain and lost on the old one by fine-tuning.
+"""Catastrophic forgetting: bits per byte gained on a new domain and lost on the old one by fine-tuning.
 
 A Llama of two layers of width 80 is pretrained on plays by Shakespeare, then fine-tuned on the source code of Python's
-standard library: plainly, with replay of the plays, with a penalty on weights (EWC) or predictions (KL), or by an
-adapter. Every arm has the same steps, batches and order of code; a round is a seed. Nothing is timed, so that all runs
-share one process.
+standard library: without a remedy, with replay of the plays, with a penalty on weights (EWC) or predictions (KL), or
+with an adapter. All arms have the same steps, batches and order of code; each round is a seed. Nothing is timed, so all
+runs share one process.
 
 python benchmarks/forgetting.py [--data FILE] [--rounds 3] [--steps 30] [--base_steps 200] [--work DIR]
 
-With `--work` the same command resumes a stopped one, and `--rounds 3` after `--rounds 1` adds two seeds.
+With ``--work``, the same command resumes an interrupted run, and ``--rounds 3`` after ``--rounds 1`` adds two seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARMS: Mapping[str, dict[str, Any]] = {
 
 
 def write_code(folder: Path) -> None:
-    """Write rows of source code, and held-out rows of both domains, unless they are there."""
+    """Write rows of source code, and held-out rows of both domains, if they do not exist."""
     if (folder / "code_held_out.jsonl").exists():
         return
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -57,7 +57,7 @@ def write_code(folder: Path) -> None:
 
 
 def measure(model_dir: Path, data: Path) -> float:
-    """Return the bits per byte of a model on rows of text, each cut into windows as in training."""
+    """Return a model's bits per byte on rows of text, split into windows as in training."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,7 +76,7 @@ def measure(model_dir: Path, data: Path) -> float:
 
 
 def make_keys(work: Path, model: Path, domain: str, output_dir: Path) -> dict[str, Any]:
-    """Return the keys of a run over a domain."""
+    """Return the configuration of a run on one domain."""
     return {
         **{name: value for name, value in RUN.items() if not name.startswith(("eval_", "attn_"))},
         "model_name_or_path": str(model),
@@ -89,7 +89,7 @@ def make_keys(work: Path, model: Path, domain: str, output_dir: Path) -> dict[st
 
 
 def train_base(work: Path, steps: int) -> Path:
-    """Train the model on the plays, and compute its Fisher information; nothing is done twice."""
+    """Train the model on the plays and compute its Fisher information, if not done before."""
     from recipes_lib.training.forgetting import fisher_command
 
     base = work / f"base after {steps} steps"
@@ -103,7 +103,7 @@ def train_base(work: Path, steps: int) -> Path:
 
 
 def run_arm(work: Path, base: Path, arm: str, seed: int, steps: int) -> dict[str, float]:
-    """Fine-tune the base on code, and return its bits per byte on both domains."""
+    """Fine-tune the base model on code, and return its bits per byte on both domains."""
     run = work / f"{base.name}, {steps} more" / f"{arm} {seed}"
     result = run / "bits.json"
     if not result.exists():

@@ -1,7 +1,7 @@
-"""What guards and metrics add to a step: the same training with all of them, with metrics alone, and with neither.
+"""Overhead of guards and metrics per step: the same training with both, with metrics only, and with neither.
 
-Seconds are those of the processor, so that other work on the machine counts less. It is measured besides how long each
-step was in their own code.
+CPU seconds, because other load on the machine changes them less than wall-clock time. The time inside the code of
+guards and metrics is also measured directly.
 
 ``python benchmarks/guards.py [--data FILE] [--rounds 3] [--steps 16] [--output build/guards.json]``
 """
@@ -43,7 +43,7 @@ def build_meter() -> Any:
 
 
 def build_trainer_class(*, guarded: bool) -> Any:
-    """Return our trainer, or the same with upstream's own handling of losses and norms."""
+    """Return our trainer, or a subclass with upstream's handling of losses and gradient norms."""
     from transformers import Trainer
 
     from recipes_lib.training.trainers.next_token_trainer import SFTTrainer
@@ -59,7 +59,7 @@ def build_trainer_class(*, guarded: bool) -> Any:
 
 
 def time_calls(owner: Any, names: tuple[str, ...], spent: list[float]) -> None:
-    """Have the time inside of some methods of ``owner`` appended to ``spent``."""
+    """Wrap methods of ``owner`` so that each call appends its CPU seconds to ``spent``."""
 
     def wrap(method: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def time_calls(owner: Any, names: tuple[str, ...], spent: list[float]) -> None:
 
 
 def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
-    """Train one variant in this process and return the median step and their own share of it."""
+    """Train one variant in this process; return the median seconds per step and the share inside guards and metrics."""
     from recipes_lib.config.loader import load_config
     from recipes_lib.data.packed.collators import PackedCollator
     from recipes_lib.data.packed.training_data import load_training_data
@@ -137,7 +137,7 @@ def measure(name: str, folder: Path, num_steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure each variant in a process of its own; the first steps are not timed."""
+    """Measure each variant in its own process; the first steps are not timed."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--steps", type=int, default=16)

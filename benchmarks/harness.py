@@ -1,6 +1,6 @@
-"""Run variants of a measurement in turn, A B C A B C ..., each in a process of its own, and compare round by round.
+"""Interleaved benchmarks: variants run in rounds, A B C A B C ..., each in its own process, compared round by round.
 
-Interleaving makes the ratios hold when the machine's speed drifts; a process of its own makes peak memory honest.
+Interleaving keeps ratios valid when the speed of the machine drifts; separate processes isolate peak memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Measurement = dict[str, Any]
 
 
 def build_parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """Return a parser that knows what every benchmark takes; ``rounds`` is the default."""
+    """Return a parser with the options of every benchmark; ``rounds`` is the default number of rounds."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--output", type=Path, help="file for the table and every measurement as JSON")
@@ -28,9 +28,9 @@ def build_parser(description: str | None, *, rounds: int) -> argparse.ArgumentPa
 
 
 def run_interleaved(variants: Mapping[str, Sequence[str]], rounds: int) -> dict[str, list[Measurement]]:
-    """Run every variant once a round; each command prints one JSON object on its last line of standard output.
+    """Run every variant once per round; a command prints its measurement as JSON on the last line of standard output.
 
-    ``{round}`` in a command stands for the number of the round, from 1.
+    ``{round}`` in a command is replaced by the number of the round, from 1.
     """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -62,7 +62,7 @@ def spread(results: list[Measurement], figure: str, digits: int = 2) -> str:
 
 
 def describe_machine() -> str:
-    """Return processor, cores and the versions that matter, in one line."""
+    """Return CPU model, number of cores and library versions, in one line."""
     import torch
     import transformers
     import trl
@@ -75,7 +75,7 @@ def describe_machine() -> str:
 
 
 def write_results(path: Path | None, title: str, table: Sequence[Sequence[str]], raw: Mapping[str, Any]) -> None:
-    """Print a Markdown table and, when ``path`` is given, write it with every raw measurement as JSON."""
+    """Print a Markdown table; if ``path`` is given, also write it as JSON with all raw measurements."""
     header, *rows = table
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
     lines += [f"| {' | '.join(row)} |" for row in rows]

@@ -1,8 +1,8 @@
-"""Annotated curves of healthy runs, from a finished demo: ``docs/images/healthy_RECIPE.svg`` of the stage pages.
+"""Annotated curves of healthy runs, from a finished demo: ``docs/images/healthy_RECIPE.svg`` on the pages of recipes.
 
     make demo && python benchmarks/healthy.py [demo]
 
-A note stands at a step that is a share of the run. Axes and colours are those of the reports.
+Notes are placed by the fraction of the run. Axes and colours are the same as in reports.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THEMES: Final = (
 
 
 class Note(NamedTuple):
-    """What to see at a share of the run; ``across`` and ``up``, in points, are the way from there to the words."""
+    """Annotation at a fraction of the run; ``across`` and ``up`` are the offset of the text in points."""
 
     at: float
     words: str
@@ -38,7 +38,7 @@ class Note(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A figure of training and its held-out value, by their names in ``metrics.jsonl``; either may be empty."""
+    """Names of a training metric and of its held-out counterpart in ``metrics.jsonl``; ``held_out`` may be empty."""
 
     train: str
     held_out: str
@@ -102,7 +102,7 @@ HEALTHY: Final[Mapping[str, Sequence[Panel]]] = {
         Panel("distillation/agreement", "", [Note(0.7, "tokens where both\nprefer the same", 10, -44)]),
     ),
 }
-"""Recipe -> what is drawn side by side."""
+"""Recipe -> its panels, drawn side by side."""
 
 
 def draw(run: RunFiles, panels: Sequence[Panel], folder: Path) -> str:
@@ -111,7 +111,7 @@ def draw(run: RunFiles, panels: Sequence[Panel], folder: Path) -> str:
     Args:
         run: A finished run.
         panels: At least one; each has data.
-        folder: Existing, for the same as a PNG.
+        folder: Existing folder for a PNG of the same figure.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": "healthy"}):
         figure = Figure(figsize=(9.2, 2.7), layout="constrained")
@@ -140,7 +140,7 @@ def _draw_panel(axes: Axes, run: RunFiles, panel: Panel) -> None:
 
 
 def main() -> None:
-    """Draw."""
+    """Draw the curves of all recipes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("demo", type=Path, nargs="?", default=Path("demo"), help="folder of a finished demo")
     demo = parser.parse_args().demo

@@ -1,12 +1,13 @@
 """Ablation of distillation losses on real text: held-out bits per byte at equal tokens.
 
-A teacher of four layers of width 128 reads plays by Shakespeare; students of two layers of width 80, a quarter of its
-weights, start from random weights and train on a few of them: on labels alone, with the teacher's probabilities, and
-with each hidden-state loss in addition. Every arm has the same rows, order, rate and steps; a round is a seed.
+A teacher of four layers of width 128 is trained on plays by Shakespeare. Students of two layers of width 80, a quarter
+of its parameters, start from random weights and train for fewer steps: on labels only, with the teacher's
+probabilities, and with each hidden-state loss in addition. All arms have the same rows, order, learning rate and steps;
+each round is a seed.
 
 python benchmarks/knowledge.py [--data FILE] [--rounds 3] [--steps 150] [--teacher_steps 400] [--work DIR]
 
-With `--work` the same command resumes a stopped one, and `--rounds 3` after `--rounds 1` adds two seeds.
+With ``--work``, the same command resumes an interrupted run, and ``--rounds 3`` after ``--rounds 1`` adds two seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ARMS: Mapping[str, dict[str, Any]] = {
     "distance": {"distance_weight": 1.0},
     "angle": {"angle_weight": 1.0},
 }
-"""Keys of each arm; all but the first learn from what the teacher says."""
+"""Arm -> its keys; all but the first use the teacher's probabilities."""
 RUN: Mapping[str, Any] = {
     "max_length": 128,
     "bf16": False,
@@ -57,7 +58,7 @@ RUN: Mapping[str, Any] = {
 
 
 def write_texts(data: Path, folder: Path) -> None:
-    """Write rows of text, held-out ones, and a tokenizer of 512 tokens, unless they are there."""
+    """Write training rows, held-out rows and a tokenizer of 512 tokens, if they do not exist."""
     if (folder / "tokenizer").exists():
         return
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -83,7 +84,7 @@ def write_texts(data: Path, folder: Path) -> None:
 
 
 def write_model(role: str, seed: int, folder: Path, tokenizer: Path) -> Path:
-    """Write a random model of that role, and the tokenizer beside it."""
+    """Write a random model with its tokenizer."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(seed)
@@ -116,7 +117,7 @@ def read_bits(output_dir: Path) -> float:
 
 
 def run_arm(work: Path, arm: str, number: int, steps: int, teacher_steps: int) -> float:
-    """Return the held-out bits per byte of one student, or of the one teacher; nothing is measured twice."""
+    """Return the held-out bits per byte of a student, or of the teacher; train it if not done before."""
     teacher = work / f"teacher after {teacher_steps} steps"
     keys: dict[str, Any]
     if arm == "teacher":
@@ -145,7 +146,7 @@ def run_arm(work: Path, arm: str, number: int, steps: int, teacher_steps: int) -
 
 
 def main() -> None:
-    """Run the rounds and print the table; with ``--arm`` one measurement, as JSON."""
+    """Run all rounds and print the table; with ``--arm``, print one measurement as JSON."""
     parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--steps", type=int, default=150)

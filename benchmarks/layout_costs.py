@@ -12,7 +12,7 @@ from typing import Final
 WEIGHT_BYTES: Final = 2
 GRADIENT_BYTES: Final = 2
 STATE_BYTES: Final = 12
-"""AdamW's: a master weight and two moments in ``float32``."""
+"""AdamW's master weight and two moments, in ``float32``."""
 DEVICES_PER_NODE: Final = 8
 LAYOUTS: Final = ("ddp", "zero1", "zero2", "fsdp2", "hsdp")
 SIZES: Final = {"8B": 8.03e9, "70B": 70e9, "405B": 405e9}
@@ -21,10 +21,10 @@ NUM_DEVICES: Final = (8, 64, 256, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What a layout takes of each device.
+    """Memory and traffic of a layout per device.
 
     Attributes:
-        state_bytes: Weights, gradients and optimizer states that it holds between steps.
+        state_bytes: Weights, gradients and optimizer states between steps.
         node_bytes: Sent by it in an optimizer step to devices of its own node, where a group ends there.
         network_bytes: Sent by it in a step in groups that go over nodes.
     """
@@ -35,7 +35,7 @@ class Footprint:
 
 
 def compute_footprint(layout: str, num_parameters: float, num_devices: int) -> Footprint:
-    """Return what AdamW on 16-bit products takes of each device, without activations.
+    """Return the footprint of AdamW with 16-bit weights and gradients per device, without activations.
 
     A ring sends ``(d - 1) / d`` of what ``d`` devices gather or reduce and scatter. A gradient that every device is to
     have is reduced, scattered and gathered; weights that nobody holds are gathered for the forward and for the backward

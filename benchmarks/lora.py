@@ -1,7 +1,6 @@
-"""Training an adapter: supervised tokens per second and peak memory, against plain PEFT under TRL's trainer.
+"""LoRA training: supervised tokens per second and peak memory, compared with PEFT in TRL's trainer.
 
-Every variant puts the same adapter on the same model, sees the same chats, and stops at the same number of supervised
-tokens.
+All variants train the same adapter on the same model and chats, and stop at the same number of supervised tokens.
 
 ``python benchmarks/lora.py [--data FILE] [--rounds 3] [--targets 30000] [--output build/lora.json]``
 """
@@ -25,7 +24,7 @@ RANK = 16
 
 
 def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> None:
-    """Train with this library's trainer and its checks of the adapter; eight rows of 512 tokens a step."""
+    """Train with this library's trainer and its adapter checks; eight rows of 512 tokens per step."""
     from recipes_lib.config.loader import load_config
     from recipes_lib.data.packed.collators import PackedCollator
     from recipes_lib.data.packed.prepared_set import prepare
@@ -59,7 +58,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> N
     model_config, _ = load_model_config(config.model)
     attention = choose_attention(config.model, model_config, args, packing=True)
     model = load_policy(config, attention.implementation, args, launch)
-    # The meter counts batches from the moment that training begins; the checks look at eight tokens before.
+    # The meter counts only batches of training; the checks run two forward passes before.
     checks = AdapterChecks(model, config.adapter, say=lambda line: None)
     trainer = SFTTrainer(
         model=model,
@@ -73,7 +72,7 @@ def measure_ours(folder: Path, output_dir: str, meter: Any, **changes: Any) -> N
 
 
 def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any]) -> None:
-    """Train with PEFT's adapter under TRL's trainer on the same chats."""
+    """Train PEFT's adapter in TRL's trainer on the same chats."""
     from peft import LoraConfig
 
     adapter = LoraConfig(r=RANK, lora_alpha=32, task_type="CAUSAL_LM", target_modules="all-linear")
@@ -82,7 +81,7 @@ def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any])
 
 VARIANTS = {
     "ours": lambda *args: measure_ours(*args),
-    # As many rows at a time as TRL, tuned by hand, has: its memory is compared with that.
+    # The micro-batch of TRL tuned by hand, for a fair comparison of memory.
     "ours, row by row": lambda *args: measure_ours(*args, per_device_train_batch_size=1, gradient_accumulation_steps=8),
     "PEFT + TRL, tuned by hand": lambda *args: measure_trl(*args, TRL_TUNED),
     "PEFT + TRL, script defaults": lambda *args: measure_trl(*args, TRL_DEFAULTS),
@@ -90,7 +89,7 @@ VARIANTS = {
 
 
 def measure(name: str, folder: Path, num_targets: int) -> dict[str, float]:
-    """Train one variant in this process; return its throughput, the time of a step, and the peak memory in GB."""
+    """Train one variant in this process; return its throughput, seconds per step, and peak memory in GB."""
     meter = build_meter(num_targets)
     with tempfile.TemporaryDirectory() as output_dir:
         VARIANTS[name](folder, output_dir, meter)
@@ -102,7 +101,7 @@ def measure(name: str, folder: Path, num_targets: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure each variant in a process of its own; the first steps are not timed."""
+    """Measure each variant in its own process; the first steps are not timed."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--targets", type=int, default=30_000)

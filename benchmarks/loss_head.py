@@ -21,7 +21,7 @@ STEPS = 2
 
 
 def main() -> None:
-    """Measure each head in each precision as a process of its own."""
+    """Measure each head in each precision, in its own process."""
     parser = build_parser(__doc__, rounds=3)
     parser.add_argument("--measure", nargs=2, metavar=("HEAD", "PRECISION"))
     options = parser.parse_args()
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(head: str, *, bf16: bool) -> dict[str, float]:
-    """Peak resident memory of the first step, entered with no gradients allocated, and the fastest step's time."""
+    """Return the peak memory that the first step adds, without prior gradients, and the seconds of the fastest step."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -58,7 +58,7 @@ def measure(head: str, *, bf16: bool) -> dict[str, float]:
     peaks, seconds = [], []
     for _ in range(STEPS):
         model.zero_grad()
-        Path("/proc/self/clear_refs").write_text("5")  # The peak starts again from what is resident now.
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM) to the current RSS.
         before = resident_gb("VmRSS")
         start = time.perf_counter()
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -71,7 +71,7 @@ def measure(head: str, *, bf16: bool) -> dict[str, float]:
 
 
 def add_head(model: Any, head: str) -> None:
-    """Patch the model as the library does that is measured."""
+    """Patch the model with a library's loss head."""
     if head == "ours":
         from recipes_lib.models.heads.loss_head import add_loss_head
 
@@ -79,11 +79,11 @@ def add_head(model: Any, head: str) -> None:
     elif head == "TRL":
         from trl.trainer.utils import add_fused_lm_head
 
-        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))  # What its SFT trainer asks for.
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))  # As TRL's SFT trainer calls it.
 
 
 def compute_loss(model: Any, head: str, ids: Any) -> Any:
-    """Mean loss of the batch, the way each head gives it."""
+    """Return the mean loss of the batch from a head."""
     if head == "ours":
         sums = model(input_ids=ids, labels=ids, loss_head=True)
         return sums.nll_sum / sums.num_targets
@@ -91,7 +91,7 @@ def compute_loss(model: Any, head: str, ids: Any) -> Any:
 
 
 def resident_gb(field: str) -> float:
-    """A line of the process's memory status, in GB; Linux only."""
+    """Return a field of ``/proc/self/status`` in GB; Linux only."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) / 1e6  # type: ignore[index]
 

@@ -1,9 +1,9 @@
-"""PPO against RLOO and GRPO after equally many answers and optimizer steps: reward of held-out prompts, and seconds.
+"""PPO compared with RLOO and GRPO at equal numbers of answers and optimizer steps: held-out reward and seconds.
 
-All three are this project's recipes, in a process of their own each, with the same policy, prompts, rewards, rate and
-seed. PPO samples `BATCH` answers to as many prompts; the others as many to a quarter of them, in groups of four. Each
-makes four optimizer steps from them. The price of KL is the same number, but not the same thing: PPO takes k1 off the
-reward of each token, RLOO off that of the whole answer, GRPO adds k3 to the loss.
+All three are this project's recipes, each in its own process, with the same policy, prompts, rewards, learning rate and
+seed. PPO samples one answer to each of ``BATCH`` prompts; the others four answers to each of ``BATCH / 4``. Each makes
+four optimizer steps per iteration. The KL coefficients are equal but not comparable: PPO subtracts k1 from the reward
+of each token, RLOO from the reward of the answer, GRPO adds k3 to the loss.
 
 python benchmarks/neighbours.py --policy DIR --prompts F --held_out F --reward module:function [KEY=VALUE ...]
 """
@@ -40,16 +40,16 @@ SHARED: Mapping[str, Any] = {
 
 
 def measure(recipe: str, *, num_answers: int, seed: int, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Train by one recipe on so many answers.
+    """Train with one recipe on ``num_answers`` answers.
 
     Args:
         recipe: One of ``RECIPE_NAMES``.
-        num_answers: Answers that are sampled; whole batches of ``BATCH``.
-        seed: Of the run.
-        flags: Policy, prompts, rewards, and whatever else all recipes shall have.
+        num_answers: Number of sampled answers, a multiple of ``BATCH``.
+        seed: Seed of the run.
+        flags: Keys of all recipes: policy, prompts, rewards and others.
 
     Returns:
-        The reward of the held-out samples ``before`` and ``after``, at the same random numbers, and the ``seconds`` of
+        The held-out reward ``before`` and ``after`` training, with the same random numbers, and the ``seconds`` of
         training, without loading and evaluation.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def measure(recipe: str, *, num_answers: int, seed: int, flags: Mapping[str, Any
 def compare_recipes(
     *, num_answers: int, seeds: Sequence[int], flags: Mapping[str, Any]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Train by every recipe on equally many answers, once a seed, in turn; the runs of each recipe."""
+    """Train with every recipe once per seed, interleaved; return the runs of each recipe."""
     results: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in RECIPE_NAMES}
     for seed in seeds:
         for recipe, runs in results.items():
@@ -84,7 +84,7 @@ def compare_recipes(
 
 
 def main() -> None:
-    """Measure, and write JSON."""
+    """Train all recipes and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, required=True, help="folder of the fine-tuned model")
     parser.add_argument("--prompts", type=Path, required=True)
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--response_length", type=int, default=256)
     parser.add_argument("--learning_rate", type=float, default=1e-6)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("keys", nargs="*", help="key=value, of all three recipes")
+    parser.add_argument("keys", nargs="*", help="KEY=VALUE for all three recipes")
     options = parser.parse_args()
     flags = {
         "model_name_or_path": options.policy,

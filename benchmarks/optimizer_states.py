@@ -1,4 +1,4 @@
-"""Bytes of optimizer states a parameter, as each optimizer holds them after one step, beside the published ones.
+"""Optimizer states in bytes per parameter, measured after one step, beside the published values.
 
 python benchmarks/optimizer_states.py [--output build/optimizer_states.json]
 """
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "sgd, momentum": ({"optim": "sgd", "optim_args": "momentum=0.9"}, "4"),
     "adamw_torch_fused": ({}, "8"),
     "adafactor": ({}, "4 or less"),
-    "muon": ({}, "4; 8 for what is no matrix"),
+    "muon": ({}, "4; 8 for other than matrices"),
     "lion_32bit": ({}, "4"),
     "lion_8bit": ({}, "1"),
     "adamw_8bit": ({}, "2"),
@@ -42,11 +42,11 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], str]] = {
     "adagrad": ({}, "4"),
     "rmsprop": ({}, "4"),
 }
-"""Name -> the keys that make it, and the bytes a parameter that are published for float32 weights."""
+"""Name -> its training keys, and the published bytes per parameter for float32 weights."""
 
 
 class MatricesApart(Trainer):
-    """Upstream's trainer with the hidden matrices in the first group, embeddings and norms in the second."""
+    """Upstream's trainer with two parameter groups: hidden matrices, then embeddings and norms."""
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         """Return the hidden matrices."""
@@ -54,7 +54,7 @@ class MatricesApart(Trainer):
 
 
 def main() -> None:
-    """Measure each optimizer that is installed; say of the others what they need."""
+    """Measure each installed optimizer; list what the others need."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -79,17 +79,17 @@ def main() -> None:
 
 
 def measure(training: dict[str, Any]) -> dict[str, float]:
-    """Bytes a parameter after one step: of all, of the hidden matrices, and of embeddings and norms."""
+    """Return bytes per parameter after one step: in total, for hidden matrices, and for embeddings and norms."""
     torch.manual_seed(0)
     shape = {"hidden_size": WIDTH, "intermediate_size": 11 * WIDTH // 4, "num_attention_heads": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=LAYERS, **shape))
     optimizer = build_optimizer(model, training)
     if hasattr(optimizer, "train"):
-        optimizer.train()  # Schedule-free optimizers have a mode of their own.
+        optimizer.train()  # Schedule-free optimizers have a training mode.
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
-    # The tests are no package of the library.
+    # `tests` is not part of the installed package.
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.training.optim.states import measure_group_bytes, measure_state_bytes
 
@@ -98,7 +98,7 @@ def measure(training: dict[str, Any]) -> dict[str, float]:
 
 
 def build_optimizer(model: LlamaForCausalLM, training: dict[str, Any]) -> torch.optim.Optimizer:
-    """Build it as a run does."""
+    """Build the optimizer as a training run does."""
     is_muon = training["optim"] == "muon"
     keys = {name: value for name, value in training.items() if not (is_muon and name == "optim")}
     args = TrainingArguments(output_dir="build", use_cpu=True, weight_decay=0.1, **keys)

@@ -1,10 +1,9 @@
-"""Pictures of the documentation: benchmark bars and forgetting from ``docs/results.md``, and screenshots of a demo.
+"""Pictures of the documentation: benchmark bars and forgetting from ``docs/results.md``, screenshots of a demo.
 
     python benchmarks/pictures.py            # docs/images/benchmarks.svg and forgetting.svg
-    python benchmarks/pictures.py --demo demo  # besides, screenshots of its overview and reports, by headless Chromium
+    python benchmarks/pictures.py --demo demo  # also a screenshot of its overview, by headless Chromium
 
-They are drawn from the committed tables, so that they cannot say anything else; ``tests/test_pictures.py`` compares
-the files with them.
+Drawn from the committed tables, so pictures and tables cannot differ; ``tests/test_pictures.py`` verifies it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _WIDTH, _LEFT, _ROW = 760, 330, 34
 
 
 class Bar(NamedTuple):
-    """A ratio of a table: how many times as fast as the peer, by minimum, median and maximum of the rounds.
+    """Speed relative to a peer: minimum, median and maximum over the rounds.
 
     Attributes:
         label: What is compared.
@@ -44,7 +43,7 @@ class Bar(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a ratio stands: the section, the beginning of the row, and the column of a table of ``docs/results.md``."""
+    """Location of a ratio in ``docs/results.md``: section, start of the row, and column."""
 
     section: str
     row: str
@@ -61,7 +60,7 @@ BARS: Final[Mapping[str, Place]] = {
     "preparing chats vs TRL": Place("Preparation", "TRL", "this / ours"),
     "one step, 131k vocabulary, vs TRL": Place("One step at a vocabulary of 131,072", "TRL, fp32", "time / ours"),
 }
-"""Ratios above 1 say that this repository is faster."""
+"""Label -> location; ratios above 1 mean that this repository is faster."""
 
 
 def read_bar(text: str, label: str, place: Place) -> Bar:
@@ -80,7 +79,7 @@ def read_bar(text: str, label: str, place: Place) -> Bar:
 
 
 def _read_cells(text: str, section: str) -> list[list[str]]:
-    """Return the rows of the tables of a section, heads and rules among them."""
+    """Return the rows of all tables in a section, including header and separator rows."""
     body = re.split(r"(?m)^## ", text.partition(f"\n## {section}\n")[2])[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines() if line.startswith("|")]
 
@@ -117,7 +116,7 @@ def draw(bars: Sequence[Bar], caption: Sequence[str]) -> str:
 
 
 def draw_benchmarks(text: str) -> str:
-    """Return the picture of the bars, from the text of ``docs/results.md``."""
+    """Return the SVG of the benchmark bars, from the text of ``docs/results.md``."""
     machine = " ".join(text.partition("Machine of this page: ")[2].partition(";")[0].split())
     caption = [
         f"Measured on a CPU: {machine}.",
@@ -128,7 +127,7 @@ def draw_benchmarks(text: str) -> str:
 
 
 class Point(NamedTuple):
-    """A method of the table of forgetting: gain and loss, each by minimum, median and maximum of the seeds."""
+    """A method of the forgetting table: gain and loss, each as minimum, median and maximum over the seeds."""
 
     label: str
     gained: tuple[float, float, float]
@@ -136,7 +135,7 @@ class Point(NamedTuple):
 
 
 def read_points(text: str) -> list[Point]:
-    """Return the rows of the table of forgetting.
+    """Return the rows of the forgetting table.
 
     Raises:
         KeyError: There is no such table.
@@ -184,7 +183,7 @@ def draw_forgetting(text: str) -> str:
             f'<text class="muted" x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{lost:.2f}</text>',
             f'<text class="muted" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{gained:.2f}</text>',
         ]
-    # Points may lie together: labels stand in a column, in the order of the points, each at the end of a line.
+    # Points may overlap: labels are in a column, ordered as the points, each with a leader line.
     at = top - 17.0
     for label, gained, lost in sorted(points, key=lambda point: -point.gained[1]):
         x, y = place(lost[1], gained[1])
@@ -202,7 +201,7 @@ def draw_forgetting(text: str) -> str:
 
 
 def take_screenshots(demo: Path, folder: Path, *, width: int = 1280, height: int = 1165) -> None:
-    """Photograph pages of a finished demo.
+    """Take screenshots of pages of a finished demo.
 
     Raises:
         SystemExit: There is no Chromium, or the demo has not finished.

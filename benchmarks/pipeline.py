@@ -1,8 +1,8 @@
-"""The pipeline bubble, measured, against the formula (p - 1) / (m v) for p stages, m micro-batches and v chunks.
+"""Measured pipeline bubble compared with the formula (p - 1) / (m v) for p stages, m micro-batches and v chunks.
 
-The layers wait instead of computing, 10 ms forward and 20 ms backward each, so that processes never compete for cores:
-what is left over is the order in which micro-batches go through, and what handing their states on takes. A real model's
-layers do not all take the same time, and over a network states take longer; a CPU cannot show either.
+Layers sleep instead of computing, 10 ms forward and 20 ms backward, so that processes do not compete for cores. The
+measurement therefore shows only the schedule and the local communication. It does not show unequal layers of a real
+model, or the latency of a network.
 
 python benchmarks/pipeline.py [--rounds 3] [--output build/pipeline.json]
 """
@@ -32,7 +32,7 @@ VARIANTS: Final = [(schedule, p, m) for schedule in CHUNKS for p, m in ((2, 2), 
 
 
 class _Wait(torch.autograd.Function):
-    """The identity, after a while."""
+    """Identity function that sleeps in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class _Wait(torch.autograd.Function):
 
 
 class WaitingLayer(nn.Module):
-    """A layer that takes its time and changes nothing."""
+    """Layer that sleeps and returns its input unchanged."""
 
     def __init__(self) -> None:
         """Hold a parameter, by which a stage knows its device."""

@@ -1,12 +1,12 @@
-"""Seconds and memory of an iteration of PPO, against TRL's PPOTrainer, which its release 1.12.0 was the last to have.
+"""Time and memory of a PPO iteration, compared with TRL's PPOTrainer, last released in TRL 1.12.0.
 
-A Llama of ten million weights as policy and reference, one with a score head as critic and reward model. Both sample as
-many answers to the same prompts, and make as many optimizer steps over them in micro-batches of the same size. TRL
-makes ``num_ppo_epochs`` steps an iteration whatever ``num_mini_batches`` says, so that is 1 here. ``full``: weights are
-random, and every answer has 64 tokens. ``ending``: the policy was fine-tuned on the chats for a moment, so that its
-answers end by themselves, those of both trainers alike, or at 192 tokens.
+A Llama of ten million parameters as policy and reference, the same with a score head as critic and reward model. Both
+trainers sample the same number of answers to the same prompts, and make the same number of optimizer steps with equal
+micro-batches. TRL makes ``num_ppo_epochs`` steps per iteration whatever ``num_mini_batches`` is, so that is 1 here.
+``full``: random weights, every answer has 64 tokens. ``ending``: the policy was briefly fine-tuned on the chats, so
+that answers end by themselves, or at 192 tokens.
 
-TRL 1.12.0 needs an environment of its own; without one, ours is measured alone:
+TRL 1.12.0 needs a separate environment; without it, only our loop is measured:
 
 python3.11 -m venv build/trl && build/trl/bin/pip install torch==2.13.0 transformers==5.23.0 trl==1.12.0 pandas
 python benchmarks/ppo.py --trl-python build/trl/bin/python [--rounds 3] [--iterations 3] [--output build/ppo.json]
@@ -56,7 +56,7 @@ TRL: dict[str, Any] = {
 
 
 def write_models(folder: Path) -> None:
-    """Write a reward model with a random head, and a policy that was fine-tuned until its answers end."""
+    """Write a reward model with a random head, and a policy that is fine-tuned until its answers end."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 
@@ -83,7 +83,7 @@ def write_models(folder: Path) -> None:
 
 
 def write_prompts(folder: Path, shape: str) -> None:
-    """Write the first questions that are not too long as prompts."""
+    """Write the first questions that are short enough as prompts."""
     from transformers import AutoTokenizer
 
     _, longest, _ = SHAPES[shape]
@@ -96,13 +96,13 @@ def write_prompts(folder: Path, shape: str) -> None:
 
 
 def render(tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a prompt, up to where the answer begins."""
+    """Return the token ids of a prompt, generation prompt included."""
     ids: list[int] = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
     return ids
 
 
 def measure_ours(folder: Path, output_dir: str, shape: str, iterations: int, *, is_bf16: bool) -> dict[str, Any]:
-    """Train with this library's loop; its log says when each iteration ended and what it spent its time on."""
+    """Train with this library's loop; read end and phases of each iteration from its log."""
     from recipes_lib.config.loader import load_config
     from recipes_lib.data.prompts import load_prompt_data
     from recipes_lib.models.loading import load_tokenizer
@@ -220,7 +220,7 @@ def measure(name: str, shape: str, folder: Path, iterations: int) -> dict[str, A
 
 
 def main() -> None:
-    """Measure each variant in a process of its own."""
+    """Measure each variant in its own process."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--trl-python", type=Path)

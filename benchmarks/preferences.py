@@ -1,8 +1,8 @@
-"""Pairs a second of DPO and of a reward model, and what they take of memory, against TRL's trainers.
+"""DPO and reward model training: pairs per second and peak memory, compared with TRL's trainers.
 
-A Llama of ten million weights, pairs of fixed lengths, both trainers over the same tokens, bf16 where the machine
-multiplies it and float32 elsewhere, no activation checkpointing in either. Live, the reference is a frozen copy;
-stored, its log-probabilities were computed before.
+A Llama of ten million parameters, pairs of fixed lengths, the same tokens for both trainers, bf16 where the CPU
+supports it and float32 elsewhere, no activation checkpointing. A live reference is a frozen copy of the model; for a
+stored one, log-probabilities are computed before training.
 
 python benchmarks/preferences.py [--rounds 3] [--steps 8] [--variants NAME ...] [--output build/preferences.json]
 """
@@ -45,7 +45,7 @@ SHARED: dict[str, Any] = {
 
 
 def build_pairs(shape: str, num_pairs: int, vocab_size: int) -> Any:
-    """Return random tokens as both trainers take them: ``prompt_ids``, ``chosen_ids``, ``rejected_ids``."""
+    """Return random tokens in the columns of both trainers: ``prompt_ids``, ``chosen_ids``, ``rejected_ids``."""
     import datasets
 
     generator = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def build_pairs(shape: str, num_pairs: int, vocab_size: int) -> Any:
 
 
 def build_meter() -> Any:
-    """Return a callback that times optimizer steps and follows the memory of the process."""
+    """Return a callback that times optimizer steps and records peak memory."""
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
@@ -66,7 +66,7 @@ def build_meter() -> Any:
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             if not self.seconds:
-                Path("/proc/self/clear_refs").write_text("5")  # The peak starts again from what is resident now.
+                Path("/proc/self/clear_refs").write_text("5")  # Resets the peak (VmHWM) to the current RSS.
             self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -130,7 +130,7 @@ def measure_dpo(folder: Path, pairs: Any, output_dir: str, steps: int, meter: An
 def measure_trl_dpo(
     folder: Path, pairs: Any, output_dir: str, steps: int, meter: Any, *, is_stored: bool
 ) -> list[float]:
-    """Train with TRL's, whose preparation is left out: both are given tokens."""
+    """Train with TRL's trainer, without its tokenization: both are given tokens."""
     from transformers import AutoTokenizer
     from trl import DPOConfig, DPOTrainer
 
@@ -185,7 +185,7 @@ def measure_reward(folder: Path, pairs: Any, output_dir: str, steps: int, meter:
 
 
 def measure_trl_reward(folder: Path, pairs: Any, output_dir: str, steps: int, meter: Any) -> list[float]:
-    """Train a reward model with TRL's trainer, which takes each answer behind its prompt."""
+    """Train a reward model with TRL's trainer, whose rows are prompt and answer concatenated."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from trl import RewardConfig, RewardTrainer
 
@@ -218,7 +218,7 @@ VARIANTS: dict[str, Any] = {
 
 
 def measure(name: str, shape: str, folder: Path, steps: int) -> dict[str, float]:
-    """Train one variant in this process; return pairs a second, the peak of resident memory and the last loss."""
+    """Train one variant in this process; return pairs per second, peak resident memory, first and last loss."""
     from transformers import AutoConfig
 
     pairs = build_pairs(shape, steps * PAIRS_PER_STEP, AutoConfig.from_pretrained(folder / "model").vocab_size)
@@ -235,7 +235,7 @@ def measure(name: str, shape: str, folder: Path, steps: int) -> dict[str, float]
 
 
 def main() -> None:
-    """Measure each variant in a process of its own; the first steps are not timed."""
+    """Measure each variant in its own process; the first steps are not timed."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--steps", type=int, default=8)

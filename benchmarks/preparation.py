@@ -1,9 +1,9 @@
-"""Preparation (read, render, tokenise, mask, pack) against TRL's and against the bare tokenizer on the same text.
+"""Data preparation (read, render, tokenize, mask, pack), compared with TRL's and with the tokenizer alone.
 
 python benchmarks/preparation.py [--data FILE] [--rounds 5] [--output build/preparation.json]
 
-With ``--rows 20000 80000`` ours alone, on so many chats: seconds and peak memory, each number of rows in turn; with
-``--against PYTHON``, the interpreter of another checkout, that one's too.
+With ``--rows 20000 80000``, only ours, on these numbers of chats: seconds and peak memory, interleaved; with
+``--against PYTHON``, the interpreter of another checkout's environment, compared with that checkout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_LENGTH = 512
 
 
 def measure_bare(folder: Path) -> float:
-    """Seconds of one ``encode_batch`` over the rendered chats."""
+    """Return the seconds of one ``encode_batch`` over the rendered chats."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -35,8 +35,8 @@ def measure_bare(folder: Path) -> float:
 
 
 def measure_ours(folder: Path, chats: str = "chats.jsonl") -> float:
-    """Seconds of ``prepare`` into an empty store."""
-    import datasets  # noqa: F401 (as for the others, imports are not measured)
+    """Return the seconds of ``prepare`` into an empty folder."""
+    import datasets  # noqa: F401 (imports are not timed in any variant)
     import pyarrow  # noqa: F401
 
     from recipes_lib.config.loader import load_config
@@ -60,7 +60,7 @@ def measure_ours(folder: Path, chats: str = "chats.jsonl") -> float:
 
 
 def measure_trl(folder: Path, num_proc: int | None) -> float:
-    """Seconds of loading the file and building TRL's trainer, which prepares; the model is built before."""
+    """Return the seconds of loading the file and of building TRL's trainer, which prepares the rows."""
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
@@ -85,7 +85,7 @@ def measure_trl(folder: Path, num_proc: int | None) -> float:
 
 
 def write_chats(folder: Path, num_rows: int) -> str:
-    """Write the chats of the workload over and over, numbered so that no two are the same; return the name."""
+    """Write ``num_rows`` chats, repeated from the workload and numbered so that all differ; return the file's name."""
     path = folder / f"chats-{num_rows}.jsonl"
     if not path.exists():
         chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").open(encoding="utf-8")]
@@ -98,7 +98,7 @@ def write_chats(folder: Path, num_rows: int) -> str:
 
 
 def measure_rows(options: argparse.Namespace) -> None:
-    """Compare peak memory and seconds over numbers of rows, with another checkout's if one is named."""
+    """Compare peak memory and seconds by number of rows, optionally with another checkout."""
     sides = {"ours": sys.executable} | ({"the other checkout": options.against} if options.against else {})
     variants = {}
     for num_rows in options.rows:
@@ -121,7 +121,7 @@ VARIANTS = {
 
 
 def main() -> None:
-    """Measure each variant in a process of its own, imports excluded."""
+    """Measure each variant in its own process, imports excluded."""
     parser = build_parser(__doc__, rounds=5)
     add_workload(parser)
     parser.add_argument("--rows", type=int, nargs="+", help="measure ours on so many chats")

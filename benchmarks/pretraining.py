@@ -1,7 +1,8 @@
-"""Pretraining throughput and the held-out loss it buys, against transformers' Trainer as run_clm.py sets it up.
+"""Pretraining throughput and held-out loss, compared with transformers' Trainer as run_clm.py sets it up.
 
-A Llama of ten million weights on the source code of the Python standard library; rows of 512 tokens, 8 a step. Every
-variant takes as many steps over the same text, and is scored on the same held-out text by the plain transformers model.
+A Llama of ten million parameters on the source code of the Python standard library; 8 rows of 512 tokens per step. All
+variants take the same number of steps over the same text, and are evaluated on the same held-out text by the unmodified
+transformers model.
 
 python benchmarks/pretraining.py [--rounds 3] [--steps 40] [--output build/pretraining.json]
 """
@@ -28,7 +29,7 @@ SHARED: dict[str, Any] = {"learning_rate": 1e-3, "lr_scheduler_type": "constant"
 
 
 def build_texts(folder: Path) -> None:
-    """Write ``train.jsonl`` and ``held_out.jsonl`` into ``folder``, once: a source file a document."""
+    """Write ``train.jsonl`` and ``held_out.jsonl`` into ``folder``, once; each source file is a document."""
     if (folder / "train.jsonl").exists():
         return
     sources = (path for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")))
@@ -92,7 +93,7 @@ def measure_ours(
         "per_device_train_batch_size": ROWS_PER_STEP,
         "weight_decay": 0.0,
         "adam_beta2": 0.999,
-        # As run_clm.py concatenates them; kept apart, documents cost less.
+        # As in run_clm.py, which concatenates documents; isolated documents are cheaper.
         "cross_document_attention": True,
         "bf16": bf16,
         "torch_compile": torch_compile,
@@ -118,7 +119,7 @@ def measure_ours(
 
 
 def measure_trainer(folder: Path, output_dir: str, steps: int, meter: Any, bf16: bool) -> Any:
-    """Train with transformers' Trainer over blocks of concatenated texts, as run_clm.py makes them."""
+    """Train with transformers' Trainer on blocks of concatenated texts, as run_clm.py does."""
     import itertools
 
     import datasets
@@ -159,7 +160,7 @@ def measure_trainer(folder: Path, output_dir: str, steps: int, meter: Any, bf16:
 
 
 def compute_held_out_loss(model: Any, folder: Path) -> float:
-    """Mean negative log-likelihood of the held-out texts in blocks, by the plain transformers model."""
+    """Return the mean negative log-likelihood of held-out blocks under the unmodified transformers model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -187,7 +188,7 @@ VARIANTS: dict[str, Any] = {
 
 
 def measure(name: str, folder: Path, steps: int) -> dict[str, float]:
-    """Train one variant in this process; return its throughput, the loss and the share of the matmul peak."""
+    """Train one variant in this process; return its throughput, held-out loss and share of the matmul peak."""
     import torch
     from transformers import AutoConfig
 
@@ -206,7 +207,7 @@ def measure(name: str, folder: Path, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure each variant in a process of its own; the first steps are not timed."""
+    """Measure each variant in its own process; the first steps are not timed."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--steps", type=int, default=40)

@@ -1,10 +1,11 @@
-"""PPO, RLOO and GRPO on this library's loop, RLOO and GRPO against TRL's own trainers: scores, seconds and memory.
+"""PPO, RLOO and GRPO in this library's loop; RLOO and GRPO compared with TRL's trainers: scores, time and memory.
 
 python benchmarks/rl.py [--rounds 8] [--steps 160] [--wide] [--output build/rl.json]
 
-A tiny policy answers with one of two keys, and the first is rewarded (``tests/rl/keys_task.py``): 64 answers at a time,
-in groups of four but for PPO, two passes of two steps; a round is a seed. The first iteration is not timed.
-``--wide``: a random policy with a vocabulary of 32,768 gives 32 answers of 256 tokens at a time, which shows memory.
+A tiny policy answers with one of two keys, and the first is rewarded (``tests/rl/keys_task.py``): 64 answers per
+iteration, in groups of four except in PPO, two epochs of two steps; each round is a seed. The first iteration is not
+timed. ``--wide``: a random policy with a vocabulary of 32,768 samples 32 answers of 256 tokens per iteration, to
+compare memory.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ WIDE: dict[str, Any] = {
     "response_length": WIDE_ANSWER,
     "per_device_train_batch_size": 16,
     "per_device_eval_batch_size": 16,
-    # A random policy earns nothing.
+    # A random policy has no reward, which would end the run.
     "max_zero_std_rollouts": "null",
 }
 Trained = dict[str, list[float]]
-"""Of each generation ``score``, its mean, and ``end``, seconds; our loop adds ``tokens_per_s`` of sampling."""
+"""Per iteration: mean ``score``, ``end`` in seconds, and for our loop ``tokens_per_s`` of sampling."""
 
 
 def train_ours(recipe: str, policy: Path, folder: Path, steps: int, seed: int, **more: Any) -> Trained:
-    """Train as the recipe does."""
+    """Train with this library's recipe."""
     keys = {"max_steps": steps, "seed": seed, "logging_steps": 1, "eval_strategy": "no", **more}
     build = keys_task.build_flags if recipe == "ppo" else keys_task.build_group_flags
     keys_task.train(build(policy, folder / "run", folder / "prompts.jsonl", **keys), recipe)
@@ -55,7 +56,7 @@ def train_ours(recipe: str, policy: Path, folder: Path, steps: int, seed: int, *
 
 
 def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int, **more: Any) -> Trained:
-    """As ``train_ours``, by TRL's trainer."""
+    """Train with TRL's trainer; returns the same as ``train_ours``."""
     import trl
     from datasets import load_dataset
 
@@ -86,7 +87,7 @@ def train_trl(recipe: str, policy: Path, folder: Path, steps: int, seed: int, **
 
 
 def measure(variant: str, recipe: str, steps: int, seed: int, *, is_wide: bool) -> dict[str, float]:
-    """Train once; the score is the mean of the last quarter of the generations."""
+    """Train one variant; the score is the mean over the last quarter of the iterations."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -108,7 +109,7 @@ def measure(variant: str, recipe: str, steps: int, seed: int, *, is_wide: bool) 
 
 
 def main() -> None:
-    """Compare, or measure one."""
+    """Compare all variants, or measure one in this process."""
     parser = build_parser(__doc__, rounds=8)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--wide", action="store_true")

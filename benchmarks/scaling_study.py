@@ -1,9 +1,9 @@
-"""A scaling law of twelve small runs, which predicts a run of ten times the operations before it is trained.
+"""Scaling law fitted to twelve small runs, and its prediction of a run with ten times their FLOPs before training it.
 
-Text: the sources of the Python standard library, a document a file; every 100th file is held out. Llamas with a
-vocabulary of 512 tokens, rows of 128 tokens, 1,024 tokens a step, each length with a schedule of its own. Everything is
-done by the commands of this repository: `recipes tokenizer`, `recipes scale sweep`, `recipes run`. Interrupted, the
-same command resumes.
+Data: sources of the Python standard library, one document per file; every 100th file is held out. Llamas with a
+vocabulary of 512 tokens, rows of 128 tokens, 1,024 tokens per step, each run with a complete schedule for its length.
+Uses the commands `recipes tokenizer`, `recipes scale sweep` and `recipes run`. After an interruption, the same command
+resumes.
 
 OMP_NUM_THREADS=1 python benchmarks/scaling_study.py [--output build/scaling]
 """
@@ -48,11 +48,11 @@ RECIPE: Final[dict[str, Any]] = {
     "num_sample_prompts": 0,
     "max_steps": 1000,
 }
-"""What the sweep keeps; it replaces sizes, length and learning rate."""
+"""Base recipe of the sweep, which replaces sizes, length and learning rate."""
 
 
 def write_texts(folder: Path) -> None:
-    """Write ``train.jsonl`` and ``held_out.jsonl``, once: a source file a document."""
+    """Write ``train.jsonl`` and ``held_out.jsonl``, once; each source file is a document."""
     library = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(library.rglob("*.py")) if "site-packages" not in path.parts]
     for name in ("train", "held_out"):
@@ -64,14 +64,14 @@ def write_texts(folder: Path) -> None:
 
 
 def run_command(*words: object) -> None:
-    """Run ``recipes`` with these words, and stop with it."""
+    """Run a ``recipes`` command; exit with its code if it fails."""
     command = [sys.executable, "-m", "recipes_lib.cli", *map(str, words)]
     if code := subprocess.run(command, check=False).returncode:
         sys.exit(code)
 
 
 def main() -> None:
-    """Run the study, and print prediction and outcome."""
+    """Run the study, and print prediction and result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("build/scaling"))
     folder: Path = parser.parse_args().output.resolve()

@@ -1,4 +1,4 @@
-"""Time from the command to its help text: ours against TRL's script.
+"""Time of ``--help`` and of a wrong key, compared with TRL's script.
 
 python benchmarks/startup.py [--rounds 5] [--output build/startup.json]
 """
@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Measure each command as a whole process."""
+    """Time each command as a whole process."""
     parser = build_parser(__doc__, rounds=5)
     parser.add_argument("--measure", choices=COMMANDS)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Tokenising a corpus into shards against the bare tokenizer, and against ``datasets.map`` as run_clm.py uses it.
+"""Tokenizing a corpus into shards, compared with the tokenizer alone and with ``datasets.map`` as in run_clm.py.
 
 python benchmarks/token_shards.py [--data FILE] [--megabytes 24] [--rounds 5] [--output build/token_shards.json]
 
-The corpus is the source code of the Python standard library, a file a document, and worked school-maths problems.
+The corpus is the source code of the Python standard library, one document per file, and grade-school maths problems.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Figures = dict[str, float]
 
 
 class Stopwatch:
-    """Seconds since it was made: of the clock, and of all processors, finished child processes included."""
+    """Wall-clock and CPU seconds since its construction; CPU seconds include finished child processes."""
 
     def __init__(self) -> None:
         self._clock = time.perf_counter()
         self._processors = self._count_processors()
 
     def stop(self, num_tokens: int) -> Figures:
-        """Return what a measurement prints."""
+        """Return the figures of a measurement."""
         seconds = time.perf_counter() - self._clock
         cpu_seconds = self._count_processors() - self._processors
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "tokens": num_tokens, "speed": num_tokens / seconds}
@@ -44,7 +44,7 @@ class Stopwatch:
 
 
 def build_corpus(data: Path, megabytes: int, folder: Path) -> Path:
-    """Write ``documents-<megabytes>.jsonl`` into ``folder``, once: so much source code, and all problems."""
+    """Write ``documents-<megabytes>.jsonl`` into ``folder``, once: source code up to that size, and all problems."""
     path = folder / f"documents-{megabytes}.jsonl"
     if not path.exists():
         texts = itertools.chain(_take(_iterate_sources(), megabytes * 10**6), _iterate_problems(data))
@@ -75,7 +75,7 @@ def _take(texts: Iterator[str], num_characters: int) -> Iterator[str]:
 
 
 def measure_bare(corpus: Path, *, with_offsets: bool) -> Figures:
-    """One call of the tokenizer over all documents; nothing is taken out of it or written."""
+    """Measure one call of the tokenizer on all documents, without reading or writing its result."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(corpus.parent / "model")
@@ -88,9 +88,9 @@ def measure_bare(corpus: Path, *, with_offsets: bool) -> Figures:
 
 
 def measure_ours(corpus: Path) -> Figures:
-    """``prepare_tokens`` from the file into an empty store."""
+    """Measure ``prepare_tokens`` from the file into an empty folder."""
     from recipes_lib.config.loader import load_config
-    from recipes_lib.data.chat.encoder import RowEncoder  # noqa: F401 (as for the others, imports are not measured)
+    from recipes_lib.data.chat.encoder import RowEncoder  # noqa: F401 (imports are not timed in any variant)
     from recipes_lib.data.tokens.token_data import prepare_tokens
     from recipes_lib.models.loading import load_tokenizer
 
@@ -110,7 +110,7 @@ def measure_ours(corpus: Path) -> Figures:
 
 
 def measure_map(corpus: Path, num_proc: int | None) -> Figures:
-    """From the file to grouped rows, as transformers' ``examples/pytorch/language-modeling/run_clm.py`` does it."""
+    """Measure tokenizing and grouping as in transformers' ``examples/pytorch/language-modeling/run_clm.py``."""
     import datasets
     from transformers import AutoTokenizer
 
@@ -147,7 +147,7 @@ VARIANTS: dict[str, Callable[[Path], Figures]] = {
 
 
 def main() -> None:
-    """Measure each variant in a process of its own, imports excluded; figures are min / median / max."""
+    """Measure each variant in its own process, imports excluded; figures are min / median / max."""
     parser = build_parser(__doc__, rounds=5)
     add_workload(parser)
     parser.add_argument("--megabytes", type=int, default=24)

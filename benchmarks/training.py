@@ -1,6 +1,6 @@
-"""Training throughput in supervised tokens per second, and the held-out loss it buys, against TRL's trainer.
+"""SFT throughput in supervised tokens per second and held-out loss, compared with TRL's trainer.
 
-Every variant sees the same chats, trains on the answers only, and stops at the same number of supervised tokens.
+All variants train on the answers of the same chats, and stop at the same number of supervised tokens.
 
 ``python benchmarks/training.py [--data FILE] [--rounds 3] [--targets 30000] [--output build/training.json]``
 """
@@ -34,7 +34,7 @@ TRL_TUNED: dict[str, Any] = {
 def build_meter(num_targets: int) -> Any:
     """Return a callback that times optimizer steps and stops at ``num_targets`` supervised tokens.
 
-    It counts in the model's inputs, so that every variant is counted by the same rule.
+    Targets are counted in the model's inputs, so that all variants are counted in the same way.
     """
     from transformers import TrainerCallback
 
@@ -146,7 +146,7 @@ def measure_trl(folder: Path, output_dir: str, meter: Any, keys: dict[str, Any],
 
 
 def compute_held_out_loss(model: Any, folder: Path) -> float:
-    """Mean negative log-likelihood of the held-out answers, one chat at a time, by the plain transformers model."""
+    """Return the mean negative log-likelihood of held-out answers, chat by chat, under the unmodified model."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -168,7 +168,7 @@ def compute_held_out_loss(model: Any, folder: Path) -> float:
 
 VARIANTS = {
     "ours": lambda *args: measure_ours(*args, rows_per_step=8),
-    # TRL's defaults take eight chats a step, about two and a half rows: more and smaller steps over the same tokens.
+    # TRL's default batch is eight chats, about two and a half rows: more and smaller steps on the same tokens.
     "ours, 2 rows a step": lambda *args: measure_ours(*args, rows_per_step=2),
     "TRL, tuned by hand": lambda *args: measure_trl(*args, TRL_TUNED),
     "TRL, script defaults": lambda *args: measure_trl(*args, TRL_DEFAULTS),
@@ -176,7 +176,7 @@ VARIANTS = {
 
 
 def measure(name: str, folder: Path, num_targets: int) -> dict[str, float]:
-    """Train one variant in this process and return its throughput and its held-out loss."""
+    """Train one variant in this process; return its throughput and held-out loss."""
     meter = build_meter(num_targets)
     with tempfile.TemporaryDirectory() as output_dir:
         model = VARIANTS[name](folder, output_dir, meter)
@@ -186,7 +186,7 @@ def measure(name: str, folder: Path, num_targets: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure each variant in a process of its own; the first steps are not timed."""
+    """Measure each variant in its own process; the first steps are not timed."""
     parser = build_parser(__doc__, rounds=3)
     add_workload(parser)
     parser.add_argument("--targets", type=int, default=30_000)

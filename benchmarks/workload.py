@@ -1,4 +1,4 @@
-"""The workload of the benchmarks: worked school-maths problems as chats, an 8k tokenizer and a 10 M Llama."""
+"""Shared workload: grade-school maths problems as chats, a tokenizer of 8k tokens and a Llama of 10 M parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 DEFAULT_DATA = Path("../shared/data/gsm8k_train.jsonl")
 SPECIAL_TOKENS = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]
-# With markers, because TRL trains on answers only where a template has them; ours reads the same template.
+# {% generation %}, because TRL's assistant_only_loss needs it; ours uses the same template.
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}\n{% else %}{{ m['content'] }}<|im_end|>\n"
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Let a benchmark be told where the raw rows are, and where the workload made of them is kept."""
+    """Add the options for raw data and the folder of the workload."""
     parser.add_argument("--data", type=Path, default=DEFAULT_DATA)
     parser.add_argument("--workload", type=Path, default=Path("build/workload"))
 
