@@ -106,7 +106,7 @@ def test_limits_hide_nothing():
         "3% were cut",
         "rolled back 1 times",
         "length",
-        "No revision of owner/chats",
+        "The revision of owner/chats was not pinned",
         "no commit",
     ):
         assert words in told

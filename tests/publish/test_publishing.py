@@ -99,7 +99,7 @@ def test_a_secret_does_not_leave_the_machine_and_is_not_repeated(hub, run, capsy
         file.write(f'{{"told": "{secret}"}}')
     assert main(["publish", str(run)]) == EXIT_USER
     told = capsys.readouterr().err
-    assert f"{run / name}: it would be published, and holds what looks like an access token" in told
+    assert f"{run / name}: it would be published, and contains what looks like an access token" in told
     assert secret not in told
     assert read_messages(hub) == []
 
@@ -174,9 +174,9 @@ def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
     ("change", "words"),
     [
         (lambda hub, run: (run / "model.safetensors").unlink(), "there is no finished model"),
-        (lambda hub, run: (run / "model.safetensors").write_bytes(b"torn"), "the model is not whole"),
+        (lambda hub, run: (run / "model.safetensors").write_bytes(b"torn"), "the model is damaged"),
         (lambda hub, run: hub.add("me/mine", private=False), "exists and is public"),
-        (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not all is published"),
+        (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not everything is published"),
     ],
 )
 def test_what_cannot_be_published_is_told_with_its_remedy(hub, run, capsys, change, words):
@@ -275,7 +275,7 @@ def test_a_refusal_at_the_end_is_told_and_does_not_fail_the_run(hub, run, capsys
     hub.sabotage = lambda kind: Fault(403) if kind == "commit" else None
     recipe(run, lambda config: finish(run))()
     told = capsys.readouterr().err
-    assert "not all is published" in told
+    assert "not everything is published" in told
     assert "403" in told
     assert f"`recipes publish {run}` publishes the rest" in told
 
@@ -427,7 +427,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(hub, run, publish):
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     publish()
     assert read_messages(hub) == ["checkpoint-20"]
-    assert publish.lines[0] == "checkpoint-10 is not published: model.safetensors holds other bytes than were written"
+    assert publish.lines[0] == "checkpoint-10 is not published: model.safetensors does not match its SHA-256"
 
 
 def test_a_checkpoint_that_is_deleted_while_it_waits_is_named_and_skipped(hub, run, publish):
@@ -444,7 +444,7 @@ def test_a_checkpoint_that_is_deleted_while_it_waits_is_named_and_skipped(hub, r
     hub.sabotage = fail
     publish()
     assert read_messages(hub) == ["checkpoint-20"]
-    assert "checkpoint-10 is not published: it was deleted meanwhile" in publish.lines[0]
+    assert "checkpoint-10 is not published: it was deleted in the meantime" in publish.lines[0]
 
 
 def test_another_model_replaces_the_weights_and_leaves_what_the_user_wrote(hub, run, publish):
@@ -479,7 +479,7 @@ def test_a_secret_in_a_checkpoint_ends_the_publishing_and_not_the_run(hub, run, 
     recipe(run, train)()
     told = capsys.readouterr().err
     assert "checkpoint-10/tokenizer.json: it would be published" in told
-    assert "not all is published" in told
+    assert "not everything is published" in told
     assert read_messages(hub) == []
 
 
@@ -516,7 +516,7 @@ recipe(run, train, hub_strategy="all_checkpoints")()
     command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "not all is published (the Hub has not taken it within 1 s)" in done.stderr
+    assert "not everything is published (the upload has taken more than 1 s)" in done.stderr
     assert f"`recipes publish {run}` publishes the rest" in done.stderr
     hub.sabotage = lambda kind: None
     assert main(["publish", str(run)]) == EXIT_DONE

@@ -99,7 +99,7 @@ def test_what_is_missing_or_not_finite_is_named(saved):
     del tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, file)
-    with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite, model\.norm\.weight is not whole"):
+    with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite, model\.norm\.weight is incomplete"):
         verify_shards(folder, read_shapes(model))
 
 

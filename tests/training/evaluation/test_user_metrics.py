@@ -84,7 +84,7 @@ def test_without_references_nothing_is_computed(own_module: str) -> None:
         ("not_a_module:Thing", "No module named 'not_a_module'", "PYTHONPATH"),
         ("broken_scores:Thing", "a_package_that_is_not_there", "install"),
         ("own_scores:Absent", "missing", "subclass of evaluate.Metric"),
-        ("own_scores:Plain", "no evaluate.Metric", "subclass of evaluate.Metric"),
+        ("own_scores:Plain", "not an evaluate.Metric", "subclass of evaluate.Metric"),
         ("own_scores:Demanding", "cannot be built", "keyword arguments"),
     ],
 )
