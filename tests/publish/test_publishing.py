@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -188,6 +189,20 @@ def test_what_cannot_be_published_is_told_with_its_remedy(hub, run, capsys, chan
     assert "\n    " in told
     if "me/mine" in hub.repositories:
         assert read_messages(hub) == []
+
+
+def test_a_read_only_folder_is_published(hub, run, monkeypatch):
+    opened = Path.open
+
+    def open_or_refuse(path, mode="r", **options):
+        if "r" not in mode and run in path.parents:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, mode, **options)
+
+    finish(run)
+    monkeypatch.setattr(Path, "open", open_or_refuse)
+    assert main(["publish", str(run)]) == EXIT_DONE
+    assert read_messages(hub) == ["Publish model"]
 
 
 def test_a_second_process_is_refused(hub, run, capsys):

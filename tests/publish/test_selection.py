@@ -158,3 +158,11 @@ def test_nothing_tells_about_the_machine_and_the_run_keeps_its_own_record(run):
     assert "error" not in json.loads(told)
     assert json.loads(told)["command"] == ["sft.py", "--config", "sft.yaml", "--output_dir=run"]
     assert json.loads((run / "run.json").read_text()) == json.loads(before) | {"status": "done"}
+
+
+@pytest.mark.parametrize("facts", [{"job": 7}, {"stage": "sft"}, {"stage": "sft", "config": "sft.yaml"}])
+def test_a_run_json_of_another_program_is_named(run, facts):
+    finish(run)
+    (run / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=r"run\.json: is not as it was written: `(stage|config)`"):
+        find_contents(run, {})

@@ -151,7 +151,12 @@ def _request(name: str, request: Callable[[HfApi], T]) -> T:
     limit_silence(_SILENCE_SECONDS)
     try:
         return retry(lambda: request(HfApi()))
-    except (HfHubHTTPError, OfflineModeIsEnabled, HFValidationError, OSError, NO_ANSWER) as error:
+    except HFValidationError as error:
+        found = f"{name!r} is not a repository id: {describe(error)}"
+        raise _problem(
+            "hub_model_id", found, "write one such as `hub_model_id: my-model` or `owner/my-model`"
+        ) from error
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, NO_ANSWER) as error:
         if read_status(error) in (401, 403):
             found = f"the Hub does not let this account write to {name} ({describe(error)})"
             raise _problem("push_to_hub", found, "use a token that may: `hf auth whoami` says whose it is") from error

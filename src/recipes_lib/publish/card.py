@@ -16,7 +16,7 @@ from jinja2 import Environment
 
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
-from recipes_lib.errors import DataError, escape_controls
+from recipes_lib.errors import DataError, Problem, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
 from recipes_lib.report.run_files import list_scores, read_run
 
@@ -33,7 +33,8 @@ _COUNTS: Final = {"num_rows": "rows", "num_tokens": "tokens", "num_target_tokens
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
     """Write the model card ``README.md``; arguments as for ``build_card``."""
-    (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
+    # Atomically: ``finish_run`` takes any card that is not empty for a complete one.
+    replace_text(folder / "README.md", build_card(folder, record, figures))
 
 
 def add_scores(folder: Path, evaluation: Record) -> None:
@@ -71,7 +72,19 @@ def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
         folder: Folder of the model, with ``metrics.jsonl`` and ``report/`` if available.
         record: Content of ``run.json``.
         figures: Metrics of the last evaluation by name.
+
+    Raises:
+        DataError: A value in the record or in ``metrics.jsonl`` has another type than a recipe writes.
     """
+    try:
+        return _build_card(folder, record, figures)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The record of an untrusted model may hold anything.
+        found = f"no card can be built from its run.json and metrics.jsonl: {type(error).__name__}: {error}"
+        raise DataError(Problem(str(folder), found, "restore both as the run wrote them")) from error
+
+
+def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
     config, events = record["config"], read_events(folder)
     base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
     kind = (config.get("model_config") or {}).get("model_type", "language")

@@ -9,7 +9,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -219,14 +219,16 @@ def _is_same(remote: RepoFile, file: Path | bytes, digest: str | None) -> bool:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against publishing by other processes; no effect on file systems without locks.
+    """Lock a folder against publishing by other processes; no effect on read-only folders and without file locks.
 
     Raises:
         ConfigError: Another process has the lock.
     """
-    with (folder / _LOCK).open("a", encoding="utf-8") as file:
-        if try_lock(file, of_process=True) is False:
-            raise ConfigError(Problem(str(folder), "another process publishes it", "wait until it has ended"))
+    with ExitStack() as stack:
+        with suppress(OSError):  # A folder may be read-only.
+            file = stack.enter_context((folder / _LOCK).open("a", encoding="utf-8"))
+            if try_lock(file, of_process=True) is False:
+                raise ConfigError(Problem(str(folder), "another process publishes it", "wait until it has ended"))
         yield
 
 

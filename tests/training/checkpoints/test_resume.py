@@ -169,8 +169,7 @@ def test_the_newest_checkpoint_that_is_whole_is_chosen_and_newer_ones_are_put_as
     assert agree(bad, lines) == good
     assert lines == [
         "checkpoint-11 is damaged: it has no readable COMPLETE.json; it is kept as damaged-checkpoint-11",
-        "checkpoint-10 is damaged: model.safetensors does not match its SHA-256; it is kept as "
-        "damaged-checkpoint-10",
+        "checkpoint-10 is damaged: model.safetensors does not match its SHA-256; it is kept as damaged-checkpoint-10",
     ]
     left = ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10", "damaged-checkpoint-11"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left

@@ -93,28 +93,18 @@ class _HeldOutEvaluation(ABC):
             if len(rows) == 0:
                 raise DataError(Problem(name, "holds no row", "name another held-out set"))
 
-    def name_work(self, name: str) -> str:
-        """Return the progress label of a set."""
-        return "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
-
-    def find_own(self) -> list[str]:
-        """Return the names of the sets whose joint metrics have no prefix: the run's own, or all if it has none."""
-        return [name for name in self.held_out if name not in self.named] or list(self.held_out)
-
-    def find_reported(self) -> list[str]:
-        """Return the names of the sets with separate metrics: those of ``eval_datasets``, and the run's if several."""
-        own = self.find_own()
-        return [name for name in self.held_out if name in self.named or len(own) > 1]
-
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return the joint metrics, those of each reported set as ``SET_METRIC``, and ``seconds``; collective."""
+        """Return the joint metrics, separate ones as ``SET_METRIC``, and ``seconds``; every process must call."""
         began = time.perf_counter()
         sums = {name: self.sum_scores(model, name) for name in self.held_out}
-        own = [sums[name] for name in self.find_own()]
+        # Joint metrics are those of the run's own sets, or of all if it has none.
+        own = [sums[name] for name in self.held_out if name not in self.named] or list(sums.values())
         metrics = self.describe({key: sum(each[key] for each in own) for key in own[0]})
-        for name in self.find_reported():
-            reported = self.describe(sums[name])
-            metrics |= {f"{name}_{key}": value for key, value in reported.items() if key != NUM_TARGETS}
+        # Separate metrics are those of ``eval_datasets``, and of the run's own sets if there are several.
+        for name in self.held_out:
+            if name in self.named or len(own) > 1:
+                separate = self.describe(sums[name]).items()
+                metrics |= {f"{name}_{key}": value for key, value in separate if key != NUM_TARGETS}
         return {**metrics, "seconds": time.perf_counter() - began}
 
     @abstractmethod
@@ -129,9 +119,10 @@ class _HeldOutEvaluation(ABC):
         """Return the sums over all rows of a set, reduced over all processes; every process must call."""
         rows, sums = self.held_out[name], dict[str, float]()
         num_rounds = count_rounds(len(rows), self.batch_size, self.group)
+        label = "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
         with preserve_training_state(model):
             shares = share_rows(len(rows), self.batch_size, self.group)
-            for numbers, is_counted in self.progress.track(shares, self.name_work(name), num_rounds):
+            for numbers, is_counted in self.progress.track(shares, label, num_rounds):
                 scores = self._score(model, self.collate([rows[number] for number in numbers]))
                 for key, value in scores.items():
                     # Summed as Python numbers: counts are exact, and nats are double precision on every device (MPS

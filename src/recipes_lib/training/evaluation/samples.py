@@ -82,6 +82,12 @@ def build_prompts(
             for prompt in own
             if len(prompt.input_ids) > longest
         ]
+        # Tokenizers without a BOS token and without a chat template encode an empty text to nothing.
+        problems += [
+            Problem("sample_prompts", f"{prompt.text!r} has no tokens", "remove it")
+            for prompt in own
+            if not prompt.input_ids
+        ]
         if problems:
             raise ConfigError(*problems)
         return own
