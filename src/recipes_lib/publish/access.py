@@ -78,7 +78,7 @@ def open_target(training: Mapping[str, Any]) -> Target:
     """Create repository and branch if they do not exist, and verify write access.
 
     Raises:
-        ConfigError: As in ``find_target``, or another process has created the repository as a public one meanwhile.
+        ConfigError: As in ``find_target``, or another process has just created the repository as a public one.
     """
     target = find_target(training)
     _request(target.repository, lambda api: _open(api, target))

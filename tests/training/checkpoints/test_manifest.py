@@ -117,6 +117,14 @@ def test_what_is_not_whole_takes_no_place_and_is_never_deleted(tmp_path):
     assert steps_in(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
 
 
+def test_a_checkpoint_takes_the_place_of_a_broken_link(tmp_path):
+    """The older one was moved to another disk, linked, and deleted there."""
+    (tmp_path / "checkpoint-3").symlink_to(tmp_path / "gone")
+    staged = make_checkpoint(tmp_path / STAGING, 3)
+    assert is_complete(publish(staged))
+    assert steps_in(tmp_path) == ["checkpoint-3"]
+
+
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -131,6 +139,10 @@ def flip_a_bit(path):
         (lambda path: (path / "nested" / "state.json").unlink(), "nested/state.json cannot be read (No such file"),
         (lambda path: (path / COMPLETE).unlink(), "it has no readable COMPLETE.json"),
         (lambda path: (path / COMPLETE).write_text('{"files": {"a": 3}}'), "it has no readable COMPLETE.json"),
+        (
+            lambda path: (path / COMPLETE).write_text(r'{"files": {"\ud800": {"size": 1, "sha256": ""}}}'),
+            "cannot be read ('utf-8' codec can't encode",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, damage, words):

@@ -66,7 +66,7 @@ def test_a_loss_that_depends_on_how_the_batch_is_cut_is_refused(tiny_model_dir, 
         return change(loss, trainer, num_items_in_batch / own)
 
     trainer.compute_loss = broken
-    with pytest.raises(DivergedError, match="as two micro-batches and .* as one"):
+    with pytest.raises(DivergedError, match=r"as two micro-batches and .* as one"):
         trainer.train()
     assert trainer.state.global_step == 0
 

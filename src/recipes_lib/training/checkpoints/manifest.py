@@ -30,7 +30,7 @@ COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
 DRY_RUN: Final = "_rehearsal"
 _TRASH: Final = "_deleted"
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-([0-9]+)")
 _WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
 """Prefix of the rank in names of per-rank files, and the number that rank 0 has there."""
 _NUM_READERS: Final = 4
@@ -125,7 +125,7 @@ def find_wrong_size(checkpoint: Path) -> str | None:
     for name, expected in record["files"].items():
         try:
             status = (checkpoint / name).stat()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: the name cannot be encoded.
             return _describe_unreadable(name, error)
         if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
@@ -258,11 +258,11 @@ def _move_to_trash(path: Path) -> None:
     """Rename a folder before its deletion, which is not atomic: a kill must not leave half a ``checkpoint-N``."""
     # In the same folder, and so on the same file system: only there is a rename atomic.
     trash = path.parent / _TRASH
-    if path.exists():
+    if path.exists() or path.is_symlink():  # A link may be broken, as of a checkpoint that was moved to another disk.
         trash.mkdir(exist_ok=True)
         shutil.rmtree(trash / path.name, ignore_errors=True)
         path.rename(trash / path.name)
 
 
-def _describe_unreadable(name: str, error: OSError) -> str:
-    return f"{name} cannot be read ({error.strerror})"
+def _describe_unreadable(name: str, error: Exception) -> str:
+    return f"{name} cannot be read ({getattr(error, 'strerror', error)})"

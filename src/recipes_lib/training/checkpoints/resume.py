@@ -98,7 +98,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     accumulated = read_training(before, "gradient_accumulation_steps")
     if config.schedule.batch_ramp_tokens is not None and accumulation != accumulated:
         found = (
-            f"the batch grows by whole micro-batches of all processes, {accumulated} a step so far "
+            f"batch_ramp_tokens grows the batch by whole micro-batches, {accumulated} per step at the checkpoint "
             f"and {accumulation} now"
         )
         remedy = "keep the product of per_device_train_batch_size and the number of processes"

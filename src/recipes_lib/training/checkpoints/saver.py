@@ -232,7 +232,7 @@ class Staged:
     Attributes:
         folder: Staging folder of the checkpoint.
         step: Number of finished optimizer steps.
-        tasks: Functions that write the remaining files, from host copies if training continues meanwhile.
+        tasks: Functions that write the remaining files, from host copies if training continues in the meantime.
         verify: Function that reopens the files that this process wrote.
         is_shared: Whether all processes write files; otherwise only the main process does.
     """
@@ -417,8 +417,8 @@ class CheckpointSaver:
         if not (staged.is_shared or self.is_main):
             return
         facts = self._describe_run(staged.step) if self.is_main else {}
-        # Files that exist before the tasks run. If the folder is deleted meanwhile, tasks create it again without them,
-        # which ``_complete`` detects.
+        # Files that exist before the tasks run. If the folder is deleted now, tasks create it again without them, which
+        # ``_complete`` detects.
         written = [path for path in staged.folder.rglob("*") if path.is_file()] if self.is_main else []
 
         def job() -> None:
@@ -501,7 +501,7 @@ def _complete(
     """Write the manifest (``write_complete``) if the files from before the tasks still exist.
 
     Raises:
-        FileNotFoundError: One of them was deleted meanwhile.
+        FileNotFoundError: One of them was deleted in the meantime.
     """
     if gone := [path for path in written if not path.exists()]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone[0]))

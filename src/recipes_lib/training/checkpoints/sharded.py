@@ -57,13 +57,13 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
     is done one tensor at a time, so that a device holds at most one unsharded tensor besides its own.
     """
     tensors = read_trained_state(model)
-    held = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    descriptions = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     device, rank = find_device(model), get_rank()
     whole: dict[str, Tensor] = {}
     # Reversed, so that the lowest rank that holds a tensor is its owner.
-    owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
+    owners = {name: owner for owner, names in reversed([*enumerate(descriptions)]) for name in names}
     for name, owner in owners.items():
-        shape, dtype = held[owner][name]
+        shape, dtype = descriptions[owner][name]
         # Collective over the ranks that hold a shard of this tensor; the others allocate a receive buffer.
         tensor = (
             get_whole(tensors[name].detach()) if name in tensors else torch.empty(shape, dtype=dtype, device=device)

@@ -40,12 +40,12 @@ def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[Eva
     from recipes_lib.evaluation.engines import find_answer_length
     from recipes_lib.evaluation.suites import load_tasks
 
-    asked = EvalConfig(
+    settings = EvalConfig(
         tasks=config.eval_tasks or [], include_path=config.eval_tasks_include_path, limit=config.eval_tasks_limit
     )
     try:
         with preserve_random_states():
-            loaded = load_tasks(asked)
+            loaded = load_tasks(settings)
     except ConfigError as error:
         named = (Problem(f"eval_{problem.where}", problem.found, problem.remedy) for problem in error.problems)
         raise ConfigError(*named) from error
@@ -58,7 +58,7 @@ def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[Eva
                 problems.append(Problem(f"eval_tasks: {name}", found, "leave the task out"))
     if problems:
         raise ConfigError(*problems)
-    return asked, loaded
+    return settings, loaded
 
 
 @dataclass
@@ -69,7 +69,7 @@ class EvaluateTasks(TrainerCallback):
     few-shot examples are the same at every evaluation and at any world size.
 
     Attributes:
-        asked: Evaluation settings: number of questions, and seeds.
+        settings: Evaluation settings: number of questions, and seeds.
         tasks: Tasks in lm-eval's format.
         tokenizer: Tokenizer of the model.
         batch_size: Questions per batch.
@@ -78,7 +78,7 @@ class EvaluateTasks(TrainerCallback):
     Source: ``recipes eval`` on the saved model has the same scores, ``tests/training/evaluation/test_task_scores.py``.
     """
 
-    asked: EvalConfig
+    settings: EvalConfig
     tasks: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
@@ -120,7 +120,7 @@ class EvaluateTasks(TrainerCallback):
                 tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
                 engine = CheckedModel(pretrained=unwrapped, tokenizer=tokenizer, batch_size=self.batch_size)
                 remembering = Remembering(engine, Path(folder) / "answers.sqlite")
-                results = ask_tasks(remembering, self.tasks, self.asked, with_errors=False)
+                results = ask_tasks(remembering, self.tasks, self.settings, with_errors=False)
                 remembering.close()
                 members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
         finally:
@@ -166,5 +166,5 @@ def build_task_scores(
     """
     if not config.eval_tasks:
         return []
-    asked, tasks = load_training_tasks(config, positions)
-    return [EvaluateTasks(asked, tasks, tokenizer, batch_size, config.eval_tasks_steps)]
+    settings, tasks = load_training_tasks(config, positions)
+    return [EvaluateTasks(settings, tasks, tokenizer, batch_size, config.eval_tasks_steps)]

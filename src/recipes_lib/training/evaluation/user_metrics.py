@@ -81,9 +81,9 @@ def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, 
     prompts, predictions, references = map(list, zip(*scored, strict=True))
     for metric in metrics:
         name = type(metric).__name__
-        asked = {"prompts": prompts} if "prompts" in (getattr(metric, "features", None) or ()) else {}
+        extra = {"prompts": prompts} if "prompts" in (getattr(metric, "features", None) or ()) else {}
         try:
-            result = metric.compute(predictions=predictions, references=references, **asked)
+            result = metric.compute(predictions=predictions, references=references, **extra)
         except UserError:
             raise
         except Exception as error:
