@@ -380,7 +380,8 @@ def _print(line: str) -> None:
 
 
 def _log(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    with suppress(OSError):  # The pipe or terminal of stderr may be gone.
+        sys.stderr.write(f"{line}\n")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
@@ -117,8 +118,10 @@ class PlainProgress(TrainingProgress):
 
     def say(self, line: str) -> None:
         """Write the line."""
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        # A run must outlive its terminal or pipe, as after `| head`; metrics.jsonl has the same figures.
+        with suppress(OSError):
+            self._stream.write(line + "\n")
+            self._stream.flush()
 
 
 class LiveProgress(TrainingProgress):
