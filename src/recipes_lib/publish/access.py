@@ -204,7 +204,7 @@ def is_transient(error: BaseException) -> bool:
         return status in _TRANSIENT or status >= 500
     if any(isinstance(cause, FileNotFoundError | PermissionError | OfflineModeIsEnabled) for cause in causes):
         return False
-    # A response that is not JSON comes from a proxy.
+    # RuntimeError: huggingface_hub's wrapper of failed LFS uploads. A response that is not JSON comes from a proxy.
     return any(isinstance(cause, NO_ANSWER | OSError | RuntimeError | json.JSONDecodeError) for cause in causes)
 
 

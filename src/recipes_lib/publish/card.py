@@ -148,13 +148,10 @@ def _render(*, base: str | None, datasets: Sequence[str] = (), **values: Any) ->
     # No autoescape, which is for HTML: untrusted text passes through the filters ``plain`` or ``json``.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"json": json.dumps, "plain": _escape}
-    # The Hub rejects metadata with paths instead of repository ids.
-    on_hub = {
-        "base": None if _is_path(base) else base,
-        "datasets": [name for name in dict.fromkeys(datasets) if not _is_path(name)],
-    }
     template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(values | on_hub)
+    # The Hub rejects metadata with paths instead of repository ids.
+    ids = [name for name in dict.fromkeys(datasets) if not _is_path(name)]
+    return environment.from_string(template).render(values, base=None if _is_path(base) else base, datasets=ids)
 
 
 def format_model_index(name: str, record: Record) -> str:

@@ -186,6 +186,7 @@ class Publication:
 
     def _list_deletions(self, contents: Contents, files: Files) -> Iterator[CommitOperationDelete]:
         for path in self._list_files(self._target.branch):
+            # Deleted: files of an older checkpoint in the state folder, and shards of an older model at the top.
             is_stale = bool(contents.state) and path.startswith(f"{contents.state}/")
             is_weight = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _WEIGHT_FILES)
             if (is_stale or is_weight) and path not in files:

@@ -209,8 +209,9 @@ class ReplicatedLayout(ModelLayout):
         if not saver.is_main:
             return ()
         copies = saver.take({"weights": dict(parameters), "states": optimizer.state_dict()})
+        weights = {name: value.detach().contiguous() for name, value in copies["weights"].items()}
         return [
-            partial(_write_weights, copies["weights"], Path(f"{place}.safetensors")),
+            partial(save_file, weights, Path(f"{place}.safetensors")),
             partial(write_state, copies["states"], Path(f"{place}_optimizer.pt")),
         ]
 
@@ -363,10 +364,6 @@ def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Opt
             parameter.copy_(shard_like(weights[name], parameter))
     groups = [group["params"] for group in optimizer.param_groups]
     load_whole_optimizer(Path(f"{place}_optimizer.pt"), optimizer, groups)
-
-
-def _write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    save_file({name: value.detach().contiguous() for name, value in weights.items()}, file)
 
 
 def choose_layout(trainer: Trainer) -> ModelLayout:

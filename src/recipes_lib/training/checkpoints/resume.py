@@ -96,6 +96,7 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
     else:
         accumulation = _share_rows(config, launch, rows)
     accumulated = read_training(before, "gradient_accumulation_steps")
+    # A ramp is planned in micro-batches, so that another number of them changes the rows of past and future steps.
     if config.schedule.batch_ramp_tokens is not None and accumulation != accumulated:
         found = (
             f"batch_ramp_tokens grows the batch by whole micro-batches, {accumulated} per step at the checkpoint "

@@ -269,10 +269,11 @@ def compare_own_shards(
     """
     live = {MODEL_SHARDS: weights, OPTIMIZER_SHARDS: _read_states(parameters, optimizer)}
     for name, tensors in live.items():
-        for file, key, saved in _iterate(folder / name, rank=get_rank()):
-            tensor = tensors[key].detach()
-            if not torch.equal(saved, get_local(tensor).cpu()):
-                raise BrokenSaveError(f"{file}: {key} differs from the tensor in memory")
+        for file in _list_files(folder / name, get_rank()):
+            with safe_open(file, framework="pt") as saved:
+                for key in saved.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    if not torch.equal(saved.get_tensor(key), get_local(tensors[key].detach()).cpu()):
+                        raise BrokenSaveError(f"{file}: {key} differs from the tensor in memory")
 
 
 def _read_states(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -364,14 +365,6 @@ def _distributed_options() -> Iterator[dict[str, bool]]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield {"no_dist": not is_distributed()}
-
-
-def _iterate(folder: Path, rank: int) -> Iterator[tuple[Path, str, Tensor]]:
-    """Yield file, name and value of every tensor that a rank wrote."""
-    for file in _list_files(folder, rank):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                yield file, name, tensors.get_tensor(name)
 
 
 def _list_files(folder: Path, rank: int | None) -> list[Path]:

@@ -189,6 +189,7 @@ def generate_samples(
         )
     # All rows may have ended early on this rank but not on another: make the remaining collective calls.
     stopping.finish()
+    # (B, T + new tokens); rows that stopped early are padded.
     answers = generated[:, input_ids.shape[1] :].tolist()
     return [_read_answer(prompt, answer, stop_ids, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]
 

@@ -53,8 +53,7 @@ def _load(path: str) -> Metric | Problem:
         return Problem(_KEY, found, "install it, or put its folder on PYTHONPATH")
     found_class = getattr(module, class_name, None)
     if not (isinstance(found_class, type) and issubclass(found_class, Metric)):
-        kind = "missing" if found_class is None else "not an evaluate.Metric"
-        found = f"{class_name!r} in {module_name!r} is {kind}"
+        found = f"{class_name!r} in {module_name!r} is {'missing' if found_class is None else 'not an evaluate.Metric'}"
         return Problem(_KEY, found, "name a subclass of evaluate.Metric")
     try:
         options = read_constants(f"f({arguments}") if opened else {}

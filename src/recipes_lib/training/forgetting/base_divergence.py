@@ -73,8 +73,10 @@ class BaseDivergence:
         """
         if self._base is not None:
             return score_beside_teacher(model, self._base, inputs, labels, self._objective, positions)
+        # Flat indices (N,) of the predictors, the tokens before the targets.
         chosen = find_targets(labels) if positions is None else positions
         with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):
+            # Hidden states (N, H) instead of logits (N, V): the head computes these in chunks below.
             states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, chosen)).result
 
         def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:

@@ -86,6 +86,7 @@ class WeightPenalty(TrainerCallback):
             if self._whole_fisher is not None:
                 fisher = get_local(shard_like(self._whole_fisher[name], parameter)).to(own.device)
             self._shards[name] = (own, fisher)
+        # Frees the unsharded copies; the shards are all that training needs.
         self._reference, self._whole_fisher = nn.Module(), None
 
     def hold(self, model: nn.Module) -> None:
@@ -107,6 +108,7 @@ class WeightPenalty(TrainerCallback):
         for parameter, reference, fisher in self._terms:
             if parameter.grad is None:
                 continue
+            # The penalty is elementwise, so that local shards need no communication.
             difference = get_local(parameter) - reference
             weighted = difference if fisher is None else fisher * difference
             get_local(parameter.grad).add_(weighted, alpha=self._coefficient * scale)

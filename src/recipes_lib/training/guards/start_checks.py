@@ -402,6 +402,7 @@ def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[M
     config: Any = model.config.get_text_config()
     base = math.log(config.vocab_size)
     std = float(getattr(config, "initializer_range", None) or 0.02) * math.sqrt(config.hidden_size)
+    # Frequencies of the target ids: with few distinct targets the mean logit varies more.
     targets = torch.cat([batch["labels"].flatten() for batch in batches])
     counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
     share = float((counts.square().sum() / counts.sum().square()).sqrt())

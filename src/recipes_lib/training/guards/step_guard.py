@@ -251,7 +251,9 @@ class StepGuard(TrainerCallback):
         spike = self._monitor.judge(loss, grad_norm, self.inputs.kind)
         if spike is not None:
             self._handle_spike(spike, loss, grad_norm)
+        # A spike of several steps is logged once.
         self._is_in_spike = spike is not None
+        # Into the trainer state, so that a checkpoint of this step restores the windows.
         stored: Any = trainer.state.stateful_callbacks
         stored[STATE_KEY] = self._monitor.export()
         return grad_norm

@@ -106,6 +106,7 @@ class MetricsCallback(TrainerCallback):
         # Unknown values are omitted: trackers warn about each ``None``.
         logs.update({name: value for name, value in figures.items() if value is not None})
         if is_training or any(name.startswith("eval_") for name in logs):
+            # ``figures`` again, because the file keeps unknown values as null.
             event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs, **figures}
             self.writer.write(event)
             self.progress.show(event)
@@ -175,6 +176,7 @@ class EarlyStopping(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """End a run that is resumed after early stopping, unless its patience has changed."""
         if self._find_best(args, state) is not None:
+            # Upstream resets ``should_training_stop`` when training begins; a run at its last step is not trained.
             state.max_steps = state.global_step
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -186,6 +186,7 @@ class MetricsWriter:
             return
         line = (json.dumps(spell_numbers(event), allow_nan=False) + "\n").encode()
         # Opened for each event, so that lines are not written to a file that was renamed or deleted in the meantime.
+        # O_RDWR: the last byte is read; O_APPEND: a second writer cannot overwrite lines.
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
