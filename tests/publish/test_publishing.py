@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -176,6 +177,7 @@ def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
     ("change", "words"),
     [
         (lambda hub, run: (run / "model.safetensors").unlink(), "there is no finished model"),
+        (lambda hub, run: shutil.rmtree(run), "run: is not a folder"),
         (lambda hub, run: (run / "model.safetensors").write_bytes(b"torn"), "the model is damaged"),
         (lambda hub, run: hub.add("me/mine", private=False), "exists and is public"),
         (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not everything is published"),
@@ -511,6 +513,22 @@ def test_a_failing_hub_does_not_end_the_publishing_of_a_run(hub, run, monkeypatc
 
     recipe(run, train)()
     assert read_messages(hub) == ["checkpoint-10", MODEL]
+
+
+def test_a_run_publishes_again_when_another_process_has_ended(hub, run, monkeypatch, capsys):
+    monkeypatch.setattr(publishing, "PAUSE_SECONDS", 0.01)
+    is_free, lock = iter([False, False]), publishing.try_lock
+    monkeypatch.setattr(publishing, "try_lock", lambda file, **keys: next(is_free, None) is None and lock(file, **keys))
+
+    def train(config):
+        make_run(run)
+        save_checkpoint(run, 10)
+        wait_for(hub, "step-10")
+        finish(run)
+
+    recipe(run, train)()
+    assert read_messages(hub) == ["checkpoint-10", MODEL]
+    assert capsys.readouterr().err.count("another process publishes it") == 1
 
 
 def test_a_stalled_hub_holds_neither_the_training_nor_the_end_of_the_process(hub, run):

@@ -21,7 +21,7 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 from recipes_lib import processes
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
-from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import try_lock
 from recipes_lib.publish.access import (
     DEFAULT_BRANCH,
@@ -318,8 +318,8 @@ class BackgroundPublisher:
                 pause, self._error = SECONDS_BETWEEN_LOOKS, None
             except StoppedError:
                 return
-            except UserError as error:
-                # Not retried: another attempt would find the same damage or secret.
+            except DataError as error:
+                # Not retried, unlike a lock of another process: the next attempt would find the same damage or secret.
                 _log(str(error))
                 self._error = error
                 return
@@ -344,8 +344,9 @@ def main(argv: Sequence[str]) -> None:
     keys = dict(read_facts(folder).get("config", {}))
     keys |= {name: value for name, value in vars(options).items() if value is not None}
     if not find_contents(folder, keys):
-        remedy = "let the run finish, or publish its checkpoints: `--hub_strategy every_save`"
-        raise ConfigError(Problem(str(folder), "there is no finished model in it", remedy))
+        found = "there is no finished model in it" if folder.is_dir() else "is not a folder"
+        remedy = "give the output_dir of a finished run, or publish its checkpoints: `--hub_strategy every_save`"
+        raise ConfigError(Problem(str(folder), found, remedy))
     target = open_target({**keys, "output_dir": str(folder)})
     _print(str(target))
     limit_silence(SILENCE_SECONDS)
