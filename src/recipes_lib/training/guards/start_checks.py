@@ -76,7 +76,7 @@ class AdapterChecks(TrainerCallback):
         """Check the gradients until each was valid once."""
         if not self._unchecked:
             return
-        faults = judge_gradients(kwargs["model"])
+        faults = find_gradient_faults(kwargs["model"])
         if args.fp16:  # The loss scaler skips such a step while it is still lowering its scale.
             faults = {name: fault for name, fault in faults.items() if fault != NOT_FINITE}
         if faulty := _describe((name for name, fault in faults.items() if fault), faults):
@@ -115,7 +115,7 @@ class AdapterChecks(TrainerCallback):
 NOT_FINITE: Final = "its gradient is not finite"
 
 
-def judge_gradients(model: nn.Module) -> dict[str, str | None]:
+def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
     """Return the fault in the gradient of each trained parameter, ``None`` for a valid one; every process must call.
 
     LoRA's A is omitted while its B is zero, because its gradient is then zero by the chain rule.
@@ -251,13 +251,13 @@ class StartChecks(TrainerCallback):
         if self._num_steps == 0:
             verify_updated(kwargs["model"], kwargs["optimizer"])
         self._num_steps += 1
-        faults = judge_gradients(kwargs["model"])
+        faults = find_gradient_faults(kwargs["model"])
         self._faults = {name: faults.get(name) for name in self._faults if faults.get(name)}
         if not self._faults:
             self._trainer.observer.progress.say(f"gradients: all {self._num_trained} trained tensors have one")
         elif self._num_steps == MAX_STEPS:
             parameters = dict(kwargs["model"].named_parameters())
-            self._trainer.observer.progress.say(judge_untrained(self._faults, parameters, self._num_trained))
+            self._trainer.observer.progress.say(describe_untrained(self._faults, parameters, self._num_trained))
             self._faults = {}
 
 
@@ -350,7 +350,9 @@ def _choose_rows(trainer: TrainerView) -> list[Any]:
     return [rows[at] for _, at in (useful[0], useful[-1])] if len(useful) > 1 else []
 
 
-def judge_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int) -> str:
+def describe_untrained(
+    faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int
+) -> str:
     """Return a warning about tensors without a gradient in the first steps, if there are valid reasons for all.
 
     Experts may get no tokens, a router that selects a single expert has a constant output, and gradients of vectors may

@@ -84,7 +84,7 @@ class SpikeMonitor:
         """Initialise with an empty window."""
         self._windows: dict[str, deque[float]] = {}
 
-    def judge(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
+    def find_spike(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
         """Return the spike of a step, ``None`` if there is none, then add the step to the window.
 
         If both are spikes, the loss is returned.
@@ -97,8 +97,8 @@ class SpikeMonitor:
         log_norm = math.log(max(grad_norm, 1e-30))  # A norm of 0 has no logarithm.
         losses, log_norms = (self._get_window(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
         # Spikes are added to the window as well, so that a lasting new level is no spike after half a window.
-        loss_spike = _judge_loss(losses, loss)
-        norm_spike = _judge_logarithm("grad_norm", log_norms, log_norm)
+        loss_spike = _find_loss_spike(losses, loss)
+        norm_spike = _find_log_spike("grad_norm", log_norms, log_norm)
         losses.append(loss)
         log_norms.append(log_norm)
         return loss_spike or norm_spike
@@ -115,24 +115,24 @@ class SpikeMonitor:
         return self._windows.setdefault(name, deque(maxlen=WINDOW))
 
 
-def _judge_loss(before: Sequence[float], loss: float) -> Spike | None:
+def _find_loss_spike(before: Sequence[float], loss: float) -> Spike | None:
     if len(before) < MIN_STEPS:
         return None
     if min(*before, loss) > 0:
-        return _judge_logarithm("loss", [math.log(earlier) for earlier in before], math.log(loss))
+        return _find_log_spike("loss", [math.log(earlier) for earlier in before], math.log(loss))
     median = statistics.median(before)
     upper = statistics.quantiles(before, n=10, method="inclusive")[-1]
-    return _judge("loss", before, loss, max(FLOOR * abs(median), UPPER_TO_STD * (upper - median)))
+    return _find_spike("loss", before, loss, max(FLOOR * abs(median), UPPER_TO_STD * (upper - median)))
 
 
-def _judge_logarithm(figure: str, before: Sequence[float], value: float) -> Spike | None:
+def _find_log_spike(figure: str, before: Sequence[float], value: float) -> Spike | None:
     """Compare logarithms; return a spike in the original unit."""
     # A difference of FLOOR in logarithms is a ratio of about 1 + FLOOR.
-    spike = _judge(figure, before, value, FLOOR)
+    spike = _find_spike(figure, before, value, FLOOR)
     return spike and Spike(figure, *map(math.exp, (spike.value, spike.median, spike.threshold)))
 
 
-def _judge(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
+def _find_spike(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
     if len(before) < MIN_STEPS:
         return None
     # Median and MAD tolerate outliers in up to half of the window.
@@ -248,7 +248,7 @@ class StepGuard(TrainerCallback):
             trainer.verify_first_loss(loss)
         # Before the step enters the window: a faulty step raises here.
         self._replay.compare(self.inputs)
-        spike = self._monitor.judge(loss, grad_norm, self.inputs.kind)
+        spike = self._monitor.find_spike(loss, grad_norm, self.inputs.kind)
         if spike is not None:
             self._handle_spike(spike, loss, grad_norm)
         # A spike of several steps is logged once.

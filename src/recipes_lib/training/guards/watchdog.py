@@ -30,7 +30,7 @@ STEPS: Final = 20
 PATIENCE: Final = 4.0
 """Factor on these limits in phases that do not report progress: first step (compilation), loading, saving."""
 
-TELLING: Final = frozenset({"a step", "an evaluation", "sampling answers", "reading answers"})
+REPORTING_PHASES: Final = frozenset({"a step", "an evaluation", "sampling answers", "reading answers"})
 """Phases that report progress."""
 
 _TICK_SECONDS: Final = 1.0
@@ -68,7 +68,7 @@ class Watchdog:
         """Enter a phase, which counts as progress.
 
         Args:
-            phase: Description of the phase; limits are ``PATIENCE`` times longer outside of ``TELLING``.
+            phase: Description of the phase; limits are ``PATIENCE`` times longer outside of ``REPORTING_PHASES``.
         """
         self.phase, self._last_sign, self._is_shown = phase, self._clock(), False
         self._began = self._last_sign
@@ -86,7 +86,7 @@ class Watchdog:
     def limits(self) -> tuple[float, float]:
         """Return the seconds without progress after which stacks are shown, and after which the process exits."""
         steps = STEPS * statistics.median(self._steps) if self._steps else 0.0
-        patience = 1.0 if self.phase in TELLING else PATIENCE
+        patience = 1.0 if self.phase in REPORTING_PHASES else PATIENCE
         return patience * max(SHOW_AFTER_SECONDS, steps / 3), patience * max(END_AFTER_SECONDS, steps)
 
     def poll(self) -> str | None:
