@@ -306,7 +306,7 @@ class CheckpointingTrainer(Trainer):
         with self._deleting_nothing():
             return super()._finalize_training(*args)  # type: ignore[no-untyped-call]
 
-    # transformers 5.23 leaves ranks without a stored random state unseeded when the world size changes.
+    # transformers 5.23 keeps the initial seed, the same on all ranks, if the checkpoint has no random state of a rank.
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random states of this process; without stored ones derive them from seed, step and rank."""
         rank = self.args.process_index

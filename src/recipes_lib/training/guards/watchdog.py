@@ -24,7 +24,7 @@ STOP_FILE: Final = "STOP"
 SHOW_AFTER_SECONDS: Final = 600.0
 """Seconds without progress after which the stacks of all threads are written to stderr."""
 END_AFTER_SECONDS: Final = 1800.0
-"""Seconds without progress after which the process exits; accelerate's default timeout of collectives."""
+"""Seconds without progress after which the process exits; transformers' default ``ddp_timeout``."""
 STEPS: Final = 20
 """The process never exits before this many times the median step time; stacks, not before a third of that."""
 PATIENCE: Final = 4.0
