@@ -177,7 +177,7 @@ def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
     ("change", "words"),
     [
         (lambda hub, run: (run / "model.safetensors").unlink(), "there is no finished model"),
-        (lambda hub, run: shutil.rmtree(run), "run: is not a folder"),
+        (lambda hub, run: shutil.rmtree(run), "mine: is not a folder"),
         (lambda hub, run: (run / "model.safetensors").write_bytes(b"torn"), "the model is damaged"),
         (lambda hub, run: hub.add("me/mine", private=False), "exists and is public"),
         (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not everything is published"),
@@ -205,7 +205,7 @@ def test_a_read_only_folder_is_published(hub, run, monkeypatch):
     finish(run)
     monkeypatch.setattr(Path, "open", open_or_refuse)
     assert main(["publish", str(run)]) == EXIT_DONE
-    assert read_messages(hub) == ["Publish model"]
+    assert read_messages(hub) == [MODEL]
 
 
 def test_a_second_process_is_refused(hub, run, capsys):

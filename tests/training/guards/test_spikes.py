@@ -144,6 +144,6 @@ def test_a_step_is_held_against_steps_of_its_kind():
         assert monitor.find_spike(level * factor, level * factor, kind) is None
     restored = SpikeMonitor()
     restored.restore(json.loads(json.dumps(monitor.export())))
-    for judge in (monitor.judge, restored.judge):
-        assert judge(5.0, 1.0, "answers") is not None
-        assert judge(5.0, 1.0) is None
+    for find_spike in (monitor.find_spike, restored.find_spike):
+        assert find_spike(5.0, 1.0, "answers") is not None
+        assert find_spike(5.0, 1.0) is None
