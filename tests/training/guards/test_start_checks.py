@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from recipes_lib.errors import DivergedError
 from recipes_lib.training.guards.start_checks import (
     StartChecks,
-    describe_untrained,
+    report_untrained,
     verify_accumulation,
     verify_initial_loss,
     verify_updated,
@@ -131,12 +131,12 @@ def test_experts_routers_and_vectors_may_be_idle_and_are_named():
     }
     parameters = {name: torch.nn.Parameter(value) for name, value in names.items()}
     faults = dict.fromkeys(parameters, "its gradient is zero")
-    assert "4 of 9 trained tensors" in describe_untrained(faults, parameters, 9)
+    assert "4 of 9 trained tensors" in report_untrained(faults, parameters, 9)
     # A gated MLP is no router.
     parameters["model.layers.0.mlp.gate_proj.weight"] = torch.nn.Parameter(torch.ones(3, 3))
     words = re.escape("1 of 9 trained tensors learnt nothing: model.layers.0.mlp.gate_proj")
     with pytest.raises(DivergedError, match=words):
-        describe_untrained(dict.fromkeys(parameters, "its gradient is zero"), parameters, 9)
+        report_untrained(dict.fromkeys(parameters, "its gradient is zero"), parameters, 9)
 
 
 def build_fresh(model_type, hidden_size, *, seed=0, **keys):

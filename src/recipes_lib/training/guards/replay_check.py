@@ -204,17 +204,15 @@ class ReplayCheck:
         is_scaled = self._trainer.accelerator.scaler is not None
         first = self._replay(trained, inputs) if is_scaled else _read_figures(trained, inputs.losses)
         again = self._replay(trained, inputs)
-        # Gathered, so that all ranks raise, and enter the further passes in ``_raise_difference`` together.
+        # Gathered, so that all ranks raise, and enter the further passes in ``_blame`` together.
         found = gather_objects([name for name in first if first[name] != again[name]])
         if any(found):
-            self._raise_difference(found, trained, inputs)
+            self._blame(found, trained, inputs)
         for name, parameter in trained.items():
             parameter.grad = gradients[name]
         after.restore()
 
-    def _raise_difference(
-        self, found: list[list[str]], trained: Mapping[str, nn.Parameter], inputs: StepInputs
-    ) -> None:
+    def _blame(self, found: list[list[str]], trained: Mapping[str, nn.Parameter], inputs: StepInputs) -> NoReturn:
         """Blame the rank whose loss changed, or whose gradients differ without the reduction over ranks.
 
         Raises:

@@ -257,7 +257,7 @@ class StartChecks(TrainerCallback):
             self._trainer.observer.progress.say(f"gradients: all {self._num_trained} trained tensors have one")
         elif self._num_steps == MAX_STEPS:
             parameters = dict(kwargs["model"].named_parameters())
-            self._trainer.observer.progress.say(describe_untrained(self._faults, parameters, self._num_trained))
+            self._trainer.observer.progress.say(report_untrained(self._faults, parameters, self._num_trained))
             self._faults = {}
 
 
@@ -350,9 +350,7 @@ def _choose_rows(trainer: TrainerView) -> list[Any]:
     return [rows[at] for _, at in (useful[0], useful[-1])] if len(useful) > 1 else []
 
 
-def describe_untrained(
-    faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int
-) -> str:
+def report_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int) -> str:
     """Return a warning about tensors without a gradient in the first steps, if there are valid reasons for all.
 
     Experts may get no tokens, a router that selects a single expert has a constant output, and gradients of vectors may
