@@ -54,7 +54,7 @@ def test_the_batch_is_kept_and_the_data_go_on_at_the_right_row(
     told = run_forked(resumptions.__name__, *places, tmp_path, json.dumps(runs))
     assert told.count("2 processes instead of 1: gradient_accumulation_steps is 2") == len(RECIPE_NAMES)
     # Each process reads some of the files; the first one tells what any of them found, and both go on from the same.
-    assert told.count("checkpoint-6 is not whole: optimizer.pt holds other bytes") == len(RECIPE_NAMES)
+    assert told.count("checkpoint-6 is damaged: optimizer.pt does not match its SHA-256") == len(RECIPE_NAMES)
     ranks = [json.loads((tmp_path / f"reports-{rank}.json").read_text()) for rank in (0, 1)]
     for number, recipe in enumerate(RECIPE_NAMES):
         resumed, two = ([rank[number + offset] for rank in ranks] for offset in (0, len(RECIPE_NAMES)))

@@ -64,7 +64,7 @@ def test_one_bit_of_a_shard_is_found_by_whoever_reads_it_and_all_take_the_checkp
     content[-1] ^= 1
     shard.write_bytes(content)
     told = run_forked(sealing.__name__, tmp_path, "choose")
-    assert told.count(f"checkpoint-2 is not whole: model_shards/{shard.name} holds other bytes than were written") == 1
+    assert told.count(f"checkpoint-2 is damaged: model_shards/{shard.name} does not match its SHA-256") == 1
     assert sorted(re.findall(r"process \d chooses .*", told)) == [
         f"process {rank} chooses checkpoint-1" for rank in (0, 1)
     ]

@@ -61,7 +61,7 @@ def test_a_run_goes_on_from_its_shares(runs: tuple[Path, dict[str, Any]]) -> Non
 def test_a_loss_that_is_none_stops_both_behind_the_update(runs: tuple[Path, dict[str, Any]]) -> None:
     _, ended = runs
     assert [code for code in ended["codes"].values() if code] == [ended["codes"]["nan"]] == [3]
-    assert ended["told"].count("step 2 was stopped behind its update, which DeepSpeed makes first: ") == 2
+    assert ended["told"].count("step 2 was stopped after its update, which DeepSpeed makes first: ") == 2
 
 
 def test_no_figure_is_told_that_deepspeed_hides(runs: tuple[Path, dict[str, Any]]) -> None:

@@ -74,7 +74,7 @@ def harm_a_checkpoint(lab: Laboratory, trial: Trial, random: Random) -> None:
         # A digest that was flipped is told of the file that it is of.
         if damage and file != "COMPLETE.json":
             expect(file in damage, f"{damage} does not name {file}")
-            is_named = f"{newest} is not whole: {damage}" in life.told
+            is_named = f"{newest} is damaged: {damage}" in life.told
             expect(is_named and (folder / "run" / f"damaged-{newest}").is_dir(), "the file is not named", life)
         trial.ended = True
 

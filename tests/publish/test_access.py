@@ -69,7 +69,8 @@ def test_a_repository_that_someone_made_public_meanwhile_is_found(hub):
             "hub_model_id",
             "only read in",
         ),
-        ({}, {"hub_model_id": "a/b/c"}, "push_to_hub", "Repo id"),
+        ({}, {"hub_model_id": "a/b/c"}, "hub_model_id", "'a/b/c' is not a repository id: .*Repo id"),
+        ({}, {"output_dir": "outputs/mein Modell"}, "hub_model_id", "'mein Modell' is not a repository id: .*Repo id"),
     ],
 )
 def test_what_would_fail_after_training_is_refused_before(hub, change, keys, where, found):

@@ -1,10 +1,12 @@
 """The model card is valid metadata and names no path of the machine it was made on."""
 
 import re
+from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
 
+from recipes_lib.errors import DataError
 from recipes_lib.publish.card import write_card
 
 
@@ -28,6 +30,13 @@ def test_the_card_names_base_data_figures_and_every_key(tmp_path):
     assert "| eval_loss | 1.2346 |" in card.text
     assert "| eval_num_target_tokens | 1000.0 |" in card.text
     assert "learning_rate: 1e-05" in card.text
+
+
+def test_a_kill_leaves_no_half_card(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "write_text", lambda self, *_, **__: self.write_bytes(b"---\n") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_card(tmp_path, record(), {})
+    assert not (tmp_path / "README.md").exists()
 
 
 def test_what_the_user_named_is_text_on_the_card_and_never_markup(tmp_path):
@@ -60,7 +69,7 @@ def test_paths_of_another_machine_are_no_hub_ids_either(tmp_path, name):
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.datasets) == (None, None)
     assert "gone" not in card.text
-    assert "No revision of" not in card.text
+    assert "was not pinned" not in card.text
 
 
 def test_a_reward_model_is_used_as_one(tmp_path):
@@ -115,3 +124,19 @@ def test_a_base_with_a_foreign_record_is_named_all_the_same(tmp_path, text):
     (base / "run.json").write_text(text)
     write_card(tmp_path, record(model_name_or_path=str(base)), {})
     assert "| sft | base |" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"hardware": []},
+        {"data": 3},
+        {"git_commit": 7},
+        {"failed_gates": 1},
+        {"num_processes": "2", "hardware": {"a": 1}},
+    ],
+)
+def test_a_record_that_no_recipe_wrote_is_an_error_that_names_the_folder(tmp_path, changed):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "seconds": "long"}\n')
+    with pytest.raises(DataError, match=rf"{tmp_path.name}: no card can be built from its run\.json and metrics"):
+        write_card(tmp_path, record() | changed, {})

@@ -102,12 +102,12 @@ def test_limits_hide_nothing():
     told = " ".join(list_limits(bad, {}))
     for words in (
         "bias",
-        "held out",
+        "held-out",
         "3% were cut",
         "rolled back 1 times",
         "length",
-        "No revision of owner/chats",
-        "no commit",
+        "The revision of owner/chats was not pinned",
+        "not a recorded git commit",
     ):
         assert words in told
     assert "fine" not in told

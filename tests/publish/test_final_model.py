@@ -109,3 +109,12 @@ def test_an_export_that_was_interrupted_is_made_again(trained):
     export_model(trainer, folder)
     assert (moved / "rag.jinja").read_text() == "{{ messages }}"
     assert not (folder / UNVERIFIED).exists()
+
+
+def test_a_run_whose_record_was_deleted_while_it_trained_is_exported_and_gets_its_card_at_its_end(trained):
+    trainer, folder = trained
+    (folder / "run.json").unlink()
+    (folder / "README.md").write_text("a card of an earlier export")
+    export_model(trainer, folder)
+    assert (folder / "model.safetensors").is_file()
+    assert not (folder / "README.md").exists()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,7 +102,7 @@ def test_a_secret_does_not_leave_the_machine_and_is_not_repeated(hub, run, capsy
         file.write(f'{{"told": "{secret}"}}')
     assert main(["publish", str(run)]) == EXIT_USER
     told = capsys.readouterr().err
-    assert f"{run / name}: it would be published, and holds what looks like an access token" in told
+    assert f"{run / name}: it would be published, and contains what looks like an access token" in told
     assert secret not in told
     assert read_messages(hub) == []
 
@@ -174,9 +177,10 @@ def test_a_word_that_is_no_answer_is_a_mistake_of_the_user(hub, run, capsys):
     ("change", "words"),
     [
         (lambda hub, run: (run / "model.safetensors").unlink(), "there is no finished model"),
-        (lambda hub, run: (run / "model.safetensors").write_bytes(b"torn"), "the model is not whole"),
+        (lambda hub, run: shutil.rmtree(run), "mine: is not a folder"),
+        (lambda hub, run: (run / "model.safetensors").write_bytes(b"torn"), "the model is damaged"),
         (lambda hub, run: hub.add("me/mine", private=False), "exists and is public"),
-        (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not all is published"),
+        (lambda hub, run: hub.faults["commit"].extend([Fault(403)] * 9), "not everything is published"),
     ],
 )
 def test_what_cannot_be_published_is_told_with_its_remedy(hub, run, capsys, change, words):
@@ -188,6 +192,20 @@ def test_what_cannot_be_published_is_told_with_its_remedy(hub, run, capsys, chan
     assert "\n    " in told
     if "me/mine" in hub.repositories:
         assert read_messages(hub) == []
+
+
+def test_a_read_only_folder_is_published(hub, run, monkeypatch):
+    opened = Path.open
+
+    def open_or_refuse(path, mode="r", **options):
+        if "r" not in mode and run in path.parents:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        return opened(path, mode, **options)
+
+    finish(run)
+    monkeypatch.setattr(Path, "open", open_or_refuse)
+    assert main(["publish", str(run)]) == EXIT_DONE
+    assert read_messages(hub) == [MODEL]
 
 
 def test_a_second_process_is_refused(hub, run, capsys):
@@ -275,7 +293,7 @@ def test_a_refusal_at_the_end_is_told_and_does_not_fail_the_run(hub, run, capsys
     hub.sabotage = lambda kind: Fault(403) if kind == "commit" else None
     recipe(run, lambda config: finish(run))()
     told = capsys.readouterr().err
-    assert "not all is published" in told
+    assert "not everything is published" in told
     assert "403" in told
     assert f"`recipes publish {run}` publishes the rest" in told
 
@@ -427,7 +445,7 @@ def test_a_damaged_checkpoint_is_named_and_skipped(hub, run, publish):
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     publish()
     assert read_messages(hub) == ["checkpoint-20"]
-    assert publish.lines[0] == "checkpoint-10 is not published: model.safetensors holds other bytes than were written"
+    assert publish.lines[0] == "checkpoint-10 is not published: model.safetensors does not match its SHA-256"
 
 
 def test_a_checkpoint_that_is_deleted_while_it_waits_is_named_and_skipped(hub, run, publish):
@@ -444,7 +462,7 @@ def test_a_checkpoint_that_is_deleted_while_it_waits_is_named_and_skipped(hub, r
     hub.sabotage = fail
     publish()
     assert read_messages(hub) == ["checkpoint-20"]
-    assert "checkpoint-10 is not published: it was deleted meanwhile" in publish.lines[0]
+    assert "checkpoint-10 is not published: it was deleted in the meantime" in publish.lines[0]
 
 
 def test_another_model_replaces_the_weights_and_leaves_what_the_user_wrote(hub, run, publish):
@@ -479,7 +497,7 @@ def test_a_secret_in_a_checkpoint_ends_the_publishing_and_not_the_run(hub, run, 
     recipe(run, train)()
     told = capsys.readouterr().err
     assert "checkpoint-10/tokenizer.json: it would be published" in told
-    assert "not all is published" in told
+    assert "not everything is published" in told
     assert read_messages(hub) == []
 
 
@@ -495,6 +513,22 @@ def test_a_failing_hub_does_not_end_the_publishing_of_a_run(hub, run, monkeypatc
 
     recipe(run, train)()
     assert read_messages(hub) == ["checkpoint-10", MODEL]
+
+
+def test_a_run_publishes_again_when_another_process_has_ended(hub, run, monkeypatch, capsys):
+    monkeypatch.setattr(publishing, "PAUSE_SECONDS", 0.01)
+    is_free, lock = iter([False, False]), publishing.try_lock
+    monkeypatch.setattr(publishing, "try_lock", lambda file, **keys: next(is_free, None) is None and lock(file, **keys))
+
+    def train(config):
+        make_run(run)
+        save_checkpoint(run, 10)
+        wait_for(hub, "step-10")
+        finish(run)
+
+    recipe(run, train)()
+    assert read_messages(hub) == ["checkpoint-10", MODEL]
+    assert capsys.readouterr().err.count("another process publishes it") == 1
 
 
 def test_a_stalled_hub_holds_neither_the_training_nor_the_end_of_the_process(hub, run):
@@ -516,7 +550,7 @@ recipe(run, train, hub_strategy="all_checkpoints")()
     command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "not all is published (the Hub has not taken it within 1 s)" in done.stderr
+    assert "not everything is published (the upload has taken more than 1 s)" in done.stderr
     assert f"`recipes publish {run}` publishes the rest" in done.stderr
     hub.sabotage = lambda kind: None
     assert main(["publish", str(run)]) == EXIT_DONE

@@ -72,7 +72,7 @@ def test_code_is_published_where_the_model_is_loaded_by_it(run):
 def test_a_link_that_leads_nowhere_is_told(run):
     (finish(run) / "tokenizer.json").unlink()
     (run / "tokenizer.json").symlink_to("nowhere.json")
-    with pytest.raises(DataError, match=r"tokenizer\.json: it is a link to a file that is not there"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: it is a link to a file that does not exist"):
         list_published(run)
 
 
@@ -88,7 +88,7 @@ def test_a_link_out_of_the_folder_is_not_followed(run, tmp_path, path):
         place.symlink_to(outside / place.name)
     else:
         place.parent.symlink_to(outside)
-    with pytest.raises(DataError, match=rf"{place.name}: it is a link out of the folder, to .*outside"):
+    with pytest.raises(DataError, match=rf"{place.name}: it is a link to a file outside of the folder, .*outside"):
         list_published(run)
 
 
@@ -158,3 +158,11 @@ def test_nothing_tells_about_the_machine_and_the_run_keeps_its_own_record(run):
     assert "error" not in json.loads(told)
     assert json.loads(told)["command"] == ["sft.py", "--config", "sft.yaml", "--output_dir=run"]
     assert json.loads((run / "run.json").read_text()) == json.loads(before) | {"status": "done"}
+
+
+@pytest.mark.parametrize("facts", [{"job": 7}, {"stage": "sft"}, {"stage": "sft", "config": "sft.yaml"}])
+def test_a_run_json_of_another_program_is_named(run, facts):
+    finish(run)
+    (run / "run.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=r"run\.json: is not as it was written: `(stage|config)`"):
+        find_contents(run, {})

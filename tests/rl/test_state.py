@@ -104,5 +104,5 @@ def test_other_weights_are_refused(tmp_path):
     save(tmp_path, PPOState(step=1), learner)
     other = build(tmp_path, 0)[1]
     other.parameters = {"weight": other.parameters["weight"]}
-    with pytest.raises(DataError, match="does not hold the weights that the policy trains"):
+    with pytest.raises(DataError, match="has other parameters than the policy of this run"):
         load_state(tmp_path / "checkpoint-1", {"policy": other})

@@ -188,7 +188,7 @@ def test_what_would_be_made_again_is_left_at_once(policy_dir, prompts_file, tmp_
 
 def test_asked_before_anything_was_learnt_nothing_is_saved(policy_dir, prompts_file, tmp_path, monkeypatch):
     ask_in(monkeypatch, Rewards, "score", 1)
-    with pytest.raises(PreemptedError, match="stopped after step 0; nothing was to be saved yet"):
+    with pytest.raises(PreemptedError, match="stopped after step 0; there was nothing to save yet"):
         keys_task.train(keys_task.build_flags(policy_dir, tmp_path, prompts_file, **SHORT))
     assert list_checkpoints(tmp_path) == []
 

@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, capsys):
     capsys.readouterr()
     assert start_run(config, ONE).choose_checkpoint() == good
     told = capsys.readouterr().err
-    assert "checkpoint-10 is not whole: model.safetensors holds other bytes than were written" in told
+    assert "checkpoint-10 is damaged: model.safetensors does not match its SHA-256" in told
     assert told.count("\n") == 1
     assert json.loads((tmp_path / "run.json").read_text())["resumed_from"] == "checkpoint-5"
     assert start_run(config, ONE).choose_checkpoint() == good

@@ -1,4 +1,4 @@
-"""Hub access: write permission and visibility of the target repository, time limits and retries of requests."""
+"""Hub access: write permission and visibility of the target repository, timeouts and retries of requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recipes_lib.errors import ConfigError, Problem
 T = TypeVar("T")
 
 DEFAULT_BRANCH: Final = "main"
-# Taken from the bases of the error, because huggingface_hub has changed its HTTP library: httpx, then httpx2.
+# The base class of the Hub's error, because huggingface_hub has changed its HTTP library from httpx to httpx2.
 NO_ANSWER: type[Exception] = HfHubHTTPError.__bases__[0]
 """Connection errors and timeouts of huggingface_hub's HTTP library."""
 _SILENCE_SECONDS: Final = 30.0
@@ -30,7 +30,7 @@ _TRANSIENT: Final = (408, 409, 412, 423, 425, 429)
 """Transient HTTP statuses below 500: timeout, conflict, precondition, lock, too early, too many requests."""
 _QUERY: Final = re.compile(r"\?[^\s'\"]*")
 _WRITERS: Final = ("admin", "write", "contributor")
-"""Roles in an organisation that may make a repository in it."""
+"""Roles that may create repositories in an organisation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Target:
 
     Attributes:
         repository: ``owner/name``.
-        branch: Branch that commits go to.
-        is_private: Whether it is, or will be, private.
-        exists: Whether it is there already.
+        branch: Branch to commit to.
+        is_private: Whether the repository is, or will be, private.
+        exists: Whether the repository exists.
     """
 
     repository: str
@@ -61,36 +61,36 @@ def find_target(training: Mapping[str, Any]) -> Target:
     """Resolve the target repository, without changes on the Hub.
 
     Args:
-        training: Upstream's training keys; ``hub_model_id`` without a namespace belongs to the account itself, and
-            only ``hub_private_repo: false`` asks for a public repository.
+        training: Upstream's training keys; the namespace of ``hub_model_id`` defaults to the account, and only
+            ``hub_private_repo: false`` allows a public repository.
 
     Raises:
-        ConfigError: There is no token, it may not write, the Hub cannot be reached, or the repository exists and is
-            public where ``hub_private_repo`` asks for a private one.
+        ConfigError: There is no token, it has no write access, the Hub cannot be reached, or the repository exists and
+            is public although ``hub_private_repo`` is not false.
     """
     if get_token() is None:
         raise _problem("push_to_hub", "no Hub token is set up on this machine", "run `hf auth login`, or set HF_TOKEN")
     name = training.get("hub_model_id") or Path(training["output_dir"]).resolve().name
-    return _ask(name, lambda api: _find(api, name, training))
+    return _request(name, lambda api: _find(api, name, training))
 
 
 def open_target(training: Mapping[str, Any]) -> Target:
     """Create repository and branch if they do not exist, and verify write access.
 
     Raises:
-        ConfigError: As ``find_target``; or the repository that is there now is not as it was to be.
+        ConfigError: As in ``find_target``, or another process has just created the repository as a public one.
     """
     target = find_target(training)
-    _ask(target.repository, lambda api: _open(api, target))
+    _request(target.repository, lambda api: _open(api, target))
     return target
 
 
 def _find(api: HfApi, name: str, training: Mapping[str, Any]) -> Target:
     account = api.whoami()
-    # A fine-grained token has another role; `auth_check` tells what it may do in a repository.
+    # Fine-grained tokens have another role; `auth_check` below verifies their access to the repository.
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
         found = "the Hub token may only read"
-        raise _problem("push_to_hub", found, "make one with write access, then `hf auth login`")
+        raise _problem("push_to_hub", found, "create one with write access, then `hf auth login`")
     repository = name if "/" in name else f"{account['name']}/{name}"
     branch = training.get("hub_revision") or DEFAULT_BRANCH
     asks_private = read_training(training, "hub_private_repo") is not False
@@ -108,7 +108,7 @@ def _find(api: HfApi, name: str, training: Mapping[str, Any]) -> Target:
 def _open(api: HfApi, target: Target) -> None:
     if not target.exists:
         api.create_repo(target.repository, private=target.is_private, exist_ok=True)
-        # Another process created it in between.
+        # With ``exist_ok`` the repository may be another process's, created since ``find_target``.
         if target.is_private and not _read_privacy(api, target.repository):
             found = f"{target.repository} was to be private and is public"
             raise _problem("hub_private_repo", found, "name another hub_model_id")
@@ -118,7 +118,7 @@ def _open(api: HfApi, target: Target) -> None:
 
 
 def _read_privacy(api: HfApi, repository: str) -> bool | None:
-    """Return whether a repository is private; ``None`` where there is none that this account could see."""
+    """Return whether a repository is private; ``None`` if this account sees no such repository."""
     try:
         return bool(api.model_info(repository).private)
     except RepositoryNotFoundError:
@@ -126,10 +126,10 @@ def _read_privacy(api: HfApi, repository: str) -> bool | None:
 
 
 def _verify_namespace(account: Mapping[str, Any], namespace: str) -> None:
-    """Refuse a namespace that is not the account's, as far as the Hub tells: some tokens hide its organisations.
+    """Verify that the account may create repositories in a namespace; some tokens hide the account's organisations.
 
     Raises:
-        ConfigError: It is somebody else's, or may only be read.
+        ConfigError: The account is not a member of the organisation, or has no write access in it.
     """
     if namespace == account["name"] or "orgs" not in account:
         return
@@ -139,19 +139,24 @@ def _verify_namespace(account: Mapping[str, Any], namespace: str) -> None:
         raise _problem("hub_model_id", f"the account {account['name']} is not in {namespace}", remedy)
     if roles[namespace] not in _WRITERS:
         found = f"the account {account['name']} may only read in {namespace}"
-        raise _problem("hub_model_id", found, "ask for a role that may write")
+        raise _problem("hub_model_id", found, "ask for a role with write access")
 
 
-def _ask(name: str, question: Callable[[HfApi], T]) -> T:
-    """Return the Hub's answer, asked again while it is busy or broken.
+def _request(name: str, request: Callable[[HfApi], T]) -> T:
+    """Return the Hub's answer to a request, with retries of transient failures.
 
     Raises:
-        ConfigError: It refuses, or does not answer.
+        ConfigError: The Hub refuses, or does not answer.
     """
     limit_silence(_SILENCE_SECONDS)
     try:
-        return retry(lambda: question(HfApi()))
-    except (HfHubHTTPError, OfflineModeIsEnabled, HFValidationError, OSError, NO_ANSWER) as error:
+        return retry(lambda: request(HfApi()))
+    except HFValidationError as error:
+        found = f"{name!r} is not a repository id: {describe(error)}"
+        raise _problem(
+            "hub_model_id", found, "write one such as `hub_model_id: my-model` or `owner/my-model`"
+        ) from error
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, NO_ANSWER) as error:
         if read_status(error) in (401, 403):
             found = f"the Hub does not let this account write to {name} ({describe(error)})"
             raise _problem("push_to_hub", found, "use a token that may: `hf auth whoami` says whose it is") from error
@@ -168,19 +173,19 @@ def limit_silence(seconds: float) -> None:
     session = get_session()
     kind, hooks = type(session), session.event_hooks
     requests = [hook for hook in hooks["request"] if not isinstance(hook, partial)]
-    # By the factory, because upstream makes a new client after a connection error (``utils/_http.py``).
+    # Through the factory, because upstream creates a new client after a connection error (``utils/_http.py``).
     limited: Any = {**hooks, "request": [*requests, partial(_limit, seconds)]}
     set_client_factory(lambda: kind(event_hooks=limited, follow_redirects=True))
 
 
 def _limit(seconds: float, request: Any) -> None:
-    # Of the request, because upstream passes ``timeout=None`` in some calls, as when it lists files, which overrules
-    # the limit of the client (huggingface_hub 2.4, ``utils/_pagination.py``).
+    # Set on each request, because upstream passes ``timeout=None`` in some calls, for example when it lists files,
+    # which overrides the client's timeout (huggingface_hub 2.4, ``utils/_pagination.py``).
     request.extensions["timeout"] = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
 
 
 def retry(attempt: Callable[[], T]) -> T:
-    """Return what ``attempt`` returns, repeated after each of ``_PAUSES`` while the failure is transient."""
+    """Call ``attempt``, and again after each of ``_PAUSES`` if its failure is transient; return its result."""
     for pause in _PAUSES:
         try:
             return attempt()
@@ -192,14 +197,14 @@ def retry(attempt: Callable[[], T]) -> T:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether another attempt may succeed: the Hub is busy, slow, broken or out of reach."""
+    """Return whether another attempt may succeed: the Hub is busy, slow, broken or unreachable."""
     causes = list(_causes(error))
     status = next((status for cause in causes if (status := read_status(cause)) is not None), None)
     if status is not None:
         return status in _TRANSIENT or status >= 500
     if any(isinstance(cause, FileNotFoundError | PermissionError | OfflineModeIsEnabled) for cause in causes):
         return False
-    # An answer that is not JSON comes from a proxy before the Hub.
+    # RuntimeError: huggingface_hub's wrapper of failed LFS uploads. A response that is not JSON comes from a proxy.
     return any(isinstance(cause, NO_ANSWER | OSError | RuntimeError | json.JSONDecodeError) for cause in causes)
 
 
@@ -210,15 +215,18 @@ def read_status(error: BaseException) -> int | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return in one line what the Hub answered, or else the first cause; without the signatures that URLs carry."""
+    """Return the first line of the Hub's error, or else of the original cause, without query strings of URLs.
+
+    Query strings of presigned URLs contain signatures.
+    """
     causes = list(_causes(error))
-    told = next((cause for cause in causes if read_status(cause) is not None), causes[-1])
-    words = next((line.strip() for line in str(told).splitlines() if line.strip()), "")
-    return f"{type(told).__name__}: {_QUERY.sub('', words)}" if words else type(told).__name__
+    shown = next((cause for cause in causes if read_status(cause) is not None), causes[-1])
+    line = next((line.strip() for line in str(shown).splitlines() if line.strip()), "")
+    return f"{type(shown).__name__}: {_QUERY.sub('', line)}" if line else type(shown).__name__
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    # From the last error to its first cause.
+    """Yield an error and its chain of causes, the original cause last."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""The model card: lineage, data, metrics, limits and every key."""
+"""Model card: lineage, data, metrics, limitations, and the complete configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jinja2 import Environment
 
 from recipes_lib.config.paths import looks_local
 from recipes_lib.config.settings import is_local
-from recipes_lib.errors import DataError, escape_controls
+from recipes_lib.errors import DataError, Problem, escape_controls
 from recipes_lib.files import read_lines, read_record, replace_record, replace_text
 from recipes_lib.report.run_files import list_scores, read_run
 
@@ -32,16 +32,17 @@ _COUNTS: Final = {"num_rows": "rows", "num_tokens": "tokens", "num_target_tokens
 
 
 def write_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-    """Write ``README.md``, the model card; arguments as of ``build_card``."""
-    (folder / "README.md").write_text(build_card(folder, record, figures), encoding="utf-8")
+    """Write the model card ``README.md``; arguments as for ``build_card``."""
+    # Atomically: ``finish_run`` takes any card that is not empty for a complete one.
+    replace_text(folder / "README.md", build_card(folder, record, figures))
 
 
 def add_scores(folder: Path, evaluation: Record) -> None:
-    """Add benchmark scores to the record and the card of a model that a recipe made; of any other do nothing.
+    """Add benchmark scores to ``run.json`` and the card of a recipe's model; do nothing for other models.
 
     Args:
-        folder: Of the model.
-        evaluation: What ``eval.json`` holds.
+        folder: Folder of the model.
+        evaluation: Content of ``eval.json``.
     """
     if not (folder / "run.json").is_file():
         return
@@ -52,12 +53,12 @@ def add_scores(folder: Path, evaluation: Record) -> None:
 
 
 def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
-    """Groups and tasks, and of each that belongs to a larger group its name."""
+    """Return the record of each group and task, with the name of the largest group that contains it."""
     groups = {name: set(found["tasks"]) for name, found in evaluation["groups"].items()}
     entries = {}
     for name, found in {**evaluation["groups"], **evaluation["tasks"]}.items():
         entry = {key: found.get(key) for key in ("scores", "num_questions", "num_fewshot", "version", "dataset")}
-        # Proper supersets of a group, and every group of a task.
+        # For a group: the proper supersets of its tasks. For a task: all groups that contain it.
         larger = [group for group, members in groups.items() if members > groups.get(name, {name}) or name in members]
         group = max(larger, key=lambda name: len(groups[name]), default=None)
         entries[name] = entry | {"limit": evaluation["settings"]["limit"], "group": group}
@@ -65,29 +66,41 @@ def _list_scored(evaluation: Record) -> dict[str, dict[str, Any]]:
 
 
 def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
-    """Return the model card, from the record of the run and the evaluation of its result.
+    """Return the Markdown text of the model card.
 
     Args:
-        folder: Folder of the model; its ``metrics.jsonl`` and ``report/`` are told of where they are there.
-        record: What ``run.json`` holds.
-        figures: The evaluation's figures by name.
+        folder: Folder of the model, with ``metrics.jsonl`` and ``report/`` if available.
+        record: Content of ``run.json``.
+        figures: Metrics of the last evaluation by name.
+
+    Raises:
+        DataError: A value in the record or in ``metrics.jsonl`` has another type than a recipe writes.
     """
+    try:
+        return _build_card(folder, record, figures)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The record of an untrusted model may hold anything.
+        found = f"no card can be built from its run.json and metrics.jsonl: {type(error).__name__}: {error}"
+        raise DataError(Problem(str(folder), found, "restore both as the run wrote them")) from error
+
+
+def _build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, float]) -> str:
     config, events = record["config"], read_events(folder)
     base, adapter = config.get("model_name_or_path"), _read_adapter(folder)
     kind = (config.get("model_config") or {}).get("model_type", "language")
     start = f"a {kind} model from random weights" if base is None else Path(base).name
     datasets = [str(part["name"]) for part in _list_parts(config)]
-    facts = [("git commit", record.get("git_commit")), ("versions", _tell_versions(record))]
-    what = start[0].upper() + start[1:]
+    facts = [("git commit", record.get("git_commit")), ("versions", _format_versions(record))]
+    subject = start[0].upper() + start[1:]
     if adapter is not None:
         facts = [("base", start), ("commit of the base", adapter.get("revision")), *facts]
-        what = f"An adapter for {start},"
-        if _is_place(adapter["base_model_name_or_path"]):
+        subject = f"An adapter for {start},"
+        if _is_path(adapter["base_model_name_or_path"]):
             adapter["base_model_name_or_path"] = start
-    told = ", ".join(Path(name).name for name in datasets)
+    data_names = ", ".join(Path(name).name for name in datasets)
     return _render(
         name=Path(config.get("output_dir", folder)).name,
-        about=f"{what} after {record['stage']} on {told or 'unnamed data'}, trained with recipes-lib.",
+        about=f"{subject} after {record['stage']} on {data_names or 'unnamed data'}, trained with recipes-lib.",
         recipe=record["stage"],
         base=base,
         datasets=datasets,
@@ -111,11 +124,11 @@ def build_card(folder: Path, record: Mapping[str, Any], figures: Mapping[str, fl
 
 
 def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write the card of a model that an adapter was merged into.
+    """Write the card of a merged model.
 
     Args:
         folder: Folder of the model.
-        record: What ``merge.json`` holds.
+        record: Content of ``merge.json``.
     """
     base, adapter = Path(record["base"]).name, Path(record["adapter"]).name
     figures = {name: value for name, value in record.items() if isinstance(value, float)}
@@ -126,35 +139,32 @@ def write_merge_card(folder: Path, record: Mapping[str, Any]) -> None:
         recipe="merged",
         base=record["base"],
         figures=[(name, f"{value:.3g}") for name, value in figures.items()],
-        facts=[*make_portable(facts).items(), ("versions", _tell_versions(record))],
+        facts=[*make_portable(facts).items(), ("versions", _format_versions(record))],
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _render(*, base: str | None, datasets: Sequence[str] = (), **values: Any) -> str:
-    # Markdown, not HTML: what comes from the user passes through ``plain`` instead.
+    # No autoescape, which is for HTML: untrusted text passes through the filters ``plain`` or ``json``.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters |= {"json": json.dumps, "plain": _escape}
-    # The Hub refuses a path in the metadata.
-    on_hub = {
-        "base": None if _is_place(base) else base,
-        "datasets": [name for name in dict.fromkeys(datasets) if not _is_place(name)],
-    }
     template = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    return environment.from_string(template).render(values | on_hub)
+    # The Hub rejects metadata with paths instead of repository ids.
+    ids = [name for name in dict.fromkeys(datasets) if not _is_path(name)]
+    return environment.from_string(template).render(values, base=None if _is_path(base) else base, datasets=ids)
 
 
 def format_model_index(name: str, record: Record) -> str:
-    """Return the YAML by which the Hub shows benchmark scores beside a model; nothing where there are none.
+    """Return the card's ``model-index`` as YAML, from which the Hub shows benchmark scores; empty without scores.
 
-    Scores of the first questions alone are left out: the Hub would show them as those of the benchmark.
+    Scores on a subset of the questions are omitted, because the Hub would show them as those of the whole benchmark.
     """
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=score.dataset,
             dataset_name=score.task,
-            dataset_config=score.task,  # Tasks of one dataset would be one result under the first one's name.
+            dataset_config=score.task,  # Without it, tasks of one dataset are merged under the first one's name.
             metric_type=score.metric.partition(",")[0],
             metric_name=score.metric,
             metric_value=score.value,
@@ -169,53 +179,56 @@ def format_model_index(name: str, record: Record) -> str:
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of ``metrics.jsonl`` by step; nothing where there is none, and no line that is cut off."""
+    """Return the events of ``metrics.jsonl`` by step, without truncated lines; empty without the file."""
     events = [event for event in read_lines(folder / "metrics.jsonl") if event and isinstance(event.get("step"), int)]
     return sorted(events, key=lambda event: int(event["step"]))
 
 
 def trace_lineage(record: Record) -> list[Row]:
-    """Return the recipes that led to a model, the first one first, as far as their records are on this machine."""
+    """Return recipe, start and data of each training stage of a model, the first stage first.
+
+    Earlier stages are found through ``run.json`` of the start model, as far as it is on this machine.
+    """
     rows: list[Row] = []
-    # The limit also ends a lineage that leads to itself, as where a run was repeated over its own start.
+    # The limit also ends a cycle, as of a run that was repeated over its own start model.
     while len(rows) < _MAX_GENERATIONS:
         config = record["config"]
         start, commit = config.get("model_name_or_path"), record.get("model_commit") or config.get("model_revision")
-        told = "random weights" if start is None else _name_place(str(start))
-        rows.append((record["stage"], f"{told} at {commit}" if commit else told, name_data(config)))
+        name = "random weights" if start is None else _shorten(str(start))
+        rows.append((record["stage"], f"{name} at {commit}" if commit else name, name_data(config)))
         try:
             record = read_record(Path(str(start)) / "run.json", {"stage": str, "config": dict})
         except DataError:
-            break  # The first of them, or none that a recipe left.
+            break  # Random weights, or a model that was not trained by a recipe.
     return rows[::-1]
 
 
 def name_data(config: Record) -> str:
-    """Return the datasets of a run with their revisions, and their weights in a mixture; of files the last name."""
+    """Return the names of a run's datasets with revision and mixture weight; of a path, its last component."""
     return ", ".join(map(_name_part, _list_parts(config)))
 
 
 def _list_parts(config: Record) -> list[Record]:
-    """Return the entries of the mixture, or the only dataset as one; nothing of those without a name."""
-    alone = {"name": config.get("dataset_name"), "revision": config.get("dataset_revision")}
-    return [part for part in config.get("dataset_mixture") or [alone] if part.get("name")]
+    """Return the named entries of ``dataset_mixture``, or ``dataset_name`` as the only entry."""
+    single = {"name": config.get("dataset_name"), "revision": config.get("dataset_revision")}
+    return [part for part in config.get("dataset_mixture") or [single] if part.get("name")]
 
 
 def describe_data(record: Record) -> Iterator[Row]:
-    """Yield how much there was of each split, and the fingerprint of its sources."""
+    """Yield name, size and fingerprint of the sources of each split."""
     data: Record = record.get("data") or {}
     sources = data.get("inputs", {}).get("sources", {}) if isinstance(data.get("inputs"), Mapping) else {}
     for split, counts in data.items():
         if isinstance(counts, Mapping) and counts.keys() & _COUNTS.keys():
-            told = [f"{counts[name]:,} {word}" for name, word in _COUNTS.items() if isinstance(counts.get(name), int)]
-            yield split, ", ".join(told), str(sources.get(split, ""))[:16]
+            sizes = [f"{counts[name]:,} {word}" for name, word in _COUNTS.items() if isinstance(counts.get(name), int)]
+            yield split, ", ".join(sizes), str(sources.get(split, ""))[:16]
 
 
 def describe_corpus(config: Record) -> Iterator[Row]:
-    """Yield how the corpora of a run were made, as far as their manifests are on this machine."""
-    # An entry of a mixture is the folder of a source: `corpus/data/web`.
-    places = [Path(str(part["name"])) for part in _list_parts(config)]
-    folders = [folder for place in places for folder in (place, place.parent.parent) if (folder / _MANIFEST).is_file()]
+    """Yield facts from the manifests of a run's corpora, as far as they are on this machine."""
+    # The manifest is in the dataset's folder, or above a source's folder such as `corpus/data/web`.
+    paths = [Path(str(part["name"])) for part in _list_parts(config)]
+    folders = [folder for path in paths for folder in (path, path.parent.parent) if (folder / _MANIFEST).is_file()]
     for folder in dict.fromkeys(folders):
         try:
             manifest = read_record(folder / _MANIFEST, {"documents": int, "steps": dict, "sources": list})
@@ -228,14 +241,13 @@ def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
     read = next(iter(manifest["steps"].values()))["documents_in"]
     yield name, f"{manifest['documents']:,} of {read:,} documents"
     for source in manifest["sources"]:
-        place = _name_place(str(source["name"]))
-        told = f"{place}, {source['documents']:,} documents, licence {source['license'] or 'not stated'}"
-        yield f"source {source['label']}", told
+        size, licence = f"{source['documents']:,} documents", f"licence {source['license'] or 'not stated'}"
+        yield f"source {source['label']}", f"{_shorten(str(source['name']))}, {size}, {licence}"
     for step, tally in manifest["steps"].items():
         if tally["removed"]:
             reasons = sorted(tally["removed"].items(), key=lambda item: -item[1])[:_MAX_REASONS]
-            told = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
-            yield f"removed by {step}", f"{sum(tally['removed'].values()):,}: {told}"
+            listed = ", ".join(f"{reason} {count:,}" for reason, count in reasons)
+            yield f"removed by {step}", f"{sum(tally['removed'].values()):,}: {listed}"
     if masked := manifest["steps"].get("pii", {}).get("found"):
         yield "personal data found", ", ".join(f"{kind} {count:,}" for kind, count in masked.items())
     if benchmarks := (manifest.get("config") or {}).get("benchmarks"):
@@ -243,7 +255,7 @@ def _describe_manifest(name: str, manifest: Record) -> Iterator[Row]:
 
 
 def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
-    """Yield the step of the best weights, device, time, cost, tokens, FLOPs, and an upper bound of energy."""
+    """Yield the step of the weights, device, training time, cost, tokens, FLOPs, and an upper bound of energy."""
     last = next((event for event in reversed(events) if event.get("kind") == "train"), {})
     best = next((event for event in reversed(events) if event.get("kind") == "best"), None)
     if best is not None:
@@ -264,7 +276,7 @@ def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
         yield "operations", f"{last['num_flops']:.3g} FLOP"
     if last.get("memory_bytes"):
         yield "peak memory", f"{last['memory_bytes'] / 1e9:.1f} GB on the main process"
-    # With torch, without which `recipes publish --help` answers.
+    # Imported here, because it imports torch, which `recipes publish --help` does not need.
     from recipes_lib.planning.devices import find_device
 
     device = find_device(str(hardware.get("device", "")))
@@ -274,14 +286,14 @@ def describe_effort(record: Record, events: Sequence[Record]) -> Iterator[Row]:
 
 
 def list_curve(events: Sequence[Record]) -> list[Row]:
-    """Return step, loss and held-out loss at up to ``MAX_CURVE_ROWS`` steps, the first and the last among them."""
+    """Return step, loss and held-out loss of up to ``MAX_CURVE_ROWS`` evenly spaced steps, including first and last."""
     steps: dict[int, dict[str, Any]] = {}
     for event in events:
-        # A step has an event of training and one of evaluation.
+        # A step may have a training and an evaluation event.
         steps.setdefault(event["step"], {}).update({key: event[key] for key in ("loss", "eval_loss") if key in event})
     known = [(step, figures) for step, figures in steps.items() if figures]
-    places = min(MAX_CURVE_ROWS, len(known))
-    chosen = sorted({round(place * (len(known) - 1) / max(places - 1, 1)) for place in range(places)})
+    num_rows = min(MAX_CURVE_ROWS, len(known))
+    chosen = sorted({round(row * (len(known) - 1) / max(num_rows - 1, 1)) for row in range(num_rows)})
     return [
         (str(step), *(_show(figures.get(name)) for name in ("loss", "eval_loss")))
         for step, figures in (known[at] for at in chosen)
@@ -289,12 +301,12 @@ def list_curve(events: Sequence[Record]) -> list[Row]:
 
 
 def list_limits(record: Record, figures: Record) -> Iterator[str]:
-    """Yield limitations of the metrics, and incidents of the run."""
+    """Yield limitations of model and metrics, and incidents of the run, one sentence each."""
     if record["stage"] == "pretrain":
-        yield "It continues text. Nobody has taught it to answer, to refuse, or to stop where an answer ends."
-    yield "Nothing was measured here of its bias, its safety, or the truth of what it says."
+        yield "It continues text. It was not trained to answer, to refuse, or to stop at the end of an answer."
+    yield "Its bias, its safety and the truth of its answers were not measured."
     if not figures:
-        yield "Nothing was held out: no figure says how it does on what it has not seen."
+        yield "There was no held-out data: its performance on unseen data was not measured."
     for finding in (record.get("data") or {}).get("findings", ()):
         if finding.get("severity") != "ok":
             yield f"Data: {finding['found']}."
@@ -304,27 +316,28 @@ def list_limits(record: Record, figures: Record) -> Iterator[str]:
         yield f"A gate of its report failed: {gate}."
     config = record["config"]
     name = config.get("dataset_name")
-    if name and not config.get("dataset_revision") and not _is_place(name):
-        yield f"No revision of {name} was named: its rows may be others now."
+    if name and not config.get("dataset_revision") and not _is_path(name):
+        yield f"The revision of {name} was not pinned: its rows may have changed since."
     if (record.get("git_commit") or "-dirty").endswith("-dirty"):
-        yield "The code that made it is no commit."
+        yield "The code that trained it is not a recorded git commit."
 
 
-def _is_place(name: str | None) -> bool:
-    """Return whether a name is a path, on this machine or on that of the run; a Hub id is none."""
-    # A card is also written elsewhere, or after the files are gone; only a bare relative path passes for a Hub id then.
+def _is_path(name: str | None) -> bool:
+    """Return whether a name is a path on this machine or on that of the run, and not a Hub id."""
+    # ``looks_local``: the card may be written on another machine, or after the files were deleted. A relative path
+    # without dots is then taken for a Hub id.
     return name is not None and (is_local(name) or looks_local(name))
 
 
-def _name_place(name: str) -> str:
-    """Of a file or folder the last name."""
-    return Path(name).name if _is_place(name) else name
+def _shorten(name: str) -> str:
+    """Return the last component of a path; a Hub id unchanged."""
+    return Path(name).name if _is_path(name) else name
 
 
 def _name_part(part: Record) -> str:
     name, revision = str(part["name"]), part.get("revision")
     amounts = [f" ({key} {part[key]:g})" for key in ("weight", "repeat") if part.get(key) is not None]
-    return _name_place(name) + (f" at {revision}" if revision else "") + "".join(amounts)
+    return _shorten(name) + (f" at {revision}" if revision else "") + "".join(amounts)
 
 
 def _show(value: Any) -> str:
@@ -332,17 +345,17 @@ def _show(value: Any) -> str:
 
 
 def _read_adapter(folder: Path) -> dict[str, Any] | None:
-    """PEFT's settings, where the folder holds an adapter."""
+    """Return the content of ``adapter_config.json``; ``None`` if the folder has no adapter."""
     path = folder / "adapter_config.json"
     return read_record(path, {"base_model_name_or_path": str | None}) if path.exists() else None
 
 
-def _tell_versions(record: Mapping[str, Any]) -> str:
+def _format_versions(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in (record.get("versions") or {}).items())
 
 
 def make_portable(value: Any) -> Any:
-    """Shorten absolute paths in a record to their last part: the rest is specific to the machine."""
+    """Return a JSON value in which absolute paths, which expose the machine, are replaced by their last component."""
     if isinstance(value, list):
         return [make_portable(item) for item in value]
     if isinstance(value, dict):
@@ -354,7 +367,7 @@ def make_portable(value: Any) -> Any:
 
 
 def _escape(text: object) -> str:
-    """One line of text in which nothing is markup: names and paths are the user's, and a card is a page of the Hub."""
+    """Return text as one line without Markdown or HTML markup; names and paths may be untrusted."""
     return re.sub(r"([\\`|\[\]<>])", r"\\\1", escape_controls(text))
 
 

@@ -1,4 +1,4 @@
-"""Wrapper of a recipe: start or resume, export and verify the final model, publish, write card and report."""
+"""Recipe decorator: start or resume a run, export and verify the final model, publish it, write card and report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from transformers import Trainer
 
 from recipes_lib.config.schema import RecipeConfig
-from recipes_lib.errors import ConfigError, DivergedError
+from recipes_lib.errors import ConfigError, DataError, DivergedError
 from recipes_lib.files import let_readers_of_folder_read, read_record
 from recipes_lib.models.adapters.lora import (
     find_logit_shift,
@@ -39,18 +39,16 @@ from recipes_lib.training.run import Run, start_run
 
 
 def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
-    """Decorator of a training function: starts or resumes, records, publishes and reports the run.
+    """Decorate a training function so that it starts or resumes, records, publishes and reports the run.
 
-    A run that was done before this process began is not trained again, but has its card and report made where they are
-    missing.
+    A run that is already finished is not trained again; only a missing card or report is written.
 
     Args:
-        train: Trains ``run.config`` and exports the model; every process calls it. With another number of processes
-            than before, ``run.config`` has another accumulation than the given configuration; and where that says
-            ``activation_checkpointing: auto``, what was chosen.
+        train: Function that trains ``run.config`` and exports the model, called on every process. ``run.config`` has
+            the resolved values of ``activation_checkpointing: auto``, and of gradient accumulation at a new world size.
 
     Raises:
-        ConfigError: As ``start_run`` and ``publishing``.
+        ConfigError: The run cannot be started (``start_run``), or its repository cannot be written (``publishing``).
     """
 
     @functools.wraps(train)
@@ -65,10 +63,10 @@ def recipe(train: Callable[[Run], None]) -> Callable[[RecipeConfig], None]:
 
 
 def finish_run(run: Run) -> None:
-    """Write report and missing card of a finished run, and print all paths.
+    """Write report and missing card of a finished run, and print their paths.
 
     Args:
-        run: Just done, or ``finished`` before this process began; every process may call, the main one acts.
+        run: Finished run; every process may call, only the main one acts.
     """
     if not run.launch.is_main:
         return
@@ -76,79 +74,84 @@ def finish_run(run: Run) -> None:
     if not card.is_file() or not card.stat().st_size:
         files = read_run(run.output_dir)
         write_card(run.output_dir, files.facts, files.find_figures())
-    # A page that was cut off has no end.
+    # A kill may have truncated the page.
     is_whole = report.is_file() and "</html>" in report.read_text(encoding="utf-8", errors="replace")[-16:]
     if not run.finished or not is_whole:
         build_report(run.output_dir)
-    reached = describe_result(read_run(run.output_dir))
-    sys.stdout.write(f"done: {reached}\n  model {run.output_dir}\n  card {card}\n  report {report}\n")
+    result = describe_result(read_run(run.output_dir))
+    sys.stdout.write(f"done: {result}\n  model {run.output_dir}\n  card {card}\n  report {report}\n")
 
 
 UNVERIFIED: Final = "_unverified"
-"""Folder in the output directory that a model is saved into; uploads leave out what begins with an underscore."""
+"""Staging folder of the model in the output directory; never uploaded."""
 
 
 def export_model(trainer: Trainer, folder: Path) -> None:
-    """Save the model or adapter of a finished run, reload it to verify, then rename it into place.
+    """Save the model or adapter of a finished run, reload it to verify, then move it into place; collective.
 
     Args:
-        trainer: After training; every process must call.
-        folder: The output directory, with ``run.json``.
+        trainer: Trainer after training.
+        folder: Output directory of the run.
 
     Raises:
-        BrokenSaveError: What was saved is not whole; it stays in the folder ``UNVERIFIED``.
-        DivergedError: A part of an adapter has learnt nothing; it stays there too.
+        BrokenSaveError: The saved model is damaged; it stays in the folder ``UNVERIFIED``.
+        DivergedError: A part of an adapter was not trained; the adapter stays in the same folder.
     """
     model = trainer.accelerator.unwrap_model(trainer.model)
-    # Off while packed documents had to be kept apart; users of the model want fast generation.
+    # Disabled during training, since packed rows cannot be cached; users of the model need it to generate fast.
     model.config.use_cache = True
     is_adapter = isinstance(model, PeftModel)
     logits = compute_probe_logits(trainer.model) if is_adapter else None
     staging = folder / UNVERIFIED
     if trainer.args.should_save:
         shutil.rmtree(staging, ignore_errors=True)
-    # No rank may write before the main one has deleted what an interrupted export left; and every rank has to save,
-    # because sharded weights are gathered by collective calls.
+    # No rank may write before the main one has deleted leftovers of an interrupted export. Every rank must call
+    # ``save_model``, because sharded weights are gathered by collective calls.
     trainer.accelerator.wait_for_everyone()
     trainer.save_model(str(staging))
     if trainer.args.should_save:
-        # Upstream's pickle of its arguments; run.json holds the same as JSON.
+        # Upstream's pickle of its arguments; run.json has the same as JSON.
         (staging / "training_args.bin").unlink()
         if logits is None:
             verify_weights(staging, read_published_shapes(model))
         else:
             _complete_adapter(model, staging)
-            # accelerate has put autocast into the forward pass of the trained model; the reopened one has none.
+            # accelerate wraps the forward pass of the trained model in autocast; the reloaded model needs the same.
             with trainer.accelerator.autocast():
                 verify_adapter_export(staging, model, logits, is_half=trainer.accelerator.mixed_precision != "no")
         for path in staging.iterdir():
-            # A folder, such as that of further chat templates, cannot replace one that an interrupted export has moved.
+            # Deletes a folder, such as that of chat templates, from an interrupted export: rename would not replace it.
             shutil.rmtree(folder / path.name, ignore_errors=True)
             let_readers_of_folder_read(path)
             path.replace(folder / path.name)
         staging.rmdir()
-        record = read_record(folder / "run.json", {"stage": str, "config": dict})
+        try:
+            record = read_record(folder / "run.json", {"stage": str, "config": dict})
+        except DataError:
+            # Deleted during training; it is written again when the run ends, and then the card (``finish_run``).
+            (folder / "README.md").unlink(missing_ok=True)
+            return
         write_card(folder, record, read_run(folder).find_figures())
 
 
 def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, *, is_half: bool) -> None:
-    """Reload a saved adapter on a fresh base, and compare its logits with the trained model.
+    """Reload a saved adapter on a fresh base, and compare its logits with those of the trained model.
 
-    The base is loaded once more, on the same device where it has room for it: only so a base that was changed while
-    training, or another one than is recorded, can show.
+    The base is loaded again from its recorded name, on the same device if it has enough memory. This detects a base
+    whose weights were changed by training, or that is not the recorded one.
 
     Args:
-        folder: Of the adapter.
-        model: The trained model.
-        logits: What ``compute_probe_logits`` gave for it.
-        is_half: Whether products are in sixteen bits.
+        folder: Folder of the adapter.
+        model: Trained model.
+        logits: Result of ``compute_probe_logits`` for the trained model.
+        is_half: Whether matrix products are computed in 16 bits.
 
     Raises:
         BrokenSaveError: A tensor is missing, empty, not finite or of another shape, or the logits of eight tokens
-            differ by more than rounding explains.
-        DivergedError: It is what was trained, and training has left a part as it was.
+            differ by more than rounding.
+        DivergedError: The adapter was saved correctly, but training left some of its B matrices at zero.
     """
-    # What began with a part of the weights is restated with more rows than were trained.
+    # PiSSA and similar adapters are restated for the original base, with a larger rank than was trained.
     is_restated = hasattr(model, "initial_factors")
     # Under ZeRO-3 sharded weights are empty placeholders.
     shapes = {
@@ -165,7 +168,7 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     shift = find_logit_shift(logits, compute_probe_logits(reopened), torch.bfloat16 if is_half else reopened.dtype)
     if shift is not None:
         raise BrokenSaveError(
-            f"{folder}: opened again, a logit differs by {shift:.2g} of the largest from what was trained"
+            f"{folder}: after reloading, a logit differs from the trained model's by {shift:.2g} of the largest"
         )
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
         learning = [name for name in tensors.keys() if ".lora_B." in name]  # noqa: SIM118 (it is not a mapping)
@@ -173,13 +176,13 @@ def verify_adapter_export(folder: Path, model: PeftModel, logits: torch.Tensor, 
     if untrained:
         raise DivergedError(
             f"{len(untrained)} of {len(learning)} parts of the adapter are unchanged by training, "
-            f"{untrained[0]} first: no step had anything to teach them. A policy learns nothing from answers that all "
-            "earn the same: look at the rewards in metrics.jsonl"
+            f"{untrained[0]} first: their gradients were zero in every step. A policy learns nothing from answers with "
+            "equal rewards: look at the rewards in metrics.jsonl"
         )
 
 
 def _complete_adapter(model: PeftModel, folder: Path) -> None:
-    """Write what PEFT leaves out: stop tokens, score scale, and PiSSA factors for the original base."""
+    """Write what PEFT does not: generation config, score scale, and PiSSA factors restated for the original base."""
     base: Any = model.get_base_model()
     if base.can_generate():
         base.generation_config.save_pretrained(folder)

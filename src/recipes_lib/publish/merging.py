@@ -1,4 +1,4 @@
-"""Merging of an adapter into its base in float32, and comparison of the result with both."""
+"""Merges an adapter into its base in float32, and compares the result with both."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from recipes_lib.models.quantization import build_quantization_config
 
 _PACKAGES: Final = ("torch", "transformers", "peft", "bitsandbytes", "recipes-lib")
 Texts = Sequence[Sequence[int]]
-"""Token ids of the texts that models are compared on."""
+"""Token ids of the texts on which models are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Means over all positions of all texts.
+    """Agreement of two models, as means over all positions of all texts.
 
     Attributes:
-        mean_kl: Kullback-Leibler divergence from the first model to the second, in nats a token.
-        same_choice: Share of the positions at which both would choose the same token.
-        num_tokens: Positions.
+        mean_kl: KL(first || second) in nats per token.
+        same_choice: Fraction of the positions at which both models have the same most likely token.
+        num_tokens: Number of positions.
     """
 
     mean_kl: float
@@ -43,11 +43,11 @@ class Agreement:
 
 
 def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return for each text the log-probabilities of the token after each of its tokens, ``float32 (T, V)``, in nats.
+    """Return the next-token log-probabilities at every position of each text, ``float32 (T, V)``, in nats.
 
     Args:
-        model: A causal language model in evaluation mode.
-        texts: Token ids.
+        model: Causal language model in evaluation mode.
+        texts: Token ids of the texts.
     """
     with torch.no_grad():
         rows = (torch.tensor([list(text)], device=model.device) for text in texts)
@@ -55,13 +55,13 @@ def compute_next_token_logps(model: Any, texts: Sequence[Sequence[int]]) -> list
 
 
 def compare(first: Sequence[Tensor], second: Sequence[Tensor]) -> Agreement:
-    """Compare two models by what ``compute_next_token_logps`` gave for them on the same texts.
+    """Compare two models by their results of ``compute_next_token_logps`` on the same texts.
 
     Source: ``torch.nn.functional.kl_div``; ``tests/publish/test_merging.py``.
     """
     pairs = list(zip(first, second, strict=True))
     num_tokens = sum(len(logps) for logps in first)
-    # KL(first || second), (T, V): over V in float32, as the log-probabilities are; over T in float64.
+    # KL(first || second) = sum over V of p (log p - log q): in float32 over V, in float64 over T.
     kls = ((ours.exp() * (ours - theirs)).sum(dim=-1).sum(dtype=torch.float64).item() for ours, theirs in pairs)
     same = sum(int((ours.argmax(-1) == theirs.argmax(-1)).sum()) for ours, theirs in pairs)
     return Agreement(sum(kls) / num_tokens, same / num_tokens, num_tokens)
@@ -72,11 +72,11 @@ class Merge:
     """Plan of a merge.
 
     Attributes:
-        base: Of the adapter.
+        base: Base model of the adapter.
         adapter: Folder of the adapter.
-        bits: What the base was quantised to while training.
-        dtype: Precision of the merged weights.
-        attn_implementation: Kernel to compare with.
+        bits: Quantisation of the base during training.
+        dtype: Dtype of the merged weights.
+        attn_implementation: Attention implementation for the comparison.
     """
 
     base: ModelConfig
@@ -87,12 +87,12 @@ class Merge:
 
     @property
     def trained_on(self) -> str:
-        """In what precision the base was while training."""
+        """Precision of the base during training."""
         return "4 bits" if self.bits.load_in_4bit else "8 bits" if self.bits.load_in_8bit else "full precision"
 
     @property
     def compared_on(self) -> str:
-        """In what precision the base is that the adapter is compared on: that of the training, where it can be had."""
+        """Precision of the base in the comparison: that of training, or full precision without bitsandbytes."""
         return self.trained_on if importlib.util.find_spec("bitsandbytes") else "full precision"
 
 
@@ -100,13 +100,13 @@ def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype
     """Plan a merge, without loading weights.
 
     Args:
-        base: Of the adapter.
+        base: Base model of the adapter.
         adapter: Folder of the adapter.
-        bits: What the base was quantised to while training.
-        dtype: Precision of the merged weights; ``None`` for that of the base's checkpoint.
+        bits: Quantisation of the base during training.
+        dtype: Dtype of the merged weights; ``None``: that of the base's checkpoint.
 
     Raises:
-        ConfigError: The base cannot be found, or is not in full precision.
+        ConfigError: The base cannot be found, or its weights are quantised.
     """
     config, _ = load_model_config(base)
     if getattr(config, "quantization_config", None):
@@ -120,25 +120,25 @@ def plan_merge(base: ModelConfig, adapter: Path, bits: QuantizationConfig, dtype
 def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder: Path) -> dict[str, Any]:
     """Write the merged model into ``folder``, reload it, and return the comparison.
 
-    The sum of base and adapter is made in ``float32`` and rounded once. The result is compared with the adapter on the
-    base that it was trained on: quantised if it was so, and bitsandbytes is installed.
+    Base and adapter are added in ``float32`` and rounded once. The merged model is compared with the adapter on its
+    base as in training: quantised if it was, and if bitsandbytes is installed.
 
     Args:
-        plan: From ``plan_merge``.
-        tokenizer: Saved with the model.
-        texts: To compare on.
-        folder: Not there yet.
+        plan: Result of ``plan_merge``.
+        tokenizer: Tokenizer to save with the model.
+        texts: Texts for the comparison.
+        folder: Folder to create.
 
     Returns:
-        What ``merge.json`` holds; ``mean_kl`` is from the adapter's model to the merged one, in nats a token.
+        Content of ``merge.json``; ``mean_kl`` is KL(adapter on its base || merged model), in nats per token.
 
     Raises:
         ConfigError: Base or adapter cannot be loaded.
 
     Source: ``tests/publish/test_merging.py``.
     """
-    as_trained = _read_on_few_bits(plan, texts) if plan.compared_on != "full precision" else None
-    in_full, bare = _merge_in_float32(plan, texts, folder)
+    as_trained = _compute_on_quantised_base(plan, texts) if plan.compared_on != "full precision" else None
+    in_full, base_alone = _merge_in_float32(plan, texts, folder)
     tokenizer.save_pretrained(folder)
     reference = in_full if as_trained is None else as_trained
     merged: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -155,32 +155,32 @@ def merge(plan: Merge, tokenizer: PreTrainedTokenizerBase, texts: Texts, folder:
         "num_tokens": agreement.num_tokens,
         "mean_kl": agreement.mean_kl,
         "same_choice": agreement.same_choice,
-        "mean_kl_of_the_base": compare(reference, bare).mean_kl,
+        "mean_kl_of_the_base": compare(reference, base_alone).mean_kl,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES if _is_installed(name)},
     }
 
 
 def _merge_in_float32(plan: Merge, texts: Texts, folder: Path) -> tuple[list[Tensor], list[Tensor]]:
-    """Write the merged model; return what the model says with its adapter on and off."""
-    # A base that the user names has another name than the adapter has recorded.
+    """Write the merged model; return the log-probabilities of the base with and without the adapter."""
+    # ``on_any_base``: the user's ``--base`` may have another name than the one that the adapter records.
     model = load_adapter(load_causal_lm(plan.base, plan.attn_implementation), str(plan.adapter), on_any_base=True)
     model.eval()
     with_adapter = compute_next_token_logps(model, texts)
     # Before merging, which changes the weights of the base in place.
     with adapters_off(model):
-        bare = compute_next_token_logps(model, texts)
-    # `safe_merge`: PEFT refuses a sum that is not finite, with the weights unchanged.
+        without_adapter = compute_next_token_logps(model, texts)
+    # `safe_merge`: PEFT raises on non-finite sums before it changes the weights.
     merged = model.merge_and_unload(safe_merge=True).to(plan.dtype)
-    # As of ``export_model``: users of the model want fast generation.
+    # As in ``export_model``, for fast generation.
     merged.config.use_cache = True
     if (plan.adapter / "generation_config.json").exists():
         merged.generation_config = GenerationConfig.from_pretrained(plan.adapter)
     merged.save_pretrained(folder)
-    return with_adapter, bare
+    return with_adapter, without_adapter
 
 
-def _read_on_few_bits(plan: Merge, texts: Texts) -> list[Tensor]:
-    """What the adapter says on the base that it was trained on."""
+def _compute_on_quantised_base(plan: Merge, texts: Texts) -> list[Tensor]:
+    """Return the log-probabilities of the adapter on its quantised base, as in training."""
     quantization = build_quantization_config(plan.bits, torch.float32, "")
     base = load_causal_lm(plan.base, plan.attn_implementation, quantization)
     return compute_next_token_logps(load_adapter(base, str(plan.adapter), on_any_base=True).eval(), texts)

@@ -9,7 +9,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-def
 from recipes_lib import processes
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.config.values import BOOLEANS
-from recipes_lib.errors import ConfigError, Problem, UserError
+from recipes_lib.errors import ConfigError, DataError, Problem, UserError
 from recipes_lib.files import try_lock
 from recipes_lib.publish.access import (
     DEFAULT_BRANCH,
@@ -46,40 +46,42 @@ from recipes_lib.publish.selection import (
 )
 
 SILENCE_SECONDS: Final = 120.0
-"""Read timeout of a push, in seconds."""
+"""Read timeout of requests during a push."""
 WAIT_SECONDS: Final = 3600.0
-"""Seconds that the end of a run waits for the last uploads."""
+"""Maximum wait for the last uploads at the end of a run."""
 PAUSE_SECONDS: Final = 120.0
-"""Seconds between attempts during training after the Hub has failed."""
+"""Pause between attempts during training after the Hub has failed."""
 SECONDS_BETWEEN_LOOKS: Final = 0.5
+"""Interval at which the background thread looks for new checkpoints."""
 _LOCK: Final = "_published.lock"
 _WEIGHT_FILES: Final = ("*.safetensors", "*.safetensors.index.json")
 
 
 class DamagedError(Exception):
-    """A file does not have the hash of the manifest: it must not be published."""
+    """A file does not match the hash of its manifest, and must not be published."""
 
 
 class StoppedError(Exception):
-    """The run has ended early: nothing more is committed by this process."""
+    """The run has ended early: this process makes no further commits."""
 
 
 class Publication:
-    """Commits the contents of a folder that the branch lacks.
+    """Commits the contents of a folder that are missing on the branch.
 
     Attributes:
-        num_commits: Commits that were made.
-        is_stopped: True once no further commit shall be attempted.
+        num_commits: Number of commits made.
+        is_stopped: Set to True to prevent further commits.
     """
 
     def __init__(self, folder: Path, target: Target, keys: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Create without sending.
+        """Initialise without sending anything.
 
         Args:
-            folder: Output directory of a run, or a model.
-            target: Repository that this account may write to.
-            keys: ``hub_strategy``, ``tag``; ``hub_always_push`` publishes checkpoints that a newer one has overtaken.
-            say: Called with a line for each event.
+            folder: Output directory of a run, or folder of a model.
+            target: Repository with verified write access.
+            keys: Configuration with ``hub_strategy`` and ``tag``; ``hub_always_push`` also publishes checkpoints that
+                are no longer the newest.
+            say: Logger for one line per event.
         """
         self.num_commits, self.is_stopped = 0, False
         self._api = HfApi()
@@ -87,17 +89,17 @@ class Publication:
         self._is_done: dict[tuple[str, str], bool] = {}
 
     def publish_missing(self, *, with_model: bool = True) -> None:
-        """Commit what is missing, the oldest first.
+        """Commit missing contents, the oldest first.
 
         Args:
-            with_model: Whether the final model goes too; not before the run has ended.
+            with_model: Whether to publish the final model too, once the run has ended.
 
         Raises:
             ConfigError: Another process publishes the folder.
-            DataError: As ``collect_files``.
+            DataError: The model is damaged, or a file may not be published (``collect_files``).
             Exception: The Hub refuses, or has failed several times in a row.
         """
-        with _alone(self._folder):
+        with _locked(self._folder):
             while pending := self._find_pending(with_model=with_model):
                 contents = pending[0]
                 try:
@@ -105,17 +107,17 @@ class Publication:
                 except DamagedError as error:
                     self._say(f"{contents.name} is not published: {error}")
                 except Exception:
-                    # Upstream reports a file that is gone as whatever it was doing at the time.
+                    # The type of the error for a deleted file depends on what upstream was doing at the time.
                     if contents.source.exists():
                         raise
-                    self._say(f"{contents.name} is not published: it was deleted meanwhile (save_total_limit)")
+                    self._say(f"{contents.name} is not published: it was deleted in the meantime (save_total_limit)")
                 else:
                     self.num_commits += 1
                     self._say(f"published {contents.name} as {commit[:12]}")
                 self._is_done[_identify(contents)] = True
 
     def _find_pending(self, *, with_model: bool) -> list[Contents]:
-        """Return what is newer than all that is published: a branch never goes back to an older checkpoint."""
+        """Return the contents newer than the newest published ones: a branch never returns to an older checkpoint."""
         found = find_contents(self._folder, self._keys)
         pending: list[Contents] = []
         for contents in reversed(found.values()):
@@ -124,18 +126,18 @@ class Publication:
             key = _identify(contents)
             if key not in self._is_done:
                 self._is_done[key] = retry(functools.partial(self._is_published, contents))
-            # Newest first: what is older than one that is published is never published after it.
+            # Iteration is newest first, so everything from here on is older than a published checkpoint.
             if self._is_done[key]:
                 break
             pending.insert(0, contents)
         checkpoints = [contents for contents in pending if contents.name != MODEL]
-        overtaken = [] if self._keys.get("hub_always_push") else checkpoints[:-1]
-        return [contents for contents in pending if contents not in overtaken]
+        outdated = [] if self._keys.get("hub_always_push") else checkpoints[:-1]
+        return [contents for contents in pending if contents not in outdated]
 
     def _is_published(self, contents: Contents) -> bool:
-        """Return whether the Hub has every file but the records: those may be edited there."""
+        """Return whether the Hub has every file except the records, which users may edit there."""
         files = collect_files(contents, self._folder)
-        # A checkpoint is what its tag says, since the branch has moved on; a model has to be on the branch as well.
+        # Checkpoints are compared with their tag, since the branch has moved on; a model with the branch as well.
         revisions = {contents.tag, self._target.branch if contents.name == MODEL else contents.tag}
         for revision in revisions - {None}:
             try:
@@ -154,21 +156,24 @@ class Publication:
         return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
     def _publish(self, contents: Contents) -> str:
-        """Return the commit that holds the contents; unchanged files make no second commit after a lost answer."""
-        if self.is_stopped:  # Another attempt, after the run has ended: the next process may be publishing by now.
+        """Commit the contents, and return the id of the commit.
+
+        A repeated attempt after a lost response makes no second commit, because the Hub drops unchanged files.
+        """
+        if self.is_stopped:  # In a retry after the end of the run: the next process may already be publishing.
             raise StoppedError
         files = collect_files(contents, self._folder)
         additions = [CommitOperationAdd(path, file) for path, file in files.items()]
         for addition in additions:
             digest = contents.find_hash(addition.path_in_repo)
             if digest is not None and addition.upload_info.sha256.hex() != digest:
-                raise DamagedError(f"{addition.path_in_repo} holds other bytes than were written")
+                raise DamagedError(f"{addition.path_in_repo} does not match its SHA-256")
         repository, branch = self._target.repository, self._target.branch
-        # One at a time: several at once are sent by a thread pool, which the interpreter would wait for at its end.
+        # One at a time: for several files upstream starts a thread pool, which delays the exit of the interpreter.
         for addition in additions:
             self._api.preupload_lfs_files(repository, [addition], revision=branch)
-        # ``create_commit``, because ``upload_folder`` makes several commits of what takes it longer than five minutes,
-        # and loading the branch between them would mix shards of two models.
+        # ``create_commit`` instead of ``upload_folder``, which splits uploads of over five minutes into several
+        # commits: a model loaded between two of them would have shards of two models.
         commit = self._api.create_commit(
             repository,
             [*self._list_deletions(contents, files), *additions],
@@ -181,6 +186,7 @@ class Publication:
 
     def _list_deletions(self, contents: Contents, files: Files) -> Iterator[CommitOperationDelete]:
         for path in self._list_files(self._target.branch):
+            # Deleted: files of an older checkpoint in the state folder, and shards of an older model at the top.
             is_stale = bool(contents.state) and path.startswith(f"{contents.state}/")
             is_weight = "/" not in path and any(fnmatch.fnmatch(path, pattern) for pattern in _WEIGHT_FILES)
             if (is_stale or is_weight) and path not in files:
@@ -192,7 +198,7 @@ class Publication:
         except HfHubHTTPError as error:
             if read_status(error) != 409:
                 raise
-            # It is there: a run of the same name, or a repeated attempt. The Hub cannot move a tag.
+            # The tag exists, from a run of the same name or an earlier attempt. The Hub cannot move tags.
             self._api.delete_tag(self._target.repository, tag=tag)
             self._api.create_tag(self._target.repository, tag=tag, revision=commit)
 
@@ -207,34 +213,36 @@ def _is_same(remote: RepoFile, file: Path | bytes, digest: str | None) -> bool:
         if digest is None:
             digest = CommitOperationAdd(remote.path, file).upload_info.sha256.hex()
         return bool(remote.lfs.sha256 == digest)
-    # What is not in large-file storage is known by git's hash: of a header with the length, and the content.
+    # Files outside of large-file storage have git's blob id: the SHA-1 of a header with the size, and the content.
     content = file.read_bytes() if isinstance(file, Path) else file
     return bool(remote.blob_id == hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest())
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock this folder against publishing by other processes; no effect without file locks.
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder against publishing by other processes; no effect on read-only folders and without file locks.
 
     Raises:
-        ConfigError: One does already.
+        ConfigError: Another process has the lock.
     """
-    with (folder / _LOCK).open("a", encoding="utf-8") as file:
-        if try_lock(file, of_process=True) is False:
-            raise ConfigError(Problem(str(folder), "another process publishes it", "wait until it has ended"))
+    with ExitStack() as stack:
+        with suppress(OSError):  # A folder may be read-only.
+            file = stack.enter_context((folder / _LOCK).open("a", encoding="utf-8"))
+            if try_lock(file, of_process=True) is False:
+                raise ConfigError(Problem(str(folder), "another process publishes it", "wait until it has ended"))
         yield
 
 
 def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig], None]:
-    """Publish checkpoints and model during a recipe if ``push_to_hub`` is set.
+    """Decorate a recipe so that it publishes checkpoints and model if ``push_to_hub`` is set.
 
-    Write access is proved before anything else; a failure of the Hub after that never fails the run.
+    Write access is verified before training; later failures of the Hub never fail the run.
 
     Args:
-        train: Trains by a configuration; every process calls it, and the main one publishes.
+        train: Recipe, called on every process; the main one publishes.
 
     Raises:
-        ConfigError: It may not (``open_target``).
+        ConfigError: The account may not write to the repository, or the Hub cannot be reached (``open_target``).
     """
 
     @functools.wraps(train)
@@ -243,7 +251,7 @@ def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig]
             train(config)
             return
         target = open_target(config.training)
-        _tell(str(target))
+        _log(str(target))
         publisher = BackgroundPublisher(Path(config.training["output_dir"]), target, config.training)
         try:
             if config.training["hub_strategy"] != "end":
@@ -257,17 +265,17 @@ def publishing(train: Callable[[RecipeConfig], None]) -> Callable[[RecipeConfig]
 
 
 class BackgroundPublisher:
-    """A daemon thread that publishes a run: neither training nor the end of the process waits for a stalled Hub."""
+    """Publishes a run in a daemon thread, so that neither training nor process exit waits for a stalled Hub."""
 
     def __init__(self, folder: Path, target: Target, keys: Mapping[str, Any]) -> None:
-        """Create without a thread; arguments as of ``Publication``."""
+        """Initialise without starting the thread; arguments as for ``Publication``."""
         self._folder, self._target = folder, target
-        self._publication = Publication(folder, target, keys, _tell)
+        self._publication = Publication(folder, target, keys, _log)
         self._error: Exception | None = None
         self._is_over = threading.Event()
-        # Until the run has written its record, what the directory holds may be another run's.
+        # Until this run writes its record, the folder may hold another run's checkpoints.
         self._before = _read_time(folder)
-        # Not ``run_as_future``: the interpreter waits at its end for the threads of an executor.
+        # Not ``HfApi.run_as_future``: the interpreter joins executor threads at exit.
         self._thread = threading.Thread(target=self._run, name="publishing", daemon=True)
 
     def start(self) -> None:
@@ -277,30 +285,30 @@ class BackgroundPublisher:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for up to ``WAIT_SECONDS`` until all is published that the run has left; say whether it is."""
-        again = f"`recipes publish {self._folder}` publishes the rest"
-        _tell(f"publishing to {self._target.repository}; interrupted, {again}")
+        """Wait up to ``WAIT_SECONDS`` until everything is published, and log the result."""
+        remedy = f"`recipes publish {self._folder}` publishes the rest"
+        _log(f"publishing to {self._target.repository}; if interrupted, {remedy}")
         self._is_over.set()
-        # With `hub_strategy: end` there was nothing to do before.
+        # With `hub_strategy: end` the thread is not started before.
         if not self._thread.ident:
             self.start()
         self._thread.join(WAIT_SECONDS)
         if self._thread.is_alive():
-            _tell(f"not all is published (the Hub has not taken it within {WAIT_SECONDS:.0f} s); {again}")
+            _log(f"not everything is published (the upload has taken more than {WAIT_SECONDS:.0f} s); {remedy}")
         elif self._error is not None:
-            _tell(f"not all is published ({describe(self._error)}); {again}")
+            _log(f"not everything is published ({describe(self._error)}); {remedy}")
         else:
-            _tell(describe_commits(self._target, self._publication.num_commits))
+            _log(describe_commits(self._target, self._publication.num_commits))
 
     def stop(self) -> None:
-        """Start no further push; one that is under way is left alone, and dies with the process."""
+        """Start no further push; a running one is not interrupted, and ends with the process."""
         self._publication.is_stopped = True
         self._is_over.set()
 
     def _run(self) -> None:
         pause = SECONDS_BETWEEN_LOOKS
         while True:
-            # Asked before publishing, so that one more look follows the end of the run.
+            # Read before publishing, so that a last iteration follows the end of the run.
             is_over = self._is_over.wait(pause)
             if self._publication.is_stopped:
                 return
@@ -310,34 +318,35 @@ class BackgroundPublisher:
                 pause, self._error = SECONDS_BETWEEN_LOOKS, None
             except StoppedError:
                 return
-            except UserError as error:
-                # Another attempt would find the same damage or secret.
-                _tell(str(error))
+            except DataError as error:
+                # Not retried, unlike a lock of another process: the next attempt would find the same damage or secret.
+                _log(str(error))
                 self._error = error
                 return
             except Exception as error:
                 if self._error is None or describe(error) != describe(self._error):
-                    _tell(f"publishing has failed, and is tried again: {describe(error)}")
+                    _log(f"publishing failed, and is retried: {describe(error)}")
                 pause, self._error = PAUSE_SECONDS, error
             if is_over:
                 return
 
 
 def main(argv: Sequence[str]) -> None:
-    """Publish the finished model of a run, a merged model, or checkpoints, as far as that is not done.
+    """Publish the finished model of a run, a merged model, or checkpoints, if they are not yet published.
 
     Raises:
-        ConfigError: There is nothing to publish, this account may not, another process does it, or the Hub refuses or
-            fails several times in a row.
-        DataError: The model is not whole, or what would be published holds a secret.
+        ConfigError: There is nothing to publish, the account has no write access, another process publishes the
+            folder, or the Hub refuses or fails several times in a row.
+        DataError: The model is damaged, or a file to publish contains a secret.
     """
     options = _parse(argv)
     folder: Path = options.folder
     keys = dict(read_facts(folder).get("config", {}))
     keys |= {name: value for name, value in vars(options).items() if value is not None}
     if not find_contents(folder, keys):
-        remedy = "let the run finish, or publish its checkpoints: `--hub_strategy every_save`"
-        raise ConfigError(Problem(str(folder), "there is no finished model in it", remedy))
+        found = "there is no finished model in it" if folder.is_dir() else "is not a folder"
+        remedy = "give the output_dir of a finished run, or publish its checkpoints: `--hub_strategy every_save`"
+        raise ConfigError(Problem(str(folder), found, remedy))
     target = open_target({**keys, "output_dir": str(folder)})
     _print(str(target))
     limit_silence(SILENCE_SECONDS)
@@ -350,19 +359,19 @@ def main(argv: Sequence[str]) -> None:
     except Exception as error:
         if not (is_transient(error) or read_status(error) is not None):
             raise
-        found, remedy = f"not all is published: {describe(error)}", "run the same command again"
+        found, remedy = f"not everything is published: {describe(error)}", "run the same command again"
         raise ConfigError(Problem(str(folder), found, remedy)) from error
     _print(describe_commits(target, publication.num_commits))
 
 
 def describe_commits(target: Target, num_commits: int) -> str:
-    """Return in one line where the model is, and how many commits were made."""
+    """Return a line with the URL of the model and the number of commits."""
     branch = "" if target.branch == DEFAULT_BRANCH else f"/tree/{target.branch}"
     return f"published at https://huggingface.co/{target.repository}{branch}: {num_commits} commits"
 
 
 def _read_time(folder: Path) -> int:
-    """When ``run.json`` was written last, in nanoseconds; 0 before it is there."""
+    """Return the modification time of ``run.json`` in nanoseconds; 0 if it does not exist."""
     file = folder / "run.json"
     return file.stat().st_mtime_ns if file.exists() else 0
 
@@ -372,9 +381,9 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-def _tell(line: str) -> None:
-    """Print a line during a run."""
-    sys.stderr.write(f"{line}\n")
+def _log(line: str) -> None:
+    with suppress(OSError):  # The pipe or terminal of stderr may be gone.
+        sys.stderr.write(f"{line}\n")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -390,10 +399,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _read_flag(text: str) -> bool:
-    """Return a flag as a recipe writes it.
+    """Return a boolean flag in the spellings of YAML.
 
     Raises:
-        ArgumentTypeError: It is neither true nor false.
+        ArgumentTypeError: The text is neither true nor false.
     """
     if text.lower() not in BOOLEANS:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither true nor false")

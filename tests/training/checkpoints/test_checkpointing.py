@@ -126,7 +126,7 @@ def change_saved(monkeypatch, change):
         (lambda state: state.__setitem__("model.norm.weight", torch.empty(0)), "model.norm.weight is empty"),
         (lambda state: state.pop("model.norm.weight"), "model.norm.weight is missing"),
         (lambda state: state["model.norm.weight"].fill_(float("nan")), "model.norm.weight is not finite"),
-        (lambda state: state["model.norm.weight"].mul_(1 + 2**-23), "model.norm.weight differ from what is trained"),
+        (lambda state: state["model.norm.weight"].mul_(1 + 2**-23), "norm.weight differ from the weights in memory"),
     ],
     ids=["emptied", "lost", "nan", "one bit off"],
 )

@@ -117,6 +117,14 @@ def test_what_is_not_whole_takes_no_place_and_is_never_deleted(tmp_path):
     assert steps_in(tmp_path) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
 
 
+def test_a_checkpoint_takes_the_place_of_a_broken_link(tmp_path):
+    """The older one was moved to another disk, linked, and deleted there."""
+    (tmp_path / "checkpoint-3").symlink_to(tmp_path / "gone")
+    staged = make_checkpoint(tmp_path / STAGING, 3)
+    assert is_complete(publish(staged))
+    assert steps_in(tmp_path) == ["checkpoint-3"]
+
+
 def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -126,11 +134,15 @@ def flip_a_bit(path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: flip_a_bit(path / "model.safetensors"), "model.safetensors holds other bytes"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"w"), "model.safetensors has 1 bytes and not 70"),
+        (lambda path: flip_a_bit(path / "model.safetensors"), "model.safetensors does not match its SHA-256"),
+        (lambda path: (path / "model.safetensors").write_bytes(b"w"), "model.safetensors has 1 bytes instead of 70"),
         (lambda path: (path / "nested" / "state.json").unlink(), "nested/state.json cannot be read (No such file"),
         (lambda path: (path / COMPLETE).unlink(), "it has no readable COMPLETE.json"),
         (lambda path: (path / COMPLETE).write_text('{"files": {"a": 3}}'), "it has no readable COMPLETE.json"),
+        (
+            lambda path: (path / COMPLETE).write_text(r'{"files": {"\ud800": {"size": 1, "sha256": ""}}}'),
+            "cannot be read ('utf-8' codec can't encode",
+        ),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, damage, words):
@@ -196,7 +208,7 @@ def test_of_all_that_share_a_reading_one_sees_the_damage(tmp_path, world_size, m
     assert max(sizes) <= sum(sizes) / world_size + max((tmp_path / name).stat().st_size for name in NAMES)
     flip_a_bit(tmp_path / NAMES[3])
     found = [find_damage(tmp_path, rank, world_size) for rank in range(world_size)]
-    assert [damage for damage in found if damage] == [f"{NAMES[3]} holds other bytes than were written"]
+    assert [damage for damage in found if damage] == [f"{NAMES[3]} does not match its SHA-256"]
 
 
 def test_a_checkpoint_takes_the_place_of_one_of_the_same_step(tmp_path):

@@ -168,10 +168,8 @@ def test_the_newest_checkpoint_that_is_whole_is_chosen_and_newer_ones_are_put_as
     lines = []
     assert agree(bad, lines) == good
     assert lines == [
-        "checkpoint-11 is not whole: it has no readable COMPLETE.json; it is kept as damaged-checkpoint-11, "
-        "and the one before it is used",
-        "checkpoint-10 is not whole: model.safetensors holds other bytes than were written; it is kept as "
-        "damaged-checkpoint-10, and the one before it is used",
+        "checkpoint-11 is damaged: it has no readable COMPLETE.json; it is kept as damaged-checkpoint-11",
+        "checkpoint-10 is damaged: model.safetensors does not match its SHA-256; it is kept as damaged-checkpoint-10",
     ]
     left = ["checkpoint-8", "checkpoint-9", "damaged-checkpoint-10", "damaged-checkpoint-11"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left

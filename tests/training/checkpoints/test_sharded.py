@@ -88,7 +88,7 @@ def test_one_bit_is_seen(saved, which):
     weight = model.model.norm.weight
     value = weight.detach() if which == "weight" else optimizer.state[weight]["exp_avg_sq"]
     value.view(torch.int32)[3] ^= 1
-    with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight differs from what is trained"):
+    with pytest.raises(BrokenSaveError, match=r"model\.norm\.weight differs from the tensor in memory"):
         compare_own_shards(folder, read_trained_state(model), dict(model.named_parameters()), optimizer)
 
 
@@ -99,7 +99,7 @@ def test_what_is_missing_or_not_finite_is_named(saved):
     del tensors["model.norm.weight"]
     tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, file)
-    with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite, model\.norm\.weight is not whole"):
+    with pytest.raises(BrokenSaveError, match=r"up_proj\.weight is not finite, model\.norm\.weight is incomplete"):
         verify_shards(folder, read_shapes(model))
 
 

@@ -57,6 +57,14 @@ def test_a_batch_answers_as_each_prompt_alone(
         assert (sample.stopped, sample.num_tokens) == (False, 9)
 
 
+def test_a_prompt_without_tokens_is_named(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.chat_template = None
+    assert tokenizer.encode("") == []
+    with pytest.raises(ConfigError, match="sample_prompts: '' has no tokens"):
+        build_prompts(EvaluationConfig(sample_prompts=["", "snow"]), [], tokenizer, 64, lambda _: None)
+
+
 def test_any_stop_token_ends_an_answer_and_counts_as_one_token(
     model: Any, prompts: list[Prompt], tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

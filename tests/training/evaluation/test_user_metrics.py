@@ -79,13 +79,13 @@ def test_without_references_nothing_is_computed(own_module: str) -> None:
 @pytest.mark.parametrize(
     ("path", "found", "remedy"),
     [
-        ("own_scores", "no import path", "package.module:Class"),
-        ("own_scores:", "no import path", "package.module:Class"),
+        ("own_scores", "not an import path", "package.module:Class"),
+        ("own_scores:", "not an import path", "package.module:Class"),
         ("not_a_module:Thing", "No module named 'not_a_module'", "PYTHONPATH"),
         ("broken_scores:Thing", "a_package_that_is_not_there", "install"),
         ("own_scores:Absent", "missing", "subclass of evaluate.Metric"),
-        ("own_scores:Plain", "no evaluate.Metric", "subclass of evaluate.Metric"),
-        ("own_scores:Demanding", "cannot be built", "keyword arguments"),
+        ("own_scores:Plain", "not an evaluate.Metric", "subclass of evaluate.Metric"),
+        ("own_scores:Demanding", "cannot be built", "constructor must accept"),
     ],
 )
 def test_a_bad_path_is_an_error_with_the_fix(own_module: str, path: str, found: str, remedy: str) -> None:

@@ -166,7 +166,7 @@ def test_the_fisher_information_of_another_model_is_refused(
     (make_config.folder / "fisher.json").write_text(json.dumps(record))
     penalty = load_penalty(make_config())
     assert penalty is not None
-    with pytest.raises(ConfigError, match="9 weights are other ones"):
+    with pytest.raises(ConfigError, match="9 weights have another name or shape"):
         penalty.prepare(Accelerator(cpu=True), AutoModelForCausalLM.from_pretrained(smaller))
     assert np.isfinite(penalty.compute_value())
     with pytest.raises(ConfigError, match="has no Fisher information"):

@@ -134,7 +134,7 @@ def test_an_evaluation_that_was_left_is_made_again_with_all_that_follows_from_it
 def test_where_nothing_shall_be_saved_nothing_is(tiny_model_dir, tmp_path):
     trainer, _ = make_trainer(tiny_model_dir, tmp_path / "run", make_packs(), hooks=[Hook(asks_at=2)], eval_steps=2,
                               eval_strategy="steps")  # fmt: skip
-    with pytest.raises(PreemptedError, match="stopped after step 2; nothing was to be saved"):
+    with pytest.raises(PreemptedError, match="stopped after step 2; there was nothing to save"):
         trainer.train()
     assert not list((tmp_path / "run").glob("checkpoint-*"))
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes_lib.errors import DataError
 from recipes_lib.training.checkpoints.manifest import write_complete
 from recipes_lib.training.guards.replay_check import (
     ROLLBACKS_FILE,
@@ -24,6 +25,14 @@ def test_what_was_written_is_read(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [ROLLBACKS_FILE]
     Rollbacks.clear(tmp_path)
     assert read_rollbacks(tmp_path) == Rollbacks()
+
+
+@pytest.mark.parametrize("skipped", ["[]", "[1]", "[1, Infinity]", "7", "[null, 2]"])
+def test_a_changed_file_is_refused(tmp_path, skipped):
+    text = f'[{{"step": 1, "cause": "loss", "back_to": 0, "skipped": {skipped}, "steps": [1, 2]}}]'
+    (tmp_path / ROLLBACKS_FILE).write_text(text)
+    with pytest.raises(DataError, match=r"rollbacks\.json: "):
+        read_rollbacks(tmp_path)
 
 
 def test_a_kill_while_writing_leaves_what_was_there(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ DESCENT = 2.5 + 8 * np.exp(-STEPS / 60)
 def find_spikes(losses, norms=None):
     monitor = SpikeMonitor()
     norms = np.ones_like(losses) if norms is None else norms
-    judged = [monitor.judge(float(loss), float(norm)) for loss, norm in zip(losses, norms, strict=True)]
+    judged = [monitor.find_spike(float(loss), float(norm)) for loss, norm in zip(losses, norms, strict=True)]
     return [(step, spike.figure) for step, spike in enumerate(judged) if spike is not None]
 
 
@@ -33,8 +33,8 @@ def test_the_threshold_is_the_formula(level, scale):
     for value, is_spike in ((threshold * 1.0001, True), (threshold * 0.9999, False)):
         monitor = SpikeMonitor()
         for loss in losses:
-            assert monitor.judge(loss, 1.0) is None
-        spike = monitor.judge(value, 1.0)
+            assert monitor.find_spike(loss, 1.0) is None
+        spike = monitor.find_spike(value, 1.0)
         assert (spike is not None) == is_spike
         if spike is not None:
             assert (spike.value, spike.median, spike.threshold) == pytest.approx((value, unscale(median), threshold))
@@ -126,10 +126,10 @@ def test_what_was_seen_travels_and_too_little_is_not_judged():
     losses = np.random.default_rng(2).normal(3, 0.1, 60)
     monitor = SpikeMonitor()
     for loss in losses:
-        monitor.judge(loss, loss)
+        monitor.find_spike(loss, loss)
     restored = SpikeMonitor()
     restored.restore(monitor.export())
-    assert restored.judge(3.4, 3.0) == monitor.judge(3.4, 3.0)
+    assert restored.find_spike(3.4, 3.0) == monitor.find_spike(3.4, 3.0)
     assert restored.export() == monitor.export()
     restored.restore({})
     assert find_spikes([3.0] * (MIN_STEPS - 1) + [300.0]) == []
@@ -141,9 +141,9 @@ def test_a_step_is_held_against_steps_of_its_kind():
     monitor, noise = SpikeMonitor(), np.random.default_rng(0).normal(1, 0.05, 200)
     for step, factor in enumerate(noise):
         kind, level = ("", 10.0) if step % 4 else ("answers", 1.0)
-        assert monitor.judge(level * factor, level * factor, kind) is None
+        assert monitor.find_spike(level * factor, level * factor, kind) is None
     restored = SpikeMonitor()
     restored.restore(json.loads(json.dumps(monitor.export())))
-    for judge in (monitor.judge, restored.judge):
-        assert judge(5.0, 1.0, "answers") is not None
-        assert judge(5.0, 1.0) is None
+    for find_spike in (monitor.find_spike, restored.find_spike):
+        assert find_spike(5.0, 1.0, "answers") is not None
+        assert find_spike(5.0, 1.0) is None

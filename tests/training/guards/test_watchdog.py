@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from tests.training.clock import Clock
@@ -40,7 +41,7 @@ def watch(dog, clock, seconds):
     began, said = clock.now, []
     while clock.now < began + seconds:
         clock.now += 1
-        if verdict := dog.look():
+        if verdict := dog.poll():
             said.append((verdict, clock.now - began))
             if verdict == "end":
                 break
@@ -64,7 +65,7 @@ def test_long_steps_are_given_their_time(dog, clock):
     assert watch(dog, clock, 1e5) == [("show", pytest.approx(20 * 500 / 3, abs=1)), ("end", 20 * 500.0)]
 
 
-@pytest.mark.parametrize("phase", ["the first step", "what is between two steps", "saving"])
+@pytest.mark.parametrize("phase", ["the first step", "the work between two steps", "saving"])
 def test_what_cannot_tell_of_its_progress_is_given_more(dog, clock, phase):
     make_steps(dog, clock, 1.0)
     dog.enter(phase)
@@ -76,7 +77,7 @@ def test_any_progress_begins_the_silence_anew(dog, clock):
     dog.enter("an evaluation")
     for _ in range(1000):
         clock.now += SHOW_AFTER_SECONDS - 1
-        assert dog.look() is None
+        assert dog.poll() is None
         dog.beat()
 
 
@@ -137,3 +138,27 @@ with WATCHDOG.watching(Path(sys.argv[1]), is_main=True):
     assert done.stderr.count("in hang_in_a_step") == 1
     assert "rank 1: no progress in a step for" in done.stderr
     assert (tmp_path / "recorded").read_text().startswith("rank 1: no progress in a step")
+
+
+def test_a_stalled_process_ends_though_its_terminal_is_gone(dog, clock, monkeypatch):
+    class ClosedPipe:
+        def write(self, text):
+            raise BrokenPipeError
+
+    class EndedError(Exception):
+        pass
+
+    def leave(code):
+        raise EndedError(code)
+
+    make_steps(dog, clock, 1.0)
+    clock.now += END_AFTER_SECONDS
+    reasons = []
+    dog.on_stall = reasons.append
+    monkeypatch.setattr(sys, "stderr", ClosedPipe())
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(watchdog.threading, "Timer", lambda *given: threading.Thread(target=lambda: None))
+    monkeypatch.setattr(watchdog, "record_failure", lambda error, *, is_unforeseen: None)
+    with pytest.raises(EndedError, match=str(EXIT_STALLED)):
+        dog._act()
+    assert reasons == ["rank 0: no progress in a step for 1800 seconds"]

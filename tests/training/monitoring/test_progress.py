@@ -37,6 +37,14 @@ def test_the_stream_decides_which_display_there_is() -> None:
     assert isinstance(build_progress(is_main=False, stream=Terminal()), TrainingProgress)
 
 
+def test_training_outlives_its_terminal() -> None:
+    class ClosedPipe(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    build_progress(is_main=True, stream=ClosedPipe()).say("step 1")
+
+
 def test_a_line_holds_every_figure_there_is_and_none_that_is_unknown() -> None:
     assert describe_event(TRAIN) == "loss 2.314  lr 3.00e-04  grad 0.822  12.3k target tok/s  mfu 41 %"
     assert describe_event(EVAL) == "held-out loss 2.5  bits/byte 0.91  accuracy 50 %  stopped 100 %"

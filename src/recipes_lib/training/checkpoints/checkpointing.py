@@ -1,4 +1,4 @@
-"""Checkpoints of the trainers: asynchronous, hash-verified, with a dry run at step 1; resume."""
+"""Trainer mixin for asynchronous, hash-verified checkpoints with a dry run at step 1, and for resuming from them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from recipes_lib.training.monitoring.callbacks import Observer
 
 
 class _SaveEvaluatedSteps(TrainerCallback):
-    """Saves at evaluated steps, where both are shares of the run: upstream rounds each share up by itself.
+    """Aligns ``save_steps`` with ``eval_steps`` if both are fractions of the run.
 
-    Of 25 steps a tenth is 3 and a fifth 5, and a best model among evaluations that are not saved would be lost.
+    Upstream rounds each fraction up separately: of 25 steps, 0.1 becomes 3 and 0.2 becomes 5. The best evaluation could
+    then fall on a step that is not saved.
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -41,8 +42,8 @@ class _SaveEvaluatedSteps(TrainerCallback):
 class CheckpointingTrainer(Trainer):
     """Upstream's trainer with the checkpoints of ``CheckpointSaver``.
 
-    Upstream writes every small file. Weights and optimizer states, of FSDP2 each process's shards, are copied to host
-    memory and written by a thread; DeepSpeed's are written by upstream, while training waits
+    Upstream writes all small files. Weights and optimizer states (with FSDP2, the shards of each process) are copied to
+    host memory and written by a background thread. With DeepSpeed, upstream writes them while training waits
     (``docs/decisions/0007-asynchronous-checkpoints.md``).
 
     Source: ``tests/training/checkpoints/test_checkpointing.py``, ``tests/distributed/test_sharded.py``.
@@ -53,14 +54,15 @@ class CheckpointingTrainer(Trainer):
     optimizer: torch.optim.Optimizer
 
     def __init__(self, **options: Any) -> None:
-        """Set upstream's trainer up.
+        """Initialise upstream's trainer and the saver.
 
         Args:
-            **options: As upstream's trainer; ``args`` may have a ``save_keep_steps``.
+            **options: Arguments of ``transformers.Trainer``; ``args`` may have an attribute ``save_keep_steps``.
         """
         args: TrainingArguments = options["args"]
         saves_less = args.save_only_model
-        # Of what was sharded on loading upstream saves the model alone, and refuses to train without being told to.
+        # transformers 5.23 can save only the model if it was loaded with a tensor parallel plan, and refuses to train
+        # without save_only_model. Our layout saves the optimizer as well, so the flag is restored afterwards.
         args.save_only_model = saves_less or was_sharded_on_loading(options["model"])
         super().__init__(**options)
         args.save_only_model = saves_less
@@ -69,36 +71,36 @@ class CheckpointingTrainer(Trainer):
         self._saver = CheckpointSaver(self.args, self._tell, engine=self.layout.engine, data_size=self.launch.data_size)
         self._has_dry_run = False
         self._best_before: tuple[float | None, int | None] = None, None
-        self._staging: Path | None = None  # Only while a checkpoint is put together: overrides below look at it.
+        self._staging: Path | None = None  # Set only while a checkpoint is staged; the overrides below depend on it.
         self._tasks: list[Task] = []
 
     @cached_property
     def launch(self) -> Launch:
-        """How this process was launched; upstream builds a trainer from its own arguments alone."""
+        """Launch of this process; a property, because upstream's constructor already needs it."""
         return read_launch()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train; finish or remove an incomplete checkpoint on any exit."""
+        """Train, and wait for the writer thread on any exit."""
         checkpoint = None if resume_from_checkpoint is None else str(resume_from_checkpoint)
         try:
             return super().train(checkpoint, *args, **kwargs)
         finally:
-            # The writer is a daemon thread, which the end of the process would cut off.
+            # The writer is a daemon thread, which the interpreter kills at exit.
             self._saver.settle()
 
     def stops_at_end(self) -> bool:
-        """Stop a run that is resumed at its end: upstream would make one more step."""
+        """Return whether the run is resumed at its last step, and stop it: upstream would make one more step."""
         if self.state.global_step < self.state.max_steps:
             return False
         self.control.should_training_stop = True
         return True
 
     def finish_saving(self) -> None:
-        """Wait for the checkpoint that is being written; raise its errors."""
+        """Wait until the current checkpoint is written and renamed; raise its errors."""
         self._saver.finish()
 
     def kept_steps(self) -> set[int]:
-        """Return the steps whose checkpoints are never deleted: that of the best one."""
+        """Return the steps whose checkpoints are exempt from ``save_total_limit``: the best one."""
         best = self.state.best_model_checkpoint
         return set() if best is None else {int(best.rpartition("-")[2])}
 
@@ -106,11 +108,11 @@ class CheckpointingTrainer(Trainer):
     def _best_checkpoint(self) -> Path:
         return Path(str(self.args.output_dir)) / f"checkpoint-{self.state.best_global_step}"
 
-    # transformers 5.23 has no callback after the first update and before what follows a step.
+    # transformers 5.23 has no callback between the first optimizer step and its logging, evaluation and saving.
     def _maybe_log_save_evaluate(
         self, tr_loss: torch.Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kwargs: Any
     ) -> None:
-        """Raise if the last checkpoint failed; dry run once the optimizer states exist."""
+        """Raise the error of a failed write; make the dry run after step 1, when the optimizer states exist."""
         self._saver.raise_failure()
         if self.state.global_step == 1 and self.args.save_strategy != SaveStrategy.NO and not self._has_dry_run:
             self._has_dry_run = True
@@ -120,10 +122,10 @@ class CheckpointingTrainer(Trainer):
 
     @contextmanager
     def best_is_saved(self) -> Iterator[None]:
-        """Let an evaluation inside be the best only at a step that ``save_steps`` saves.
+        """Accept an evaluation in this context as the best one only at a step that ``save_steps`` saves.
 
-        transformers 5.23 takes any evaluation for the best, also one between saves; its weights are lost, and at the
-        end those of an earlier best are loaded, or none.
+        transformers 5.23 also accepts evaluations between two saves. Their weights are lost, and at the end the weights
+        of an earlier best checkpoint are loaded, or none.
         """
         self._best_before = self.state.best_metric, self.state.best_global_step
         yield
@@ -136,22 +138,22 @@ class CheckpointingTrainer(Trainer):
         if self.args.save_strategy == SaveStrategy.STEPS and is_new and not is_saved:
             state.best_metric, state.best_global_step = self._best_before
 
-    # transformers 5.23 writes while training waits, and deletes old checkpoints before the new one is verified.
+    # transformers 5.23 writes synchronously, and deletes old checkpoints before the new one is verified.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Stage a checkpoint and save it."""
+        """Stage a checkpoint, then write and publish it."""
         self._saver.save(self._stage(model, STAGING), keep=self.kept_steps())
 
     def _dry_run(self, model: nn.Module) -> None:
-        """Save once as a dry run.
+        """Save and delete one checkpoint, and compare it with the live state.
 
         Raises:
-            ConfigError: As ``CheckpointSaver.dry_run``.
-            BrokenSaveError: As there.
+            ConfigError: The disk is too small (``CheckpointSaver.dry_run``).
+            BrokenSaveError: The saved state differs from the live one, or a process failed.
         """
 
         def stage(folder: str) -> Staged:
-            # Upstream exports the state of its callbacks into that of the trainer when it saves; a later checkpoint of
-            # this run would differ from that of one without a dry run.
+            # When saving, upstream exports callback states into the trainer state. They are restored, so that later
+            # checkpoints are identical to those of a run without a dry run.
             stored = copy.deepcopy(self.state.stateful_callbacks)
             staged = self._stage(model, folder)
             self.state.stateful_callbacks = stored
@@ -172,8 +174,8 @@ class CheckpointingTrainer(Trainer):
         )
 
     def _stage(self, model: nn.Module, folder: str) -> Staged:
-        """Stage a checkpoint by upstream's code under another name; large files are left to ``_tasks``."""
-        self._disregard_unsaved()  # Besides ``save_steps``, a stop request or a decay saves.
+        """Stage a checkpoint with upstream's code in ``folder``; ``_tasks`` collects the large files still to write."""
+        self._disregard_unsaved()  # Stop requests and the start of a decay also save, between two ``save_steps``.
         step = self.state.global_step
         staged = self._saver.open(step, folder)
         self._staging, self._tasks = staged.parent, []
@@ -183,14 +185,14 @@ class CheckpointingTrainer(Trainer):
         finally:
             self._staging = None
         if self.state.best_global_step == step or self._best_checkpoint.is_dir():
-            # Upstream looks for the best one where it writes.
+            # Upstream builds this path from the folder that it writes to, which is the staging folder here.
             self.state.best_model_checkpoint = str(self._best_checkpoint)
         if self.args.should_save:
-            # Once more: upstream has written it before the line above.
+            # Written again, because upstream wrote it before the path was corrected.
             self.state.save_to_json(str(staged / TRAINER_STATE_NAME))
-            # A pickle, which nothing reads; run.json says more.
+            # A pickle that resuming does not read; run.json records the same arguments.
             (staged / "training_args.bin").unlink(missing_ok=True)
-        # The random states of all processes are there.
+        # After this barrier the random states of all processes are in the folder.
         self.accelerator.wait_for_everyone()
         tasks, self._tasks = self._tasks, []
         verify = partial(self.layout.build_verification(self.model), staged)
@@ -198,7 +200,7 @@ class CheckpointingTrainer(Trainer):
 
     @contextmanager
     def _deleting_nothing(self) -> Iterator[None]:
-        """Keep upstream from deleting old checkpoints: ``rotate`` does, once the new one is known to be whole."""
+        """Disable upstream's deletion of old checkpoints; ``rotate`` deletes them once the new one is verified."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             yield
@@ -206,11 +208,11 @@ class CheckpointingTrainer(Trainer):
             self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save into a checkpoint as the layout does; elsewhere the main process saves the whole model."""
+        """Save the layout's files into a checkpoint; outside of one, save the gathered model on the main process."""
         if self._staging is not None:
             if self.layout.writes_copies and (self.layout.is_shared or self._saver.is_main):
-                # With the model, which upstream saves first: both are copied, or both are written while training waits.
-                # Of an optimizer in shards the ``state_dict`` would gather.
+                # Decided for model and optimizer together, at the model, which upstream saves first.
+                # ``optimizer.state`` instead of ``state_dict()``, which gathers sharded states.
                 states: Any = (self._list_trained(), dict(self.optimizer.state))
                 self._saver.decide_to_copy(lambda: states, is_shared=self.layout.is_shared)
             folder = Path(str(output_dir))
@@ -224,18 +226,18 @@ class CheckpointingTrainer(Trainer):
             return
         super().save_model(output_dir, _internal_call)
 
-    # transformers 5.23 looks into the folder on every process, from which the main one may have moved the model.
+    # transformers 5.23 lists the folder on every process, while the main process may already have renamed it.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Have the main process save weights, those that are tied once."""
+        """Save weights on the main process, tied weights once."""
         if self.args.should_save:
             state = None if state_dict is None else self.layout.drop_copies(self.model, state_dict)
             super()._save(output_dir, state)
             for file in Path(str(output_dir)).glob("*.safetensors"):
                 let_readers_of_folder_read(file)
 
-    # transformers 5.23 writes the optimizer at once; ours is left to the thread, or goes into shards for any layout.
+    # transformers 5.23 writes the optimizer synchronously; ours are written by the thread, sharded states as shards.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Leave the optimizer states to the writer thread if they are replicated."""
+        """Copy the optimizer states for the writer thread, and write the scheduler."""
         folder = Path(output_dir)
         tasks = self.layout.save_optimizer(folder, self.name_parameters(), self.optimizer, self._saver)
         if tasks is None:
@@ -243,28 +245,33 @@ class CheckpointingTrainer(Trainer):
             return
         self._tasks += tasks
         if self.args.should_save:
-            # Small, so that it is written at once.
+            # Written synchronously: it is a few hundred bytes.
             assert self.lr_scheduler is not None
             write_state(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
-    # transformers 5.23 reads neither our shards nor a whole model into shards.
+    # transformers 5.23 reads neither our shards nor an unsharded checkpoint into a sharded model.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Read weights; in shards or whole, they go into any number of processes, sharded or not."""
+        """Load sharded or unsharded weights at any world size, into a sharded or unsharded model."""
         by_upstream = partial(super()._load_from_checkpoint, resume_from_checkpoint, model)
         self.load_weights(Path(resume_from_checkpoint), by_upstream)
 
-    # transformers 5.23: as for ``_load_from_checkpoint``.
+    # transformers 5.23 does not read our shards, as in ``_load_from_checkpoint``.
     def _load_best_model(self) -> None:
         self.load_weights(Path(str(self.state.best_model_checkpoint)), super()._load_best_model)
 
     def load_weights(self, checkpoint: Path, by_upstream: Callable[[], object]) -> None:
-        """Read the weights of a checkpoint, by upstream where the layout leaves it to that; every process must call."""
+        """Load the weights of a checkpoint; every process must call.
+
+        Args:
+            checkpoint: Checkpoint folder.
+            by_upstream: Upstream's method, called if the layout does not load the weights itself.
+        """
         if not self.layout.load_model(checkpoint, self.model):
             by_upstream()
 
-    # transformers 5.23: as for ``_load_from_checkpoint``.
+    # transformers 5.23 does not read our shards, as in ``_load_from_checkpoint``.
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer, schedule and loss scaler states, sharded or whole."""
+        """Load the states of optimizer and learning rate scheduler, sharded or unsharded."""
         if checkpoint is None:
             return
         folder, parameters = Path(checkpoint), self.name_parameters()
@@ -275,44 +282,44 @@ class CheckpointingTrainer(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def name_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the optimizer may train, by the names under which a checkpoint keeps its states."""
+        """Return the parameters by the names under which a checkpoint stores their optimizer states."""
         return dict(self.model.named_parameters())
 
-    # transformers 5.23 names the folder of a checkpoint here; it gets its name when it is whole.
+    # transformers 5.23 chooses the checkpoint folder here; ours is a staging folder until the checkpoint is complete.
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
 
-    # transformers 5.23 loads the best model and deletes checkpoints here, whether or not one is still being written.
+    # transformers 5.23 loads the best model and deletes checkpoints here, although one may still be being written.
     def _finalize_training(self, *args: Any) -> Any:
-        """Wait for the last checkpoint, which may be the best one, and let upstream delete none."""
+        """Wait for the last checkpoint, which may be the best one, before upstream loads the best one; delete none."""
         self.finish_saving()
-        # The main process renames the folder; the others look for it behind the barrier.
+        # The main process renames the folder; the other ranks may open it only after this barrier.
         self.accelerator.wait_for_everyone()
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None:
-            # transformers 5.23 only warns of one that is gone, and the last weights would pass for the best ones. All
-            # processes load it or none: one alone would wait for the others.
+            # transformers 5.23 only warns if the folder is gone, and would export the last weights as the best ones.
+            # Loading is collective, so rank 0 decides for all ranks.
             fault = broadcast_object(find_wrong_size(self._best_checkpoint))
             if fault is not None:
                 self._tell(f"the best weights, {self._best_checkpoint.name}, cannot be loaded: {fault}")
-            # The folder of a run that was resumed may have had another path when it was saved.
+            # Rebuilt from the present output_dir, which may have been moved since the path was saved.
             self.state.best_model_checkpoint = None if fault else str(self._best_checkpoint)
         with self._deleting_nothing():
             return super()._finalize_training(*args)  # type: ignore[no-untyped-call]
 
-    # transformers 5.23 resumes with fresh random states on processes that the checkpoint knows nothing of.
+    # transformers 5.23 keeps the initial seed, the same on all ranks, if the checkpoint has no random state of a rank.
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore the random states of this process; without stored ones derive them from seed, step and rank."""
         rank = self.args.process_index
         name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{rank}.pth"
-        # Resumed with another number of processes. All with the seed alone would draw the same dropout masks.
+        # The rank is hashed in: with the same seed on all ranks, all would draw the same dropout masks.
         if checkpoint is not None and not (Path(checkpoint) / name).is_file():
             seed_process(self.args.seed, self.state.global_step, rank)
         else:
             super()._load_rng_state(checkpoint)
 
     def _build_optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """The optimizer of another model, in place of none."""
-        # ``create_optimizer`` builds one only where the trainer has none.
+        """Build an optimizer for another model with this run's settings."""
+        # ``create_optimizer`` returns the existing optimizer if the trainer has one.
         own, self.optimizer = self.optimizer, None  # type: ignore[assignment]
         try:
             return self.create_optimizer(model)

@@ -1,7 +1,7 @@
 """The checkpoint manifest ``COMPLETE.json``: completeness, integrity and retention.
 
-A checkpoint is written to a folder under ``STAGING``. After fsync ``COMPLETE.json`` is written, then the folder is
-renamed. Whenever a process dies, ``checkpoint-N`` is complete or absent.
+A checkpoint is written to a folder under ``STAGING`` and flushed with fsync. Then ``COMPLETE.json`` is written, and the
+folder is renamed to ``checkpoint-N``: if the process dies at any moment, ``checkpoint-N`` is complete or absent.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ COMPLETE: Final = "COMPLETE.json"
 STAGING: Final = "_saving"
 DRY_RUN: Final = "_rehearsal"
 _TRASH: Final = "_deleted"
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-([0-9]+)")
 _WRITERS: Final = (("shard-", 1), ("rng_state_", 0), ("zero_pp_rank_", 0))
-"""What stands before the number of its writer in the name of a file that every process has, and the first number."""
+"""Prefix of the rank in names of per-rank files, and the number that rank 0 has there."""
 _NUM_READERS: Final = 4
-"""Files that a process reads at a time where it does nothing else: hashing lets other threads run."""
+"""Files hashed concurrently on resume; hashlib releases the GIL."""
 
 _COUNTS: Final = (
     *("world_size", "data_size", "per_device_train_batch_size"),
@@ -52,23 +52,22 @@ Record = Mapping[str, Any]
 
 
 def find_writer(name: str) -> int:
-    """Return the number of the process that writes a file of that name; what all hold is the first one's."""
-    for words, first in _WRITERS:
-        if match := re.search(rf"{words}(\d+)", name):
+    """Return the rank that writes a file of this name; files without a rank in their name belong to rank 0."""
+    for prefix, first in _WRITERS:
+        if match := re.search(rf"{prefix}(\d+)", name):
             return int(match[1]) - first
     return 0
 
 
 def flush_files(checkpoint: Path, rank: int = 0, world_size: int = 1) -> dict[str, Any]:
-    """Flush the files that a process wrote to the disk, and return ``size`` and ``sha256`` of each by its name.
+    """Flush the files that a rank wrote, and return ``size`` in bytes and ``sha256`` of each by its relative path.
 
-    What is hashed is what they say when they are read again. SHA-256, because processors compute it faster than BLAKE2
-    and ``sha256sum`` is on every machine.
+    Each file is read back and hashed. SHA-256: CPUs have instructions for it, and ``sha256sum`` can verify it.
 
     Args:
-        checkpoint: Folder with every file of the checkpoint in place.
-        rank: Number of this process, of those that do the same.
-        world_size: How many those are.
+        checkpoint: Folder with all files of the checkpoint.
+        rank: Rank of this process.
+        world_size: Number of ranks that flush files.
     """
     described = {}
     for path in sorted(checkpoint.rglob("*")):
@@ -83,9 +82,9 @@ def write_complete(checkpoint: Path, files: Mapping[str, Any] | None = None, **f
     """Complete a checkpoint: write ``COMPLETE.json`` with the sizes and hashes of its files, last.
 
     Args:
-        checkpoint: Folder with every file of the checkpoint in place.
-        files: From ``flush_files``, of all processes; ``None``: this one flushes all.
-        **facts: What else the record holds: ``step``, ``world_size``, ...; JSON values.
+        checkpoint: Folder with all files of the checkpoint.
+        files: Merged results of ``flush_files`` from all ranks; ``None``: this process flushes all files.
+        **facts: Further JSON values for the record, such as ``step`` and ``world_size``.
     """
     described = flush_files(checkpoint) if files is None else dict(sorted(files.items()))
     # An fsync of a file does not flush its directory entry: without this a power cut may lose the name.
@@ -97,10 +96,10 @@ def write_complete(checkpoint: Path, files: Mapping[str, Any] | None = None, **f
 
 
 def read_complete(checkpoint: Path) -> Record | None:
-    """Return the record of a checkpoint; ``None`` when there is none that could be read, or not as it was written."""
+    """Return the manifest of a checkpoint; ``None`` if it is missing, unreadable or invalid."""
     with suppress(DataError):
         record = read_record(checkpoint / COMPLETE, _FIELDS)
-        # A checkpoint may be untrusted: no divisor is 0, and no name leads out of the folder.
+        # A checkpoint may be untrusted: reject counts of 0, which are divisors, and paths that leave the folder.
         numbers = (record.get(name) for name in _COUNTS)
         if all(number is None or number > 0 for number in numbers) and all(
             is_inside(name) and isinstance(file, dict) and {"size", "sha256"} <= file.keys()
@@ -111,34 +110,37 @@ def read_complete(checkpoint: Path) -> Record | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether ``COMPLETE.json`` is there and every file it lists has the size it had; reads no file."""
+    """Return whether ``COMPLETE.json`` exists and every listed file has the recorded size; does not read the files."""
     return find_wrong_size(checkpoint) is None
 
 
 def find_wrong_size(checkpoint: Path) -> str | None:
-    """Return the first file of a checkpoint that is missing or has another size, without reading; else ``None``."""
+    """Return why a checkpoint is incomplete: the first file that is missing or has another size; ``None`` if complete.
+
+    Compares sizes only; ``find_damage`` verifies hashes.
+    """
     record = read_complete(checkpoint)
     if record is None:
         return f"it has no readable {COMPLETE}"
     for name, expected in record["files"].items():
         try:
             status = (checkpoint / name).stat()
-        except OSError as error:
-            return _tell_unreadable(name, error)
+        except (OSError, ValueError) as error:  # ValueError: the name cannot be encoded.
+            return _describe_unreadable(name, error)
         if not stat.S_ISREG(status.st_mode):
-            return f"{name} is no regular file"
+            return f"{name} is not a regular file"
         if status.st_size != expected["size"]:
-            return f"{name} has {status.st_size} bytes and not {expected['size']}"
+            return f"{name} has {status.st_size} bytes instead of {expected['size']}"
     return None
 
 
 def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | None:
-    """Verify all hashes of a checkpoint; return the fault with the file name, ``None`` if there is none.
+    """Verify this rank's share of the hashes of a checkpoint; return the first fault with its file name, or ``None``.
 
     Args:
-        checkpoint: Its folder.
-        rank: Number of this process, of those that do the same and share the files out.
-        world_size: How many those are.
+        checkpoint: Checkpoint folder.
+        rank: Rank of this process.
+        world_size: Number of ranks that divide the files among themselves.
     """
 
     def find_change(file: tuple[str, Mapping[str, Any]]) -> str | None:
@@ -146,15 +148,15 @@ def find_damage(checkpoint: Path, rank: int = 0, world_size: int = 1) -> str | N
         try:
             is_whole = hash_file(checkpoint / name) == expected["sha256"]
         except OSError as error:
-            return _tell_unreadable(name, error)
-        return None if is_whole else f"{name} holds other bytes than were written"
+            return _describe_unreadable(name, error)
+        return None if is_whole else f"{name} does not match its SHA-256"
 
-    # Sizes first: they cost no reading, and most damage, a copy that was cut off, shows in them.
+    # Sizes first: they need no reading, and reveal the most common damage, a truncated copy.
     if (wrong := find_wrong_size(checkpoint)) is not None:
         return wrong
     record = read_complete(checkpoint)
-    assert record is not None, "it was complete a moment ago"
-    # By size, so that large files are spread evenly over the ranks.
+    assert record is not None, "find_wrong_size has just read it"
+    # Sorted by size, so that the large files are spread evenly over the ranks.
     by_size = sorted(record["files"].items(), key=lambda file: file[1]["size"], reverse=True)
     with ThreadPoolExecutor(_NUM_READERS) as pool:
         return next(filter(None, pool.map(find_change, by_size[rank::world_size])), None)
@@ -164,20 +166,20 @@ def publish(staged: Path) -> Path:
     """Rename a complete checkpoint to its final name, replacing an older one of the same step."""
     output_dir = staged.parent.parent
     checkpoint = output_dir / staged.name
-    # POSIX renames onto an existing folder only if that is empty, so an older one of this step moves away first.
+    # POSIX rename replaces a directory only if it is empty, so an older checkpoint of this step is moved away first.
     _move_to_trash(checkpoint)
     staged.rename(checkpoint)
-    with suppress(OSError):  # It holds others that are complete.
+    with suppress(OSError):  # Fails if the staging folder holds other checkpoints.
         staged.parent.rmdir()
-    # The rename is durable only after this; only then may the older checkpoint be deleted.
+    # Makes the rename durable; the older checkpoint must not be deleted before.
     fsync(output_dir)
     clear_trash(output_dir)
     return checkpoint
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Remove incomplete checkpoints of a process that died; complete ones get their names."""
-    # Killed between manifest and rename. As a list, because the folder changes while it is read.
+    """Publish complete staged checkpoints of a killed process, and remove the rest of its temporary folders."""
+    # Complete ones are left by a kill between manifest and rename. A list, because publishing changes the folder.
     for staged in list((output_dir / STAGING).glob("checkpoint-*")):
         if is_complete(staged):
             publish(staged)
@@ -186,16 +188,16 @@ def clear_leftovers(output_dir: Path) -> None:
 
 
 def find_last_complete(output_dir: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run; ``None`` when there is none.
+    """Return the newest complete checkpoint of a run; ``None`` if there is none.
 
-    Source: replaces transformers ``get_last_checkpoint``, which takes half-written folders;
-    see ``tests/training/checkpoints/test_manifest.py``.
+    Source: replaces ``transformers.trainer_utils.get_last_checkpoint``, which accepts incomplete folders;
+    ``tests/training/checkpoints/test_manifest.py``.
     """
     return next((path for _, path in list_checkpoints(output_dir) if is_complete(path)), None)
 
 
 def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """Return step and folder of every checkpoint, complete or not, the newest first."""
+    """Return step and folder of every checkpoint, complete or not, in descending order of steps."""
     numbered = [
         (int(match[1]), path) for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))
     ]
@@ -205,42 +207,42 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 def rotate(
     output_dir: Path, keep_last: int | None, keep_steps: Collection[int], keep_every: int | None = None
 ) -> list[str]:
-    """Delete all but the newest complete checkpoints; call it when the newest one has its manifest, never before.
+    """Delete all but the newest complete checkpoints; call only after the newest one has been published.
 
-    What is not complete is neither counted nor deleted: it may be all that is left of something.
+    Incomplete checkpoints are neither counted nor deleted, because the user may be able to salvage them.
 
     Args:
-        output_dir: Where the checkpoints are.
-        keep_last: Complete checkpoints to keep; ``None`` keeps all.
-        keep_steps: Steps whose checkpoints stay besides.
-        keep_every: Also keep the checkpoints at multiples of this many steps.
+        output_dir: Output directory of the run.
+        keep_last: Number of complete checkpoints to keep; ``None`` keeps all.
+        keep_steps: Steps whose checkpoints are kept in addition.
+        keep_every: Checkpoints at multiples of this many steps are kept in addition.
 
     Returns:
-        Those that could not be deleted, each with the reason.
+        Checkpoints that could not be deleted, each with the reason.
     """
-    kept: list[str] = []
+    failures: list[str] = []
     if keep_last is None:
-        return kept
+        return failures
     complete = [(step, path) for step, path in list_checkpoints(output_dir) if is_complete(path)]
     for step, path in complete[keep_last:]:
         if step not in keep_steps and not (keep_every and step % keep_every == 0):
             try:
                 _move_to_trash(path)
             except OSError as error:
-                kept.append(f"{path.name} ({error.strerror})")
+                failures.append(f"{path.name} ({error.strerror})")
     clear_trash(output_dir)
-    return kept
+    return failures
 
 
 def supersede(output_dir: Path, after_step: int) -> None:
-    """Rename the checkpoints after a step, so that they are never resumed."""
+    """Rename all checkpoints after a step to ``superseded-checkpoint-N``, so that they are never resumed from."""
     for step, path in list_checkpoints(output_dir):
         if step > after_step:
             put_aside(path, "superseded")
 
 
 def put_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint so that it is ignored, and return its path; it replaces one that was put aside before it."""
+    """Rename a checkpoint to ``why-checkpoint-N``, replacing an older folder of that name; return the new path."""
     aside = path.with_name(f"{why}-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -253,14 +255,14 @@ def clear_trash(output_dir: Path) -> None:
 
 
 def _move_to_trash(path: Path) -> None:
-    """Rename a folder before deleting it: a partly deleted checkpoint must not look complete."""
-    # Beside it, on the same file system: a rename is one operation, and deleting many.
+    """Rename a folder before its deletion, which is not atomic: a kill must not leave half a ``checkpoint-N``."""
+    # In the same folder, and so on the same file system: only there is a rename atomic.
     trash = path.parent / _TRASH
-    if path.exists():
+    if path.exists() or path.is_symlink():  # A link may be broken, as of a checkpoint that was moved to another disk.
         trash.mkdir(exist_ok=True)
         shutil.rmtree(trash / path.name, ignore_errors=True)
         path.rename(trash / path.name)
 
 
-def _tell_unreadable(name: str, error: OSError) -> str:
-    return f"{name} cannot be read ({error.strerror})"
+def _describe_unreadable(name: str, error: Exception) -> str:
+    return f"{name} cannot be read ({getattr(error, 'strerror', error)})"

@@ -1,4 +1,4 @@
-"""Model layouts: what each process holds of weights and optimizer states, how a checkpoint holds it, and norms."""
+"""Model layouts: how weights and optimizer states are distributed over ranks, saved, loaded, gathered and verified."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ from recipes_lib.training.collectives import get_rank
 from recipes_lib.training.layouts.fsdp import has_shards
 
 Parameters = Mapping[str, nn.Parameter]
-"""What is trained by its name, under which optimizer states are kept in shards."""
+"""Trained parameters by name; sharded optimizer states are stored under these names."""
 _STATES: Final = (OPTIMIZER_NAME, "scheduler.pt", "scaler.pt", "rng_state*.pth")
 Build = Callable[[Any], torch.optim.Optimizer]
-"""Builds the optimizer of a model."""
+"""Function that builds the optimizer of a model."""
 
 
 class ModelLayout:
-    """A layout that upstream saves, loads and clips: DeepSpeed's. The others override what upstream does not do.
+    """DeepSpeed's layout, which upstream saves, loads and clips; base class of the layouts that we save ourselves.
 
     A new layout is a new subclass, chosen in ``choose_layout``.
 
     Attributes:
-        engine: Name in ``COMPLETE.json``.
+        engine: Name of the sharding engine in ``COMPLETE.json``.
         is_shared: Whether every process writes a part of a checkpoint.
-        writes_copies: Whether it is written from copies, asynchronously; otherwise training waits.
-        has_engine_norm: Whether the engine computes the gradient norm and clips.
+        writes_copies: Whether checkpoints are written asynchronously from host copies; otherwise training waits.
+        has_engine_norm: Whether the engine computes the gradient norm and clips gradients.
 
     Source: ``tests/training/checkpoints/test_model_layout.py``, ``tests/distributed/``.
     """
@@ -78,24 +78,24 @@ class ModelLayout:
         """Save the model into a checkpoint; every process must call.
 
         Args:
-            folder: Of the checkpoint.
-            model: As it is trained, without wrapper.
-            tokenizer: Saved beside it.
-            saver: Copies what training changes while it is written.
+            folder: Checkpoint folder.
+            model: Trained model without wrapper.
+            tokenizer: Tokenizer or processor, saved with the model.
+            saver: Saver that copies tensors to host memory.
 
         Returns:
-            What is left to write; ``None``: upstream must save it.
+            Tasks that write the remaining files; ``None``: upstream must save the model.
         """
         return None
 
     def save_optimizer(
         self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
     ) -> Sequence[Task] | None:
-        """Save the optimizer's states; as ``save_model``."""
+        """Save the optimizer states; arguments and result as for ``save_model``."""
         return None
 
     def load_model(self, folder: Path, model: nn.Module) -> bool:
-        """Load the weights of a checkpoint; return whether that is done, or upstream must do it."""
+        """Load the weights of a checkpoint; return ``False`` if upstream must load them; every process must call."""
         is_sharded = (folder / MODEL_SHARDS).is_dir()
         if is_sharded:
             load_model_shards(folder, read_trained_state(model))
@@ -104,14 +104,14 @@ class ModelLayout:
     def load_optimizer(
         self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
     ) -> bool:
-        """Load the optimizer's states of a checkpoint; as ``load_model``.
+        """Load the optimizer states of a checkpoint; result as for ``load_model``.
 
         Args:
-            folder: Of the checkpoint.
-            model: As it is trained, without wrapper.
-            parameters: What ``optimizer`` trains.
-            optimizer: In the groups that the saved one had; it need not have stepped.
-            build: For a layout whose processes hold some of the groups' parameters.
+            folder: Checkpoint folder.
+            model: Trained model without wrapper.
+            parameters: Parameters of ``optimizer``.
+            optimizer: Optimizer with the parameter groups of the saved one; it may have no states yet.
+            build: Builder of the whole model's optimizer, for ranks that hold some of its parameters only.
         """
         is_sharded = (folder / OPTIMIZER_SHARDS).is_dir()
         if is_sharded:
@@ -119,39 +119,42 @@ class ModelLayout:
         return is_sharded
 
     def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Return the whole model's weights on the main process; ``None``: upstream gathers, or nothing must be."""
+        """Return the whole model's weights on the main process; ``None``: upstream saves them; every process must call.
+
+        Other ranks get an empty dict.
+        """
         return None
 
     def drop_copies(self, model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return weights that upstream gathered, those of a tied tensor once: ZeRO-1 and 2 copy it under each name."""
+        """Return gathered weights without the copies of tied tensors, which ZeRO-1 and 2 store under each name."""
         tied = getattr(model, "all_tied_weights_keys", {})
         return {name: tensor for name, tensor in state.items() if name not in tied}
 
     def build_verification(self, model: Any) -> Callable[[Path], None]:
-        """Return what opens a checkpoint of the model as it is now again, and raises ``BrokenSaveError``."""
+        """Return a function that reopens a checkpoint of this model and raises ``BrokenSaveError`` on a fault."""
         if get_rank() != 0:
             return lambda _: None
         if is_adapter(model):
             shapes = {name: tensor.shape for name, tensor in read_adapter_state(model).items()}
         else:
-            # What is replicated is saved by the names under which the model itself holds its tensors; upstream saves
-            # sharded weights as for publication.
+            # Replicated weights are saved under the model's own parameter names (``_write_model``); upstream saves
+            # DeepSpeed's under the names of the published format.
             shapes = read_published_shapes(model) if self.is_shared else read_shapes(model)
         file = ADAPTER_WEIGHTS if is_adapter(model) else WEIGHTS
 
         def verify(folder: Path) -> None:
-            # Sharded weights are saved in a form of the engine's own besides, or in that alone.
+            # DeepSpeed may write its own format only, without safetensors.
             if not self.is_shared or any((folder / name).exists() for name in (file, INDEX)):
                 verify_weights(folder, shapes, file)
 
         return verify
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-        """Compare what this process wrote, before the manifest is, with what is trained; raises ``BrokenSaveError``."""
+        """Compare the files that this process wrote with the live tensors, bit for bit; raises ``BrokenSaveError``."""
 
 
 class ReplicatedLayout(ModelLayout):
-    """Every process holds all weights and states: the main one copies them, and a thread writes the copy."""
+    """One device or DDP: every process holds all weights and states, and the main process saves them."""
 
     engine = ""
     is_shared = False
@@ -159,16 +162,16 @@ class ReplicatedLayout(ModelLayout):
     has_engine_norm = False
 
     def __init__(self) -> None:
-        """Copy no tokenizer yet."""
+        """Start without a copy of the tokenizer."""
         self._tokenizer: Any = None
 
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
-        """Copy the weights that training changes."""
+        """Copy the trainable weights; frozen ones are written from the model itself."""
         if not saver.is_main:
             return ()
-        folder.mkdir(parents=True, exist_ok=True)  # Another process may have its random state there.
+        folder.mkdir(parents=True, exist_ok=True)  # Another rank may already have written its random state there.
         if self._tokenizer is None:
-            # A tokenizer cannot be written by one thread while another pads with it.
+            # Saving a fast tokenizer while another thread pads with it raises "Already borrowed".
             self._tokenizer = copy.deepcopy(tokenizer)
         state = saver.take(model.state_dict(), unchanging=list_frozen(model))
         return [partial(self._write_model, folder, model, state)]
@@ -176,13 +179,13 @@ class ReplicatedLayout(ModelLayout):
     def save_optimizer(
         self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
     ) -> Sequence[Task] | None:
-        """Copy the states."""
+        """Copy the optimizer states."""
         if not saver.is_main:
             return ()
         return [partial(write_state, saver.take(optimizer.state_dict()), folder / OPTIMIZER_NAME)]
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-        """Compare to the bit, and read every state as a later start would."""
+        """Compare weights and optimizer states bit for bit, and load every state file as resuming does."""
         live = read_adapter_state(model) if is_adapter(model) else model.state_dict()
         for file in sorted(folder.glob("*.safetensors")):
             compare_weights(file, live)
@@ -192,71 +195,80 @@ class ReplicatedLayout(ModelLayout):
     def save_trained(
         self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
     ) -> Sequence[Task]:
-        """Save what is trained of a model and its optimizer's states; every process must call.
+        """Save one of several trained models in a checkpoint, and its optimizer states; every process must call.
 
         Args:
-            place: Begins the names of the files, of a checkpoint that has several learners.
-            parameters: By name.
-            optimizer: Over them, after a step.
-            saver: As for ``save_model``.
+            place: Path prefix of the files, such as ``checkpoint-5/critic``.
+            parameters: Trained parameters by name.
+            optimizer: Optimizer of ``parameters``, after a step.
+            saver: Saver that copies tensors to host memory.
+
+        Returns:
+            Tasks that write the files.
         """
         if not saver.is_main:
             return ()
         copies = saver.take({"weights": dict(parameters), "states": optimizer.state_dict()})
+        weights = {name: value.detach().contiguous() for name, value in copies["weights"].items()}
         return [
-            partial(_write_weights, copies["weights"], Path(f"{place}.safetensors")),
+            partial(save_file, weights, Path(f"{place}.safetensors")),
             partial(write_state, copies["states"], Path(f"{place}_optimizer.pt")),
         ]
 
     def verify_trained(self, place: Path, shapes: Mapping[str, torch.Size]) -> None:
-        """Open the weights that this process wrote again; raises ``BrokenSaveError``."""
+        """Reopen the weights that ``save_trained`` wrote; raises ``BrokenSaveError`` on a fault."""
         if get_rank() == 0:
             verify_weights(place.parent, shapes, f"{place.name}.safetensors")
 
     def compare_trained(self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-        """As ``compare``, of what ``save_trained`` wrote."""
+        """Compare the files of ``save_trained`` with the live tensors, bit for bit; raises ``BrokenSaveError``."""
         if get_rank() == 0:
             compare_weights(Path(f"{place}.safetensors"), parameters)
             compare_state(Path(f"{place}_optimizer.pt"), optimizer.state_dict())
 
     def _write_model(self, folder: Path, model: Any, state: Mapping[str, Any]) -> None:
-        # By the names that upstream will load into the model: by those of publication it would skip experts in
-        # silence. Whether embeddings were resized would be asked of the Hub.
+        # ``save_original_format=False``: transformers 5.23 loads a checkpoint by the model's own parameter names, and
+        # silently skips experts under their published names. ``save_embedding_layers=False``: otherwise PEFT asks the
+        # Hub for the base configuration, to see whether embeddings were resized.
         options: Any = {"save_embedding_layers": False} if is_adapter(model) else {"save_original_format": False}
         model.save_pretrained(folder, state_dict=dict(state), **options)
         self._tokenizer.save_pretrained(folder)
 
 
 class ShardedLayout(ModelLayout):
-    """Tensors are torch's ``DTensor``, sharded by FSDP2 or tensor parallelism: every process writes its own shards."""
+    """FSDP2 or tensor parallelism: tensors are ``DTensor``, and every process writes its own shards."""
 
     engine = "FSDP"
     writes_copies = True
 
     def __init__(self, *, has_engine_norm: bool) -> None:
-        """Say whether accelerate sharded the model, and so clips its gradients."""
+        """Initialise the layout.
+
+        Args:
+            has_engine_norm: Whether accelerate sharded the model, and so clips its gradients.
+        """
         self.has_engine_norm = has_engine_norm
 
     def save_model(self, folder: Path, model: Any, tokenizer: Any, saver: CheckpointSaver) -> Sequence[Task] | None:
-        """Copy the shards that training changes, and write, on the main process, the configuration."""
+        """Copy the trainable shards; the main process writes configurations and tokenizer."""
         if saver.is_main:
             base = unwrap_adapter(model)
             configs = model.peft_config.values() if is_adapter(model) else [model.config]
-            # As upstream's save_pretrained has it; FSDP2 puts its own word before the name of the class.
+            # As in ``save_pretrained``. ``fully_shard`` replaces the class by a subclass named ``FSDP<class>``.
             base.config.architectures = [type(base).__name__.removeprefix("FSDP")]
-            answers = [base.generation_config] if base.can_generate() else []
-            for part in (*configs, *answers, tokenizer):
+            generation = [base.generation_config] if base.can_generate() else []
+            for part in (*configs, *generation, tokenizer):
                 part.save_pretrained(folder)
         return [copy_model_shards(folder, read_trained_state(model), saver, list_frozen(model))]
 
     def save_optimizer(
         self, folder: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
     ) -> Sequence[Task] | None:
-        """Copy the shards."""
+        """Copy the shards of the optimizer states."""
         return [copy_optimizer_shards(folder, parameters, optimizer, saver)]
 
     def load_model(self, folder: Path, model: nn.Module) -> bool:
-        """Load shards of any number of processes, or what one process wrote whole."""
+        """Load sharded weights of any world size, or unsharded ones."""
         if not super().load_model(folder, model):
             load_whole_model(folder, model)
         return True
@@ -264,28 +276,28 @@ class ShardedLayout(ModelLayout):
     def load_optimizer(
         self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
     ) -> bool:
-        """Load shards of any number of processes, or what one process wrote whole."""
+        """Load sharded optimizer states of any world size, or unsharded ones."""
         if not super().load_optimizer(folder, model, parameters, optimizer, build):
             groups = [group["params"] for group in optimizer.param_groups]
             load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
         return True
 
     def gather(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """Gather tensor by tensor, from all stages."""
+        """Gather tensor by tensor, from all pipeline stages."""
         return gather_trained_state(model)
 
     def build_verification(self, model: Any) -> Callable[[Path], None]:
-        """Each process opens the shards that it wrote."""
+        """Return a function with which each process reopens the shards that it wrote."""
         return partial(verify_shards, shapes=self._read_shapes(model))
 
     def compare(self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-        """Compare to the bit."""
+        """Compare this process's shards with the live ones, bit for bit."""
         compare_own_shards(folder, read_trained_state(model), parameters, optimizer)
 
     def save_trained(
         self, place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer, saver: CheckpointSaver
     ) -> Sequence[Task]:
-        """As ``ReplicatedLayout.save_trained``, each process its shards."""
+        """As ``ReplicatedLayout.save_trained``; each process writes its shards."""
         return [
             copy_model_shards(place, parameters, saver),
             copy_optimizer_shards(place, parameters, optimizer, saver),
@@ -300,23 +312,24 @@ class ShardedLayout(ModelLayout):
         compare_own_shards(place, parameters, parameters, optimizer)
 
     def _read_shapes(self, model: Any) -> Mapping[str, torch.Size]:
-        # Of a ``DTensor`` the shape is that of the whole tensor.
+        # ``DTensor.shape`` is the shape of the unsharded tensor.
         return {name: tensor.shape for name, tensor in read_trained_state(model).items()}
 
 
 class PipelineLayout(ShardedLayout):
-    """Every process holds the layers of its pipeline stage, whole or sharded over those that hold the same."""
+    """Pipeline parallelism: a process holds the layers of its stage, replicated or sharded within the stage's ranks."""
 
     def load_optimizer(
         self, folder: Path, model: Any, parameters: Parameters, optimizer: torch.optim.Optimizer, build: Build
     ) -> bool:
-        """Load what this stage holds of the states."""
+        """Load the states of this stage's parameters."""
         if (folder / OPTIMIZER_SHARDS).is_dir():
             load_optimizer_shards(folder, parameters, optimizer, is_part=True)
             return True
         whole = build_whole_on_meta(model)
         names = {id(parameter): name for name, parameter in whole.named_parameters()}
-        # Whatever builds an optimizer groups by what a model says of its parameters.
+        # An unsharded file numbers the parameters of the whole model in the order of its groups. A whole model on the
+        # meta device has the same groups, from which names and so this stage's parameters follow.
         numbered = [[names[id(parameter)] for parameter in group["params"]] for group in build(whole).param_groups]
         groups = [[parameters.get(name) for name in group] for group in numbered]
         load_whole_optimizer(folder / OPTIMIZER_NAME, optimizer, groups)
@@ -328,10 +341,15 @@ class PipelineLayout(ShardedLayout):
 
 
 def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Read what ``save_trained`` of any layout wrote, into parameters of any layout; every process must call.
+    """Load files of ``save_trained`` from any layout into parameters of any layout; every process must call.
+
+    Args:
+        place: Path prefix of the files, as for ``save_trained``.
+        parameters: Trained parameters by name, filled in place.
+        optimizer: Optimizer of ``parameters``, filled in place.
 
     Raises:
-        DataError: It holds other weights than those that are trained.
+        DataError: The names of the saved weights differ from those of ``parameters``.
     """
     if (place / MODEL_SHARDS).is_dir():
         load_model_shards(place, parameters)
@@ -339,8 +357,8 @@ def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Opt
         return
     weights = load_file(f"{place}.safetensors")
     if weights.keys() != parameters.keys():
-        found = f"it does not hold the weights that the {place.name} trains"
-        raise DataError(Problem(str(place.parent), found, "delete it, or train what it was saved from"))
+        found = f"its {place.name} has other parameters than the {place.name} of this run"
+        raise DataError(Problem(str(place.parent), found, "delete it, or train the model that it was saved from"))
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(shard_like(weights[name], parameter))
@@ -348,21 +366,17 @@ def load_trained(place: Path, parameters: Parameters, optimizer: torch.optim.Opt
     load_whole_optimizer(Path(f"{place}_optimizer.pt"), optimizer, groups)
 
 
-def _write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    save_file({name: value.detach().contiguous() for name, value in weights.items()}, file)
-
-
 def choose_layout(trainer: Trainer) -> ModelLayout:
-    """Return the layout of a trainer's model, by what accelerate and the model's loading say of it."""
+    """Return the layout of a trainer's model, from accelerate's plugin and the model's tensors."""
     if trainer.is_deepspeed_enabled:
         return ModelLayout()
     model: Any = trainer.model
-    is_in_stages, is_by_accelerate = hasattr(model, "part"), bool(trainer.is_fsdp_enabled)
-    if is_in_stages or is_by_accelerate or has_shards(model):
-        return (PipelineLayout if is_in_stages else ShardedLayout)(has_engine_norm=is_by_accelerate)
+    is_pipelined, is_by_accelerate = hasattr(model, "part"), bool(trainer.is_fsdp_enabled)
+    if is_pipelined or is_by_accelerate or has_shards(model):
+        return (PipelineLayout if is_pipelined else ShardedLayout)(has_engine_norm=is_by_accelerate)
     return ReplicatedLayout()
 
 
 def choose_learner_layout(model: nn.Module) -> ReplicatedLayout | ShardedLayout:
-    """Return the layout of a model that a loop of our own trains."""
+    """Return the layout of a model that is trained by a custom loop instead of a trainer."""
     return ShardedLayout(has_engine_norm=False) if has_shards(model) else ReplicatedLayout()

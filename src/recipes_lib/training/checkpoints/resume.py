@@ -1,4 +1,4 @@
-"""Resume: one checkpoint agreed by all ranks, the global batch size kept, runs extended."""
+"""Resume: all ranks agree on one checkpoint, the global batch size is kept, pretraining runs can be extended."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ BATCH_KEYS: Final = ("per_device_train_batch_size", "gradient_accumulation_steps
 """Keys whose product with the world size is the global batch size; only the product affects the result."""
 
 GENERATION_KEY: Final = "steps_per_generation"
-"""Micro-batches for which answers are sampled together, where that is another number than those of a step."""
+"""Key for the micro-batches whose answers are sampled together, if they differ from those of an optimizer step."""
 
 
 def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
-    """Return the rows of an optimizer step over all processes and micro-batches.
+    """Return the global batch size: rows per optimizer step, over all processes and micro-batches.
 
     Args:
-        training: Upstream's training keys; absent ones take upstream's defaults.
-        world_size: Data-parallel processes.
+        training: Upstream's training keys; missing ones take upstream's defaults.
+        world_size: Number of data-parallel ranks.
     """
     per_device: int = read_training(training, "per_device_train_batch_size")
     accumulation: int = read_training(training, "gradient_accumulation_steps")
@@ -41,14 +41,16 @@ def count_rows_per_step(training: Mapping[str, Any], world_size: int) -> int:
 def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
     """Raise if this launch cannot load a checkpoint.
 
+    Checkpoints of FSDP2, DDP and one process load under each other at any world size; DeepSpeed's do not.
+
     Args:
-        record: Of the checkpoint.
-        name: Of its folder.
-        launch: How the processes are started now.
+        record: Manifest of the checkpoint.
+        name: Name of the checkpoint folder.
+        launch: Present launch.
 
     Raises:
-        ConfigError: It was written under DeepSpeed and this is another engine, or the other way round: any number of
-            processes reads all others, with FSDP2 and without; or it is DeepSpeed's and of another number of processes.
+        ConfigError: One of checkpoint and launch is DeepSpeed's and the other is not, or both are but their world sizes
+            differ.
     """
     engine, world_size = record.get("engine", ""), record.get("world_size", launch.world_size)
     if engine != launch.engine and "DEEPSPEED" in (engine, launch.engine):
@@ -65,40 +67,39 @@ def verify_checkpoint_fits(record: Record, name: str, launch: Launch) -> None:
 
 
 def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[RecipeConfig, str | None]:
-    """Adjust gradient accumulation to keep the global batch size, and so the same rows in every step.
+    """Adjust gradient accumulation so that every step takes the same rows at another world size.
 
-    What is sampled at a time stays as many answers, too.
-
-    Rows are dealt out in turn, one micro-batch to each process: which rows a step takes depends on their number alone,
-    as long as that is the same.
+    Micro-batches are assigned to ranks in turn, so the rows of step n depend on the global batch size only. The number
+    of answers per generation is kept in the same way.
 
     Args:
-        config: The run, with the batch as the user writes it.
-        launch: How many processes there are now.
-        record: Of the checkpoint that the run resumes from.
+        config: Run configuration as the user wrote it.
+        launch: Present launch.
+        record: Manifest of the checkpoint to resume from.
 
     Returns:
-        The configuration to train with, and what is to be told of it; ``None`` when nothing changed.
+        The configuration to train with, and a log line; ``None`` if nothing changed.
 
     Raises:
-        ConfigError: The rows of a step or of a generation cannot be shared evenly, or the batch grows in steps that
-            would change.
+        ConfigError: The rows of a step or of a generation are not divisible by the new number of ranks, or
+            ``batch_ramp_tokens`` is set and gradient accumulation would change.
 
     Source: ``tests/distributed/test_resumption.py``.
     """
     before = {key: record[key] for key in BATCH_KEYS if key in record}
-    # Older ones have no data_size: no tensors were cut then.
+    # Checkpoints from before model parallelism have no data_size; every process was a data-parallel rank.
     data_size = record.get("data_size") or record.get("world_size") or launch.data_size
     rows = count_rows_per_step(before, data_size)
-    # Equal products need no other accumulation, whatever the factors are.
+    # The factors do not matter if their product is the same.
     if rows == count_rows_per_step(config.training, launch.data_size):
         accumulation = config.read("gradient_accumulation_steps")
     else:
         accumulation = _share_rows(config, launch, rows)
     accumulated = read_training(before, "gradient_accumulation_steps")
+    # A ramp is planned in micro-batches, so that another number of them changes the rows of past and future steps.
     if config.schedule.batch_ramp_tokens is not None and accumulation != accumulated:
         found = (
-            f"the batch grows by whole micro-batches of all processes, {accumulated} a step so far "
+            f"batch_ramp_tokens grows the batch by whole micro-batches, {accumulated} per step at the checkpoint "
             f"and {accumulation} now"
         )
         remedy = "keep the product of per_device_train_batch_size and the number of processes"
@@ -121,22 +122,22 @@ def keep_batch(config: RecipeConfig, launch: Launch, record: Record) -> tuple[Re
 def agree_on_checkpoint(
     resume_from: Path | None, launch: Launch, accumulation: int, say: Callable[[str], None]
 ) -> Path | None:
-    """Return the newest checkpoint whose hashes are valid; every process must call.
+    """Return the newest checkpoint whose hashes are valid, the same on all ranks; every process must call.
 
-    All get the same, and each reads its share of the files. What is not whole is put aside by the main process: it
-    counts for nothing any more, and is deleted by nobody but the user.
+    Each rank hashes its share of the files. The main process renames a damaged checkpoint to
+    ``damaged-checkpoint-N``: it is never resumed from, and only the user deletes it.
 
     Args:
-        resume_from: A complete checkpoint, ``None`` when there is none; what the main process has found counts.
-        launch: The processes, which have met.
-        accumulation: Micro-batches a step that this process has planned.
-        say: Tells of each checkpoint that is put aside, with the file that is wrong.
+        resume_from: Newest complete checkpoint, ``None`` if there is none; only the main process's value is used.
+        launch: Launch of this process, with its process group initialised.
+        accumulation: Gradient accumulation steps that this process has planned.
+        say: Logger for one line per damaged checkpoint.
 
     Raises:
-        ConfigError: A process cannot see a checkpoint, or has planned another batch than the main one.
+        ConfigError: A process does not see the checkpoint, or has planned another gradient accumulation than rank 0.
     """
-    # Each turn puts one damaged checkpoint aside, so that it ends. Every process makes the same two collective calls in
-    # a turn, also where it has found a problem: errors are raised when all of them know.
+    # Ends, because each iteration renames one damaged checkpoint. Every rank makes the same two collective calls per
+    # iteration, even after it has found a problem: errors are raised once all ranks know them.
     while True:
         newest = list_checkpoints(resume_from.parent) if launch.is_main and resume_from else []
         chosen = broadcast_object((newest[0][1] if newest else None, accumulation))
@@ -153,17 +154,16 @@ def agree_on_checkpoint(
             return checkpoint
         if launch.is_main:
             aside = put_aside(checkpoint, "damaged")
-            kept = f"it is kept as {aside.name}, and the one before it is used"
-            say(f"{checkpoint.name} is not whole: {damages[0]}; {kept}")
+            say(f"{checkpoint.name} is damaged: {damages[0]}; it is kept as {aside.name}")
 
 
 def _find_disagreement(
-    launch: Launch, accumulation: int, checkpoint: Path | None, its_accumulation: int
+    launch: Launch, accumulation: int, checkpoint: Path | None, main_accumulation: int
 ) -> Problem | None:
-    """Return why this process disagrees with the main one."""
+    """Return how this process's plan or file system differs from the main process's; ``None`` if they agree."""
     name = f"process {launch.rank}"
-    if its_accumulation != accumulation:
-        found = f"has planned {accumulation} micro-batches a step and the main process {its_accumulation}"
+    if main_accumulation != accumulation:
+        found = f"has planned {accumulation} micro-batches a step and the main process {main_accumulation}"
         return Problem(name, found, "run the same command again")
     if checkpoint is not None and not checkpoint.is_dir():
         found = f"does not see {checkpoint}, from which the main process resumes"
@@ -173,7 +173,7 @@ def _find_disagreement(
 
 def seed_process(seed: int, step: int, rank: int) -> None:
     """Seed a process without stored random states from seed, step and rank."""
-    # Hashed: of sums, step 1 on rank 0 would be step 0 on rank 1. numpy takes seeds of 32 bits.
+    # A hash, because of sums step 1 on rank 0 would equal step 0 on rank 1. 4 bytes, because numpy's seeds are 32 bits.
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     set_seed(int.from_bytes(digest[:4], "big"))
 
@@ -231,25 +231,26 @@ EXTENDABLE: Final = frozenset(
         "warmup_tokens",
     }
 )
-"""Keys of length and schedule: changes are allowed if all past learning rates agree."""
+"""Keys of run length and schedule, which may change if all past learning rates stay the same."""
 
 
 def find_common_checkpoint(
     config: RecipeConfig, before: Mapping[str, Any], differing: Collection[str], world_size: int
 ) -> Path | None:
-    """Return the newest complete checkpoint that the old and the extended run share.
+    """Return the newest complete checkpoint that the old and the extended run have in common.
 
-    They would when every step up to it had the same rows and the same learning rate. A ``warmup_stable_decay`` run
-    always has one at the start of its decay, so that it can be made longer without warming up again.
+    That is one up to which every step has the same rows and the same learning rate. A ``warmup_stable_decay`` run keeps
+    a checkpoint at the start of its decay, so that it can be extended without another warmup.
 
     Args:
-        config: The run now.
-        before: Its keys as they were, from ``run.json``.
+        config: Present configuration.
+        before: Configuration keys of the old run, from ``run.json``.
         differing: Names of the keys that differ.
-        world_size: Data-parallel processes, whose steps take the rows that those of the old run took.
+        world_size: Number of data-parallel ranks, with the old run's global batch size.
 
     Returns:
-        ``None``: another key differs, the run is none of pretraining, or no such checkpoint is left.
+        The checkpoint; ``None`` if a key outside ``EXTENDABLE`` differs, the recipe is not ``pretrain``, or no such
+        checkpoint exists.
 
     Source: ``tests/training/checkpoints/test_extension.py``.
     """
@@ -258,7 +259,7 @@ def find_common_checkpoint(
     try:
         now = plan_pretraining(config, world_size)
         then = plan_pretraining(_restore(config, before, differing), world_size)
-    except (AssertionError, ConfigError):  # Epochs are counted by the data, which are not opened yet.
+    except (AssertionError, ConfigError):  # A length in epochs needs the data, which are not opened yet.
         return None
     checkpoints = list_checkpoints(Path(config.training["output_dir"]))
     common = (path for step, path in checkpoints if is_complete(path) and _is_common(now, then, step))
@@ -269,18 +270,18 @@ def _is_common(now: PretrainingPlan, then: PretrainingPlan, step: int) -> bool:
     if step >= now.num_steps:
         return False
     has_same_rows = np.array_equal(now.row_starts[: step + 1], then.row_starts[: step + 1])
-    # The optimizer in a checkpoint already holds the rate of the step after it.
+    # step + 1: the optimizer of a checkpoint already has the learning rate of the next step.
     return has_same_rows and agree_until(now.schedule, then.schedule, step + 1)
 
 
 def _restore(config: RecipeConfig, before: Mapping[str, Any], keys: Collection[str]) -> RecipeConfig:
-    """The configuration with the values that some keys had."""
+    """Return the configuration with the old values of some keys."""
     training = {name: value for name, value in config.training.items() if name not in keys}
     restored: dict[str, Any] = {}
     for section in ("pretraining", "schedule"):
         current = getattr(config, section)
         names = {field.name for field in dataclasses.fields(current)} & set(keys)
         restored[section] = dataclasses.replace(current, **{name: before[name] for name in names})
-        keys = set(keys) - names  # What is left are upstream's.
+        keys = set(keys) - names  # The remaining keys are upstream's.
     training |= {name: before[name] for name in keys if before.get(name) is not None}
     return dataclasses.replace(config, training=training, **restored)

@@ -1,4 +1,4 @@
-"""Checkpoint saving: staged, copied to host, written by a thread, reopened, hashed, renamed atomically; the dry run."""
+"""Checkpoint saving: stage, copy to host memory, write in a thread, reopen, hash, rename atomically; the dry run."""
 
 from __future__ import annotations
 
@@ -43,37 +43,37 @@ from recipes_lib.training.layouts.fsdp import get_local
 from recipes_lib.training.run import RECORDED, read_run_record
 
 _MEMORY_SHARE: Final = 0.8
-"""Largest share of the free host memory that a copy may take."""
+"""Largest fraction of the free host memory that a copy may take."""
 
 
 class CheckpointWriter:
     """Writer thread for one job at a time; its exceptions are raised in the training thread."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
+        """Initialise without a thread."""
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do a job in a background thread; the one before must be over (``wait``)."""
+        """Start a job in a background thread; the previous one must have been waited for."""
         assert self._thread is None, "one checkpoint is written at a time"
-        # A daemon, so that a disk that does not answer cannot hold up a process that has to leave.
+        # A daemon thread, so that a hanging disk cannot block the exit of the process.
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def raise_failure(self) -> None:
-        """Raise the exception of the last job, once, without waiting."""
+        """Raise the exception of a finished job, once; do not wait for a running one."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def wait(self) -> None:
-        """Wait for the job, and raise its exception."""
+        """Wait for the job and raise its exception."""
         self.settle()
         self.raise_failure()
 
     def settle(self) -> BaseException | None:
-        """Wait for the job, and return its exception; for use while another one is raised."""
+        """Wait for the job and return its exception instead of raising it, for use in ``finally``."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -82,65 +82,65 @@ class CheckpointWriter:
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # The main thread decides what becomes of it.
+        except BaseException as error:  # Raised in the training thread by ``raise_failure``.
             self._failure = error
 
 
 class HostCopy:
-    """Host copy of the changing tensors, in memory that is allocated once and reused by every checkpoint.
+    """Copy of the trainable tensors in host memory, which is allocated once and reused by every checkpoint.
 
-    Source: torch's stager of asynchronous checkpoints (``torch.distributed.checkpoint.staging``), which keeps shared
-    storages shared, so that the files are those of a synchronous save; ``tests/training/checkpoints/test_writer.py``.
+    Source: the stager of ``torch.distributed.checkpoint.staging``. It preserves storage sharing, so that the files are
+    identical to those of a synchronous save; ``tests/training/checkpoints/test_writer.py``.
     """
 
     def __init__(self) -> None:
-        """Allocate no memory yet."""
+        """Create the stager without allocating memory."""
         self._has_device = torch.cuda.is_available()
-        # The inner class of DefaultStager, which in torch 2.11 and 2.12 closes it after the first copy: the memory is
-        # not reused, and the second copy ends with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476).
-        # DefaultStager itself will do when torch 2.13 is the lowest version.
+        # Not the public DefaultStager: in torch 2.11 and 2.12 it closes this inner class after the first copy, so the
+        # memory is not reused and the second copy fails with ``KeyError: <class 'type'>`` (pytorch/torchtitan #3476).
+        # Use DefaultStager once torch 2.13 is the lowest supported version.
         self._stager = StateDictStager(pin_memory=self._has_device)
         self._is_taken = False
 
     def explain_refusal(self, *states: Any, num_copies: int = 1) -> str | None:
-        """Return why these states cannot be copied, such as missing memory; ``None`` if they can.
+        """Return why these states cannot be copied, such as a lack of memory; ``None`` if they can.
 
         Args:
-            *states: Nested mappings and sequences with tensors in them; of those in shards this process's are copied.
-            num_copies: Processes of this machine that copy as much each.
+            *states: Nested mappings and sequences of tensors; of a ``DTensor`` only the local shard is copied.
+            num_copies: Number of processes on this machine that make a copy of this size.
         """
-        # By identity, since tied weights are copied once.
+        # Keyed by identity, because tied weights are copied once.
         tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}.values()
         shards = [get_local(tensor) for tensor in tensors]
         kinds = {type(tensor).__name__ for tensor in shards} - {"Tensor", "Parameter", "Buffer"}
         if kinds:
-            return f"states of the kind {min(kinds)} cannot be copied"
+            return f"states of type {min(kinds)} cannot be copied"
         num_bytes = num_copies * sum(tensor.nbytes for tensor in shards)
         free = read_free_memory()
-        # After the first copy its memory is held, and no longer among what is free.
+        # From the first copy on, its memory is already allocated.
         if self._is_taken or num_bytes <= _MEMORY_SHARE * free:
             return None
         return f"a copy takes {num_bytes / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free"
 
     def take(self, state: Mapping[str, Any], *, unchanging: Iterable[str] = ()) -> dict[str, Any]:
-        """Return a copy of a state on the host; the copy before it is gone.
+        """Return a copy of a state in host memory, which overwrites the previous copy.
 
         Args:
-            state: Nested mappings and sequences with tensors in them.
-            unchanging: Names in ``state`` that are not copied: nothing changes them.
+            state: Nested mappings and sequences of tensors.
+            unchanging: Top-level names in ``state`` of constant tensors, which are returned without a copy.
         """
         self._is_taken = True
         shared = set(unchanging)
         changing = {name: value for name, value in state.items() if name not in shared}
         copied: Any = self._stager.stage(changing, non_blocking=self._has_device)
         if self._has_device:
-            # Copies were asynchronous; the next optimizer step would overwrite tensors that are still being read.
+            # The copies are asynchronous, and the next optimizer step overwrites their sources.
             torch.accelerator.synchronize()
         return {name: state[name] if name in shared else copied[name] for name in state}
 
 
 def iterate_tensors(state: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested mappings and sequences, in their order."""
+    """Yield every tensor in nested mappings and sequences, in order."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, Mapping):
@@ -152,61 +152,65 @@ def iterate_tensors(state: Any) -> Iterator[Tensor]:
 
 
 def is_adapter(model: nn.Module) -> bool:
-    """Return whether a model is under an adapter, which alone is saved then."""
+    """Return whether a model is a PEFT model, of which only the adapter is saved."""
     return hasattr(model, "peft_config")
 
 
 def list_frozen(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that training does not change, each name of one that is tied."""
+    """Return the names of all frozen parameters, including every name of a tied one."""
     named = model.named_parameters(remove_duplicate=False)
     return [name for name, tensor in named if not tensor.requires_grad]
 
 
 def compare_weights(file: Path, live: Mapping[str, torch.Tensor]) -> None:
-    """Hold saved weights against those that are trained, to the bit.
+    """Compare a safetensors file with the live weights, bit for bit.
 
     Raises:
         BrokenSaveError: A tensor differs.
     """
     differing = [name for name, saved in load_file(file).items() if not torch.equal(saved, live[name].cpu())]
     if differing:
-        raise BrokenSaveError(f"{file}: {', '.join(differing)} differ from what is trained")
+        raise BrokenSaveError(f"{file}: {', '.join(differing)} differ from the weights in memory")
 
 
 def compare_state(file: Path, live: Any = None) -> None:
-    """Read a state as a later start would, and hold its tensors against those of the live one, if it is given.
+    """Load a state file as resuming does, and compare its tensors with ``live`` bit for bit.
+
+    Args:
+        file: File written by ``torch.save``.
+        live: State dict in memory; ``None``: only test that the file can be loaded.
 
     Raises:
-        BrokenSaveError: A tensor differs, or the file cannot be read without running code.
+        BrokenSaveError: A tensor differs, or the file cannot be loaded with ``weights_only``.
     """
     try:
-        # numpy's random state is allowed by name, as upstream does when it loads it; torchao allows its own kinds.
+        # Allows numpy's random state, as upstream does when it loads one; torchao registers its own classes.
         with safe_globals():  # type: ignore[no-untyped-call]
             saved = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # Whatever it is, a later start could not read it either.
+    except Exception as error:  # Any error here would also make resuming fail.
         raise BrokenSaveError(f"{file} cannot be read back: {error}") from error
     if live is None:
         return
     pairs: Iterable[tuple[torch.Tensor, torch.Tensor]] = zip(iterate_tensors(saved), iterate_tensors(live), strict=True)
     if not all(_is_equal(one, other.cpu()) for one, other in pairs):
-        raise BrokenSaveError(f"{file}: a state differs from the optimizer's")
+        raise BrokenSaveError(f"{file}: a state differs from the optimizer state in memory")
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     if not is_traceable_wrapper_subclass(one):
         return torch.equal(one, other)
-    # Of fewer bits, which cannot be compared as they are: codes and scales.
+    # Quantised states (torchao) have no elementwise comparison: compare their codes and scales.
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in one.__tensor_flatten__()[0])
 
 
 def count_bytes(*states: Any) -> int:
-    """Return the bytes of all tensors in some states; what is shared is counted once."""
+    """Return the total bytes of all tensors in nested states, each tensor object counted once."""
     tensors = {id(tensor): tensor for state in states for tensor in iterate_tensors(state)}
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def describe_dry_run(size: int, seconds: float, plan: DiskPlan) -> str:
-    """Return what a dry run showed, in one line: bytes of a checkpoint, seconds, and what the run will take."""
+    """Return the log line of a dry run: size of a checkpoint, seconds to write it, and disk space of the whole run."""
     return (
         f"checkpoints: {_format_bytes(size)} each, written and opened again in {seconds:.1f} s; up to "
         f"{plan.num_checkpoints} of them and the model take {_format_bytes(plan.total_bytes)} of "
@@ -226,11 +230,11 @@ class Staged:
     """A staged checkpoint.
 
     Attributes:
-        folder: Its own, under a name that is never resumed.
-        step: Optimizer steps made before it.
-        tasks: They write the files that are not there yet, from copies if training continues meanwhile.
-        verify: Opens the files again that this process wrote.
-        is_shared: Whether all processes write it; otherwise the main one alone has it.
+        folder: Staging folder of the checkpoint.
+        step: Number of finished optimizer steps.
+        tasks: Functions that write the remaining files, from host copies if training continues in the meantime.
+        verify: Function that reopens the files that this process wrote.
+        is_shared: Whether all processes write files; otherwise only the main process does.
     """
 
     folder: Path
@@ -241,11 +245,11 @@ class Staged:
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of a run, whatever is trained; what is in them is said by who stages them.
+    """Writes, verifies, publishes and rotates the checkpoints of a run; the caller stages their content.
 
     Attributes:
-        is_main: Whether this process writes what all of them hold.
-        group: Of the processes that write a shared checkpoint asynchronously; ``None``: the default one.
+        is_main: Whether this process writes replicated files and the manifest.
+        group: Process group for collectives of the writer threads; ``None``: the default group.
 
     Source: ``tests/training/checkpoints/test_saver.py``, ``tests/training/checkpoints/test_checkpointing.py``.
     """
@@ -253,13 +257,13 @@ class CheckpointSaver:
     def __init__(
         self, args: TrainingArguments, say: Callable[[str], None], *, engine: str = "", data_size: int = 0
     ) -> None:
-        """Create a saver without a checkpoint.
+        """Create a saver.
 
         Args:
-            args: What is kept, and where; may have a ``save_keep_steps``.
-            say: Tells of what is neither a figure nor an error.
-            engine: ``FSDP``, ``DEEPSPEED`` or empty, as a launch names it.
-            data_size: Groups of processes that take rows of their own; 0 is every process.
+            args: Training arguments: output directory, retention; may have an attribute ``save_keep_steps``.
+            say: Logger for messages to the user.
+            engine: Sharding engine: ``FSDP``, ``DEEPSPEED`` or empty.
+            data_size: Number of data-parallel ranks; 0: the world size.
         """
         self._data_size = data_size
         self.is_main = bool(args.should_save)
@@ -268,17 +272,22 @@ class CheckpointSaver:
         self._keep_every: int | None = getattr(args, "save_keep_steps", None)
         self._writer = CheckpointWriter()
         self._copy = HostCopy()
-        self._copies: bool | None = None  # Known when there are states to be copied.
+        self._copies: bool | None = None  # Decided with the first checkpoint, when the states exist.
         self.group: distributed.ProcessGroup | None = None
         self._record: dict[str, Any] = {}
 
     def open(self, step: int, folder: str = STAGING) -> Path:
         """Return the staging folder of a checkpoint, after the previous one is finished; every process must call.
 
+        Args:
+            step: Number of finished optimizer steps.
+            folder: Folder of staged checkpoints in the output directory.
+
         Raises:
-            FileNotFoundError: The output directory is gone; one made anew would hold a part of the run alone.
+            FileNotFoundError: The output directory was deleted. It is not created again, because the result would hold
+                only a part of the run.
         """
-        # First: the memory of the host copy, and the staging folder, are those of the one before.
+        # First, because the previous checkpoint uses the same host memory and staging folder.
         self.finish()
         WATCHDOG.enter("saving")
         staged = self._output_dir / folder / f"checkpoint-{step}"
@@ -286,58 +295,59 @@ class CheckpointSaver:
             if not self._output_dir.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._output_dir))
             shutil.rmtree(staged.parent, ignore_errors=True)
-        # Others write into the folder only when what a killed process had left there is gone.
+        # Other ranks may write into the folder only after leftovers of a killed process are removed.
         PartialState().wait_for_everyone()
         return staged
 
     def decide_to_copy(self, read_states: Callable[[], Sequence[Any]], *, is_shared: bool = False) -> None:
-        """Decide with the first checkpoint whether there is memory for a copy, and log if there is not.
+        """Decide, once per run, whether host memory suffices for asynchronous saving; log if it does not.
 
         Args:
-            read_states: Gives all that training changes; called once.
-            is_shared: Whether every process copies its shards, and calls; otherwise the main one alone does.
+            read_states: Returns all states that training changes; called once.
+            is_shared: Whether every process copies its shards, and calls; otherwise only the main process does.
         """
         if self._copies is not None:
             return
         machine = platform.node()
-        # By host name, because ranks of several machines share nothing but the disk.
+        # Processes with the same host name share the memory of one machine.
         num_copies = gather_objects(machine).count(machine) if is_shared else 1
         refusal = self._copy.explain_refusal(*read_states(), num_copies=num_copies)
         if is_shared:
-            # All decide alike: a shared save is collective, in a group of its own if it is asynchronous.
+            # All ranks must decide alike, because a shared save makes collective calls.
             refusal = next(filter(None, gather_objects(refusal)), None)
-            # Of its own, because the collective calls of two threads in one group would be matched by chance.
+            # A separate process group: collectives of the training and the writer thread in one group would be matched
+            # in arbitrary order.
             self.group = None if refusal else new_host_group()
         self._copies = refusal is None
         if refusal:
             self._say(f"training waits while a checkpoint is written: {refusal}")
 
     def take(self, state: Mapping[str, Any], *, unchanging: Iterable[str] = ()) -> Mapping[str, Any]:
-        """Return the state that a task writes: a copy, or the state itself if training waits.
+        """Return the state for a task to write: a host copy, or ``state`` itself if training waits.
 
         Args:
-            state: Nested mappings and sequences with tensors in them.
-            unchanging: Names in ``state`` that nothing changes.
+            state: Nested mappings and sequences of tensors.
+            unchanging: Top-level names in ``state`` of constant tensors, which are not copied.
         """
         return self._copy.take(state, unchanging=unchanging) if self._copies else state
 
     def save(self, staged: Staged, keep: Collection[int] = ()) -> None:
-        """Write, verify, hash and rename a checkpoint, then delete older ones. Every process must call.
+        """Write, verify, hash and rename a checkpoint, then delete older ones; every process must call.
 
         Args:
-            staged: From all processes.
-            keep: Steps whose checkpoints stay.
+            staged: Staged checkpoint, the same step on all processes.
+            keep: Steps whose checkpoints are exempt from deletion.
 
         Raises:
-            BrokenSaveError: Another process could not do its part of it.
+            BrokenSaveError: Saving failed on another process.
         """
         limit = self._args.save_total_limit
 
         def finish() -> None:
             publish(staged.folder)
-            # One that somebody has mounted, or that is another user's, costs room and not the run.
-            if kept := rotate(self._output_dir, limit, keep, self._keep_every):
-                self._say(f"older checkpoints could not be deleted: {', '.join(kept)}")
+            # A checkpoint that cannot be deleted, such as a mount point or another user's folder, must not end the run.
+            if failures := rotate(self._output_dir, limit, keep, self._keep_every):
+                self._say(f"older checkpoints could not be deleted: {', '.join(failures)}")
 
         self._write(staged, then=finish)
 
@@ -350,22 +360,21 @@ class CheckpointSaver:
         model_bytes: int,
         num_besides: int = 0,
     ) -> None:
-        """Save once, and remove it, as a dry run; every process must call.
+        """Save a checkpoint, verify it, measure it and delete it; every process must call.
 
         Args:
-            stage: Puts a checkpoint together in the folder that it is given; its verification also compares it with
-                what is trained.
-            count: Gives the bytes of what is trained, before any is written.
-            num_steps: Optimizer steps of the run.
-            model_bytes: Of the final model.
-            num_besides: Checkpoints of certain steps that stay besides.
+            stage: Stages a checkpoint in the given folder; its ``verify`` also compares files with the live state.
+            count: Returns the expected bytes of a checkpoint, before one is written.
+            num_steps: Number of optimizer steps of the run.
+            model_bytes: Size of the final model in bytes.
+            num_besides: Number of checkpoints that are kept in addition to ``save_total_limit``.
 
         Raises:
-            ConfigError: The disk cannot hold what the run will keep.
-            BrokenSaveError: What was saved is not what is trained; or as ``save``.
+            ConfigError: The disk cannot hold the checkpoints that the run will keep.
+            BrokenSaveError: A saved state differs from the live one, or saving failed on another process.
         """
         began = time.perf_counter()
-        # ``checkpoint-0``, for rollbacks, may still be being written.
+        # ``checkpoint-0``, the target of rollbacks, may still be in the writer thread.
         self.finish()
         plan: Callable[[int], DiskPlan] = partial(
             plan_disk,
@@ -379,36 +388,37 @@ class CheckpointSaver:
             verify_disk(plan(count()), str(self._output_dir))
         staged = stage(DRY_RUN)
         self._write(staged, then=lambda: None)
-        # Waits, because it is compared with weights that the next step changes.
+        # Waits, because the files are compared with live weights, which the next step changes.
         self.finish()
         if not self.is_main:
             return
         size = sum(path.stat().st_size for path in staged.folder.rglob("*") if path.is_file())
-        # A network file system keeps a name for what is still mapped into memory; the next start removes what is left.
+        # Errors are ignored: NFS keeps ``.nfs*`` names of files that are still mapped. The next start removes the rest.
         shutil.rmtree(staged.folder.parent, ignore_errors=True)
         self._say(describe_dry_run(size, time.perf_counter() - began, plan(size)))
         verify_disk(plan(size), str(self._output_dir))
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written has its name; raise what went wrong with it."""
+        """Wait until the current checkpoint is published; raise its error."""
         self._writer.wait()
 
     def raise_failure(self) -> None:
-        """Raise the error of the last checkpoint, without waiting for it; the main process ends the others."""
+        """Raise the error of a finished write on the main process, whose exit ends the others; do not wait."""
         if self.is_main:
             self._writer.raise_failure()
 
     def settle(self) -> None:
-        """Finish writing when a run ends by another error, which takes precedence."""
+        """Wait for the writer when a run ends; log its error instead of raising, as another error may be under way."""
         if (failure := self._writer.settle()) is not None:
             self._say(f"the last checkpoint could not be written: {failure}")
 
     def _write(self, staged: Staged, then: Task) -> None:
-        """Write what is left of a checkpoint, open it again, write its manifest: asynchronously if there is a copy."""
+        """Write the remaining files, verify them and write the manifest; in the thread if there is a host copy."""
         if not (staged.is_shared or self.is_main):
             return
         facts = self._describe_run(staged.step) if self.is_main else {}
-        # No task writes these: what deletes the folder meanwhile takes them along, and tasks would make it anew.
+        # Files that exist before the tasks run. If the folder is deleted now, tasks create it again without them, which
+        # ``_complete`` detects.
         written = [path for path in staged.folder.rglob("*") if path.is_file()] if self.is_main else []
 
         def job() -> None:
@@ -428,9 +438,9 @@ class CheckpointSaver:
             job()
 
     def _complete_together(self, staged: Staged, written: Sequence[Path], facts: Mapping[str, Any]) -> None:
-        """Each process verifies what it wrote, in parallel; the main one writes the manifest from all results.
+        """Write and verify each process's files in parallel; the main process writes the manifest from all results.
 
-        No process waits for more than the largest share, nor for ever where another one fails.
+        A failure on one process is raised on all of them, so that none waits forever.
         """
 
         def do_own_share() -> dict[str, Any]:
@@ -446,32 +456,32 @@ class CheckpointSaver:
                     remedy = "put output_dir on storage that all machines share"
                     raise BrokenSaveError(f"{staged.folder}: {wrong}, which another process wrote; {remedy}")
 
-        # Two rounds: the manifest is written when all files are on the disk, and renamed when it is known to be right.
+        # Two rounds: the manifest is written after all files are flushed, and verified before the folder is renamed.
         files = {name: file for share in self._do_together(do_own_share) for name, file in share.items()}
         self._do_together(complete)
 
     def _do_together(self, do: Task) -> list[Any]:
-        """Run a job on every process, and return all results; raise on all if one failed.
+        """Run a job on every process and return the results by rank; raise on all processes if one failed.
 
         Raises:
-            BrokenSaveError: Another process failed.
+            BrokenSaveError: The job failed on another process.
         """
-        got, failure = None, None
+        result, failure = None, None
         try:
-            got = do()
-        except Exception as error:  # It is raised when the others know.
+            result = do()
+        except Exception as error:  # Raised after the collective call, which the other ranks wait in.
             failure = error
-        told = gather_objects((got, failure and f"{type(failure).__name__}: {failure}"), self.group)
+        outcomes = gather_objects((result, failure and f"{type(failure).__name__}: {failure}"), self.group)
         if failure is not None:
             raise failure
-        failures = [f"process {rank}: {words}" for rank, (_, words) in enumerate(told) if words]
+        failures = [f"process {rank}: {message}" for rank, (_, message) in enumerate(outcomes) if message]
         if failures:
             raise BrokenSaveError("a checkpoint could not be saved: " + "; ".join(failures))
-        return [theirs for theirs, _ in told]
+        return [result for result, _ in outcomes]
 
     def _describe_run(self, step: int) -> dict[str, Any]:
-        """Return additional fields of the manifest."""
-        # That of the first save: where somebody deletes the file, the run is known by its checkpoints alone.
+        """Return the fields of the manifest besides the files."""
+        # Cached from the first save, so that later manifests describe the run even if run.json is deleted.
         self._record = record = self._record or read_run_record(self._output_dir)
         return {
             "step": step,
@@ -480,7 +490,7 @@ class CheckpointSaver:
             **{key: getattr(self._args, key) for key in (*BATCH_KEYS, GENERATION_KEY) if hasattr(self._args, key)},
             "engine": self._engine,
             **{key: record.get(key) for key in ("config_fingerprint", "versions")},
-            # By which the run is resumed where its own record is lost.
+            # Lets a run resume if its run.json is lost.
             "run": {key: record[key] for key in RECORDED if key in record},
         }
 
@@ -488,10 +498,10 @@ class CheckpointSaver:
 def _complete(
     folder: Path, written: Sequence[Path], facts: Mapping[str, Any], files: Mapping[str, Any] | None = None
 ) -> None:
-    """As ``write_complete``, if the files that were there before the tasks still are.
+    """Write the manifest (``write_complete``) if the files from before the tasks still exist.
 
     Raises:
-        FileNotFoundError: One of them is gone.
+        FileNotFoundError: One of them was deleted in the meantime.
     """
     if gone := [path for path in written if not path.exists()]:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(gone[0]))
@@ -499,7 +509,7 @@ def _complete(
 
 
 def write_state(state: Any, path: Path) -> None:
-    """Write an optimizer's or a schedule's state, tensors and numbers alone."""
-    # Given a path, torch says of a full disk no more than that something is wrong with a stream.
+    """Write the state dict of an optimizer or a scheduler with ``torch.save``."""
+    # An open file instead of a path: for a path torch reports a full disk as "unexpected pos" instead of an OSError.
     with path.open("wb") as file:
         torch.save(state, file)

@@ -34,41 +34,41 @@ MODEL_SHARDS: Final = "model_shards"
 OPTIMIZER_SHARDS: Final = "optimizer_shards"
 _GROUPS: Final = "param_groups.json"
 _SEPARATOR: Final = " of "
-"""Stands between the name of an optimizer's state and that of the parameter it belongs to."""
+"""Separator in names of stored optimizer states, such as ``exp_avg of model.norm.weight``."""
 
 
 def read_trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a checkpoint of a sharded model holds: of a model under an adapter what is trained, else all.
+    """Return the tensors that a checkpoint of a sharded model holds: all, or of a PEFT model the trainable ones.
 
-    Tied tensors are there once; those that are sharded are ``DTensor``.
+    Tied tensors are included once; sharded tensors are ``DTensor``.
     """
     reshard(model)
     if is_adapter(model):
         return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    # Backwards, so that of two names it is the first that stays, as in ``named_parameters``.
+    # Reversed, so that the first of several names of a tied tensor wins, as in ``named_parameters``.
     unique = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return dict(unique.values())
 
 
 def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole of what ``read_trained_state`` names, on the host of the main process; elsewhere nothing.
+    """Return the unsharded tensors of ``read_trained_state`` in host memory of rank 0; every process must call.
 
-    Each process has all tensors, some, or shards of some. Tensor by tensor, so that no device holds more than one whole
-    tensor besides its own; every process must call.
+    Other ranks get an empty dict. Ranks may hold different tensors (pipeline stages), replicated or sharded. Gathering
+    is done one tensor at a time, so that a device holds at most one unsharded tensor besides its own.
     """
     tensors = read_trained_state(model)
-    held = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+    descriptions = gather_objects({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     device, rank = find_device(model), get_rank()
     whole: dict[str, Tensor] = {}
-    # Backwards, so that of several processes that have one the first is the owner.
-    owners = {name: owner for owner, names in reversed([*enumerate(held)]) for name in names}
+    # Reversed, so that the lowest rank that holds a tensor is its owner.
+    owners = {name: owner for owner, names in reversed([*enumerate(descriptions)]) for name in names}
     for name, owner in owners.items():
-        shape, dtype = held[owner][name]
-        # All that hold a part of it gather it.
+        shape, dtype = descriptions[owner][name]
+        # Collective over the ranks that hold a shard of this tensor; the others allocate a receive buffer.
         tensor = (
             get_whole(tensors[name].detach()) if name in tensors else torch.empty(shape, dtype=dtype, device=device)
         )
-        # In the order of ``owners``, which all have alike: sends and receives meet without a tag.
+        # ``owners`` has the same order on all ranks, so sends and receives match without tags.
         if rank == owner != 0:
             distributed.send(tensor.contiguous(), dst=0)
         elif rank == 0:
@@ -81,39 +81,39 @@ def gather_trained_state(model: nn.Module) -> dict[str, Tensor]:
 def copy_model_shards(
     folder: Path, weights: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Iterable[str] = ()
 ) -> Task:
-    """Copy weights and return what writes their shards under ``folder``; every process must call both.
+    """Copy the local shards of weights, and return a task that writes them; every process must call and run it.
 
     Args:
-        folder: Of the checkpoint.
-        weights: By name, as ``read_trained_state`` returns them.
-        saver: Copies.
-        unchanging: Names of those that nothing changes.
+        folder: Checkpoint folder.
+        weights: Result of ``read_trained_state``.
+        saver: Saver that copies tensors to host memory.
+        unchanging: Names of constant tensors, which are not copied.
     """
     state = _copy(weights, saver, unchanging)
     return lambda: write_shards(folder / MODEL_SHARDS, state, saver.group)
 
 
 def load_model_shards(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Read weights in place, from shards of as many processes as may be; every process must call."""
+    """Load weights in place from shards of any world size; every process must call."""
     _load(folder / MODEL_SHARDS, weights)
 
 
 def load_whole_model(folder: Path, model: Any) -> None:
-    """Read weights that one process wrote whole into a model that is sharded; each process reads what it holds of them.
+    """Load an unsharded checkpoint into a sharded model; every process must call, and reads only its shards.
 
     Args:
-        folder: Of the checkpoint, with the safetensors file of a model or of an adapter.
-        model: Sharded, as it is trained.
+        folder: Checkpoint folder with the safetensors files of a model or of an adapter.
+        model: Sharded model.
     """
     reshard(model)
     _load(folder, read_adapter_state(model) if is_adapter(model) else read_trained_state(model))
 
 
 def read_whole_weights(folder: Path) -> dict[str, Tensor]:
-    """Return the weights of a checkpoint, written in shards or whole, on the host and there once.
+    """Return the unsharded weights of a checkpoint, sharded or not, in host memory.
 
     Args:
-        folder: Of the checkpoint; that it is undamaged is known.
+        folder: Checkpoint folder, already verified.
     """
     source = folder / MODEL_SHARDS if (folder / MODEL_SHARDS).is_dir() else folder
     weights = {
@@ -127,13 +127,15 @@ def read_whole_weights(folder: Path) -> dict[str, Tensor]:
 def copy_optimizer_shards(
     folder: Path, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, saver: CheckpointSaver
 ) -> Task:
-    """Copy an optimizer's states and return what writes their shards; its groups, alike on all processes, become JSON.
+    """Copy the local shards of optimizer states, and return a task that writes them; every process must call and run.
+
+    Parameter groups are the same on all ranks; rank 0 writes them as JSON.
 
     Args:
-        folder: Of the checkpoint.
-        parameters: What the optimizer trains, by the names that its states get.
-        optimizer: After a step.
-        saver: Copies.
+        folder: Checkpoint folder.
+        parameters: Parameters of the optimizer, by the names under which states are stored.
+        optimizer: Optimizer after at least one step.
+        saver: Saver that copies tensors to host memory.
     """
     states = _copy(_read_states(parameters, optimizer), saver)
     groups = [_describe_group(group) for group in optimizer.param_groups]
@@ -156,10 +158,10 @@ def load_optimizer_shards(
     """Load optimizer states at any world size; every process must call.
 
     Args:
-        folder: Of the checkpoint.
-        parameters: By name; of a model that is sharded, as it is trained.
-        optimizer: Over them, in the groups that the saved one had; it need not have made a step.
-        is_part: Whether the states of other parameters are another process's.
+        folder: Checkpoint folder.
+        parameters: Trained parameters by name, sharded or not.
+        optimizer: Optimizer of ``parameters`` with the saved one's parameter groups; it may have no states yet.
+        is_part: Whether to ignore states of parameters that other pipeline stages hold.
     """
     source = folder / OPTIMIZER_SHARDS
     states: dict[str, Tensor] = {}
@@ -167,7 +169,7 @@ def load_optimizer_shards(
         if (name := full_name.partition(_SEPARATOR)[2]) not in parameters and is_part:
             continue
         parameter, dtype = parameters[name].detach(), tensor.properties.dtype
-        # What has the shape of its parameter is sharded like it; a step number is whole everywhere.
+        # States of the parameter's shape are sharded like it; others, such as the step, are replicated.
         is_alike = tensor.size == parameter.shape
         states[full_name] = (
             torch.zeros_like(parameter, dtype=dtype) if is_alike else torch.zeros(tensor.size, dtype=dtype)
@@ -183,23 +185,23 @@ def load_optimizer_shards(
 def load_whole_optimizer(
     file: Path, optimizer: torch.optim.Optimizer, whole: Sequence[Sequence[nn.Parameter | None]]
 ) -> None:
-    """Read an optimizer's states that one process wrote whole; each process keeps its shards of them.
+    """Load an unsharded ``optimizer.pt``; each process keeps the shards of its parameters.
 
-    The file is mapped, not read: host memory holds one whole state at a time.
+    The file is memory-mapped, so host memory holds one unsharded state at a time.
 
     Args:
-        file: ``optimizer.pt`` of upstream.
-        optimizer: Over parameters, whole or sharded, or of a part of a model, in the groups that the saved one had.
-        whole: The parameters of each group of the saved one, in its order; ``None`` for those of another process.
+        file: ``optimizer.pt`` in the format of ``torch.save(optimizer.state_dict())``.
+        optimizer: Optimizer of replicated or sharded parameters, or of one pipeline stage, with the saved one's groups.
+        whole: Parameters of each saved group in its order; ``None`` for a parameter that this process does not hold.
     """
-    # ``weights_only``: an untrusted checkpoint runs no code.
+    # ``weights_only``: a checkpoint may be untrusted, and a pickle could run code.
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     by_parameter: dict[Tensor, dict[str, Tensor]] = {}
     for group, then in zip(whole, saved["param_groups"], strict=True):
         for parameter, number in zip(group, then["params"], strict=True):
             if parameter is None:
                 continue
-            # What has been frozen or never stepped has none.
+            # Parameters that never had a gradient have no state.
             states = saved["state"].get(number, {})
             by_parameter[parameter] = {
                 key: shard_like(_widen(value), parameter) if isinstance(value, Tensor) else value
@@ -209,26 +211,29 @@ def load_whole_optimizer(
 
 
 def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return of a whole tensor what this process holds of the parameter that it belongs to; of a number, all."""
+    """Return this process's shard of an unsharded tensor, placed as ``parameter``; tensors of another shape unchanged.
+
+    Returns a copy. A scalar, such as a step number, has another shape than its parameter and stays replicated.
+    """
     if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value.clone()
-    # Without a source every process takes its part of what it has itself.
+    # ``src_data_rank=None``: no communication; every rank cuts its shard from its own copy.
     shards = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return shards.clone()
 
 
 def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
-    """Open saved weights again: each process those that it wrote, the first one of the others what they say they hold.
+    """Reopen saved shards: each rank reads the tensors it wrote; rank 0 also reads the headers of all other files.
 
     Args:
-        folder: Of the checkpoint.
-        shapes: Whole shape of each tensor that must be there.
+        folder: Checkpoint folder.
+        shapes: Unsharded shape of each tensor that must exist.
 
     Raises:
-        BrokenSaveError: A tensor is missing, not whole or not finite; or a file cannot be opened.
+        BrokenSaveError: A tensor is missing, incomplete or not finite, or a file cannot be opened.
     """
     rank, found, faults = get_rank(), dict.fromkeys(shapes, 0), []
-    # What another process wrote has left the memory of this machine, and would come over the network.
+    # Own files only: they are still in the page cache, while those of other machines would be read over the network.
     for file in _list_files(folder / MODEL_SHARDS, None if rank == 0 else rank):
         try:
             with safe_open(file, framework="pt") as tensors:
@@ -238,9 +243,9 @@ def verify_shards(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
                         faults.append(f"{name} is not finite")
         except SafetensorError as error:
             faults.append(f"{file.name} cannot be opened again ({error})")
-    # The elements of all shards of a tensor, from the headers of all files: fewer than the whole has if one is gone.
+    # The shards of a tensor must sum to its number of elements.
     if rank == 0:
-        faults += [f"{name} is not whole" for name, shape in shapes.items() if found[name] != shape.numel()]
+        faults += [f"{name} is incomplete" for name, shape in shapes.items() if found[name] != shape.numel()]
     if faults:
         raise BrokenSaveError(f"{folder / MODEL_SHARDS}: {list_first(faults)}")
 
@@ -251,23 +256,24 @@ def compare_own_shards(
     parameters: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Compare the shards that this process has written with the live ones, bit by bit.
+    """Compare the shards that this process wrote with the live ones, bit for bit.
 
     Args:
-        folder: Of the checkpoint.
-        weights: As for ``copy_model_shards``, unchanged since.
-        parameters: As for ``copy_optimizer_shards``.
-        optimizer: Its optimizer, unchanged since.
+        folder: Checkpoint folder.
+        weights: Weights passed to ``copy_model_shards``, unchanged since.
+        parameters: Parameters passed to ``copy_optimizer_shards``.
+        optimizer: Optimizer passed to ``copy_optimizer_shards``, unchanged since.
 
     Raises:
         BrokenSaveError: A tensor differs.
     """
     live = {MODEL_SHARDS: weights, OPTIMIZER_SHARDS: _read_states(parameters, optimizer)}
     for name, tensors in live.items():
-        for file, key, saved in _iterate(folder / name, rank=get_rank()):
-            tensor = tensors[key].detach()
-            if not torch.equal(saved, get_local(tensor).cpu()):
-                raise BrokenSaveError(f"{file}: {key} differs from what is trained")
+        for file in _list_files(folder / name, get_rank()):
+            with safe_open(file, framework="pt") as saved:
+                for key in saved.keys():  # noqa: SIM118 (safe_open is not a mapping)
+                    if not torch.equal(saved.get_tensor(key), get_local(tensors[key].detach()).cpu()):
+                        raise BrokenSaveError(f"{file}: {key} differs from the tensor in memory")
 
 
 def _read_states(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -281,10 +287,11 @@ def _read_states(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.
 
 
 def _widen(state: Tensor) -> Tensor:
-    """A state of torchao's (0.18) 8-bit and 4-bit optimizers in float32, any other as it is.
+    """Dequantise a state of torchao's (0.18) 8-bit and 4-bit optimizers to float32; return other states unchanged.
 
-    Shards of any number of processes are cut from it. Quantised again it has the same codes and scales: the number of
-    the largest magnitude in a block is its scale, also where its code, the lowest, stands for a little less than -1.
+    Blocks of codes cannot be resharded, float32 values can. Quantising the result gives the same codes and scales: a
+    block's scale is its largest magnitude. For a negative maximum that needs a correction, since the lowest code of a
+    signed map stands for slightly more than -1; it is read as minus the highest, -1.
     """
     local: Any = get_local(state)
     if not is_traceable_wrapper_subclass(local):
@@ -302,7 +309,7 @@ def _widen(state: Tensor) -> Tensor:
 
 
 def _narrow(optimizer: Any, parameter: Tensor, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The states of a parameter as its optimizer keeps them; torchao's (0.18) quantises only what it made itself."""
+    """Requantise the states of a parameter if its optimizer is torchao's (0.18), which creates buffers itself."""
     build = getattr(optimizer, "_new_buffer", None)
     if build is None:
         return dict(states)
@@ -313,10 +320,10 @@ def _narrow(optimizer: Any, parameter: Tensor, states: Mapping[str, Tensor]) -> 
 
 
 def _copy(tensors: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Copies of what this process holds, sharded as the tensors are."""
+    """Return host copies of the local shards, wrapped as ``DTensor`` of the same placements."""
     local = {name: get_local(tensor).detach() for name, tensor in tensors.items()}
     copied = saver.take(local, unchanging=unchanging)
-    # ``DTensor.from_local`` would bring the copy back to the device of the mesh.
+    # The constructor, because ``DTensor.from_local`` moves the copy back to the device of the mesh.
     wrap: Any = partial(DTensor, requires_grad=False)
     return {
         name: wrap(copied[name], tensor._spec) if isinstance(tensor, DTensor) else copied[name]
@@ -325,51 +332,43 @@ def _copy(tensors: Mapping[str, Tensor], saver: CheckpointSaver, unchanging: Ite
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], group: Group = None) -> None:
-    """Write the shards of tensors; every process must call.
+    """Write tensors as safetensors shards; every process must call.
 
     Args:
-        folder: Of these tensors alone.
-        tensors: By name; of a ``DTensor`` each process writes what it holds.
-        group: Of the threads that write asynchronously; ``None``: the default one.
+        folder: Folder for these files only.
+        tensors: Tensors by name; of a ``DTensor`` each process writes its shard.
+        group: Process group of the writer threads; ``None``: the default group.
     """
     folder.mkdir(parents=True, exist_ok=True)
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    with _told_of_processes() as options:
+    with _distributed_options() as options:
         detached = {name: tensor.detach() for name, tensor in tensors.items()}
         save(detached, storage_writer=writer, process_group=group, **options)
 
 
 def _load(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors`` in place."""
+    """Fill ``tensors`` in place from safetensors files, resharding as needed; every process must call."""
     reader = HuggingFaceStorageReader(str(folder))
-    with _told_of_processes() as options:
+    with _distributed_options() as options:
         load({name: tensor.detach() for name, tensor in tensors.items()}, storage_reader=reader, **options)
 
 
 def _read_described(folder: Path) -> dict[str, Any]:
-    """Whole size and dtype of each tensor, from the headers of the files alone."""
+    """Return unsharded size and dtype of each tensor from the file headers."""
     described: dict[str, Any] = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return described
 
 
 @contextmanager
-def _told_of_processes() -> Iterator[dict[str, bool]]:
-    """Tell torch that one process is meant where there is one, and keep it from wondering about that."""
+def _distributed_options() -> Iterator[dict[str, bool]]:
+    """Yield ``no_dist`` for torch's save and load functions, and silence their warning in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield {"no_dist": not is_distributed()}
 
 
-def _iterate(folder: Path, rank: int) -> Iterator[tuple[Path, str, Tensor]]:
-    """The files of one process with the names and the contents of their tensors."""
-    for file in _list_files(folder, rank):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                yield file, name, tensors.get_tensor(name)
-
-
 def _list_files(folder: Path, rank: int | None) -> list[Path]:
-    """The files of one process, or of all."""
+    """Return the safetensors files of one rank; of all ranks for ``None``."""
     return sorted(file for file in folder.glob("*.safetensors") if rank in (None, find_writer(file.name)))
 
 
@@ -380,7 +379,10 @@ def _describe_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _restore_group(now: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's values as they were saved; JSON has no tuples, and no tensors, as which some keep the learning rate."""
+    """Merge saved values into a parameter group, with the types that JSON does not have.
+
+    Lists become tuples (betas), and numbers become tensors where the optimizer has a tensor (the learning rate).
+    """
     restored = {key: tuple(value) if isinstance(value, list) else value for key, value in saved.items()}
     tensors = {key: torch.as_tensor(restored[key]).to(old) for key, old in now.items() if isinstance(old, Tensor)}
     return {**now, **restored, **tensors}
@@ -391,15 +393,15 @@ def _restore(
     by_parameter: Mapping[Tensor, Mapping[str, Tensor]],
     groups: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Give an optimizer the states of its parameters, and the values of its groups but for what is in them."""
-    # ``load_state_dict`` knows parameters by their numbers, which count through all groups.
+    """Set the states of an optimizer's parameters, and the options of its parameter groups."""
+    # ``load_state_dict`` identifies parameters by an index that counts through all groups.
     packed = optimizer.state_dict()["param_groups"]
     numbers = {
         parameter: number
         for group, described in zip(optimizer.param_groups, packed, strict=True)
         for parameter, number in zip(group["params"], described["params"], strict=True)
     }
-    inner = getattr(optimizer, "optimizer", optimizer)  # Of accelerate.
+    inner = getattr(optimizer, "optimizer", optimizer)  # Unwrap ``AcceleratedOptimizer``.
     state = {numbers[one]: _narrow(inner, one, states) for one, states in by_parameter.items() if states}
     restored = [_restore_group(now, then) for now, then in zip(packed, groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": restored})

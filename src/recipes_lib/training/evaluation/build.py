@@ -1,4 +1,4 @@
-"""Build the observer of a run: evaluation hooks, samples, token counts, throughput and progress."""
+"""Builds the observer of a run: evaluation hooks, samples, token counts, throughput and progress."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ObservedData(Protocol):
 
     @property
     def typical_length(self) -> int:
-        """Tokens that attend to each other."""
+        """Typical document length in tokens, which sets the cost of attention."""
         ...
 
     @property
@@ -55,7 +55,7 @@ class ObservedData(Protocol):
         ...
 
     def iterate_examples(self) -> Iterator[Example]:
-        """Yield held-out documents, from which the samples take their prompts."""
+        """Yield held-out documents, the source of sample prompts."""
         ...
 
 
@@ -69,25 +69,25 @@ def build_observer(
     score_pairs: Callable[[nn.Module, Any], PairScores] | None = None,
     context: ContextParallelGroup | None = None,
 ) -> Observer:
-    """Build the observer of a run, on every process; only the main one writes and displays.
+    """Build the observer of a run; every process must call, the main one writes files and shows progress.
 
     Args:
-        config: What the hooks and the guards do.
-        data: Its held-out rows are scored; without them only prompts of the user's own are answered.
-        args: Of the trainer; the process group exists.
-        model: The model that will be trained.
-        tokenizer: Its tokenizer.
-        collate: Rows to a batch.
-        score_pairs: Scores a batch of pairs; ``None`` where rows are not pairs.
-        context: The processes that share rows with this one.
+        config: Run configuration: evaluation and guard keys.
+        data: Data with the held-out rows; without any, only ``sample_prompts`` are answered.
+        args: Training arguments, after the process group is initialised.
+        model: Model to train.
+        tokenizer: Tokenizer of the model.
+        collate: Collator of held-out rows.
+        score_pairs: Scorer of a batch of pairs; ``None`` if rows are not pairs.
+        context: Context parallel group of this process; ``None`` without context parallelism.
 
     Raises:
-        ConfigError: A metric cannot be loaded, or no prompt has a reference that it could be scored against; or as
-            ``build_prompts``.
+        ConfigError: A metric cannot be loaded, metrics are set but no prompt has a reference, or a prompt is too long.
     """
     part = getattr(model, "part", None)
     is_main, row_group = args.process_index == 0, find_data_group(model)
-    # Under tensor parallelism each rank counts the same tokens; in a pipeline one of the last stage counts alone.
+    # Tensor parallel ranks count the same tokens, so counts are summed over data-parallel ranks only. In a pipeline,
+    # one rank of the last stage counts, and the others add 0.
     counting_group = row_group if part is None else None
     if part is not None:
         row_group = build_pipeline_groups(part.num_stages, part.tensor_size).replicas.get_group()
@@ -95,26 +95,27 @@ def build_observer(
     for warning in data.warnings if is_main else ():
         logger.warning(warning)
     hooks: list[EvaluationHook] = []
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "batch_size": args.per_device_eval_batch_size,
         "progress": progress,
         "held_out": data.held_out,
         "named": tuple(config.data.eval_datasets or ()),
     }
     if score_pairs is not None and data.held_out:
-        hooks.append(EvaluatePairs(collate=collate, score=score_pairs, **given))
+        hooks.append(EvaluatePairs(collate=collate, score=score_pairs, **options))
     elif data.held_out:
         hooks.append(
             EvaluateLoss(
-                collate=collate if context is None else _cut_after(collate, context),
+                collate=collate if context is None else _shard_sequence(collate, context),
                 byte_lengths=count_text_bytes(tokenizer),
-                # Of a row that is shared each process has a part of the sums; of one that all compute, all of them.
+                # Context parallel ranks take the same rows, and each has a part of their sums. Tensor parallel ranks
+                # take the same rows too, but each has the whole sums.
                 group=row_group if context is None else context.data_group,
                 sums_group=row_group,
-                **given,
+                **options,
             )
         )
-    # A reward model answers nothing, and of a pipeline-parallel model no process has enough.
+    # Reward models do not generate, and of a pipeline-parallel model no process holds all layers.
     can_answer = model.can_generate() and part is None
     examples, positions = data.iterate_examples(), read_positions(model.config)
     prompts = build_prompts(config.evaluation, examples, tokenizer, positions, progress.say) if can_answer else []
@@ -132,29 +133,29 @@ def build_observer(
     meter = ThroughputMeter(counter, flops=_count_flops(model, data.typical_length), peak_flops=_sum_peak_flops(args))
     writer = MetricsWriter(output_dir / METRICS_FILE, is_main=is_main)
     callbacks = [
-        *task_scores,  # First: the others act where an evaluation is due.
+        *task_scores,  # First: they make evaluations due, to which MetricsCallback reacts.
         MetricsCallback(counter, meter, writer, progress, counting_group),
         EarlyStopping(keys.early_stopping_patience, keys.early_stopping_threshold, writer, progress),
     ]
     return Observer(counter, hooks, callbacks, progress, config.guards)
 
 
-def _cut_after(
-    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], share: ContextParallelGroup
+def _shard_sequence(
+    collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]], context: ContextParallelGroup
 ) -> Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]:
-    return lambda rows: shard_batch(collate(rows), share.rank, share.size, by_heads=share.by_heads)
+    return lambda rows: shard_batch(collate(rows), context.rank, context.size, by_heads=context.by_heads)
 
 
 def _count_flops(model: Any, length: int) -> TokenFlops:
-    # A separate model, without weights that ZeRO-3 could shard.
+    # The FLOPs are counted on a separate model without weights, which ZeRO-3 must not shard.
     with zero3_init_disabled():
         return compute_flops_per_token(model.config, length, is_frozen=hasattr(model, "peft_config"))
 
 
 def _sum_peak_flops(args: TrainingArguments) -> float | None:
-    """Return the peak of all processes' devices together, in FLOP/s, as if they were like this one's."""
+    """Return the peak FLOP/s of all processes' devices, assuming that they are alike; ``None`` if unknown."""
     if args.device.type == "cpu":
-        # Processes on one machine share its cores; each measures what it gets while the others measure too.
+        # Measured at the same time on all processes, since those of one machine share its cores.
         return measure_matmul_flops(get_compute_dtype(args)) * int(args.world_size)
     if args.device.type != "cuda":
         return None
@@ -163,7 +164,7 @@ def _sum_peak_flops(args: TrainingArguments) -> float | None:
 
 
 def count_text_bytes(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor | None:
-    """Return the bytes of text of each id, ``int64 (V,)``: 0 for special tokens; ``None`` where they are not known."""
+    """Return the UTF-8 bytes of each token's text, ``int64 (V,)``, 0 for special tokens; ``None`` if unknown."""
     lengths = compute_token_byte_lengths(tokenizer)
     if lengths is None:
         return None

@@ -1,4 +1,4 @@
-"""Held-out evaluation: loss, perplexity, bits per byte and accuracy of tokens, and the metrics of pairs."""
+"""Held-out evaluation: loss, perplexity, bits per byte and token accuracy, or the metrics of preference pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recipes_lib.training.trainers.pair_batches import PairScores
 
 
 class Rows(Protocol):
-    """Rows that are read by their number."""
+    """Protocol of a map-style dataset."""
 
     def __len__(self) -> int: ...
 
@@ -28,20 +28,18 @@ class Rows(Protocol):
 
 
 def count_rounds(num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None) -> int:
-    """Return the number of batches per process."""
+    """Return the number of batches that each process of ``group`` computes, rounded up."""
     return math.ceil(num_rows / (batch_size * get_world_size(group)))
 
 
 def share_rows(
     num_rows: int, batch_size: int, group: distributed.ProcessGroup | None = None
 ) -> Iterator[tuple[Sequence[int], bool]]:
-    """Yield the numbers of the rows of this process's batches, and whether they count.
+    """Yield the row indices of this process's batches, and whether the batch counts; every process must iterate.
 
-    Between two batches all processes of the run agree whether to stop: all of them take the same number, those outside
-    of ``group`` in groups of their own.
-
-    A process that has run out of rows repeats the first ones uncounted: where weights are sharded, the others wait for
-    it in every forward pass.
+    Batches are assigned to the ranks of ``group`` in turn. A rank without a batch in the last round repeats the first
+    one uncounted, because a forward pass over sharded weights is collective. Before each batch all processes of the run
+    agree whether to stop; groups have the same size, so all make the same number of these collective calls.
 
     Raises:
         PreemptedError: A process received a stop request while training.
@@ -50,7 +48,7 @@ def share_rows(
     """
     rank, world_size = get_rank(group), get_world_size(group)
     num_batches = math.ceil(num_rows / batch_size)
-    # Every process makes the same number of turns, and so of collective calls.
+    # The same number of iterations on every rank.
     for index in range(rank, count_rounds(num_rows, batch_size, group) * world_size, world_size):
         stop_if_agreed()
         is_counted = index < num_batches
@@ -60,23 +58,23 @@ def share_rows(
 
 Batch = dict[str, Any]
 NUM_TARGETS: Final = "num_target_tokens"
-"""The figure that is told of the run's own sets together alone."""
+"""Metric that is reported for the run's own sets together only, not by set."""
 
 
 @dataclass(kw_only=True)
 class _HeldOutEvaluation(ABC):
-    """Sums scores over held-out rows, which all processes take in turn.
+    """Evaluation hook that sums scores over held-out rows, divided over the processes.
 
-    Memory does not grow with the set. Weights, modes and random states are untouched.
+    Memory use does not depend on the size of the set. Weights, modes and random states are preserved.
 
     Attributes:
-        batch_size: Rows of a batch on each process.
-        collate: Rows to a batch.
-        progress: Shows how far the evaluation is.
-        held_out: The held-out sets by name, whole and the same on every process.
-        named: Those of ``eval_datasets``, whose figures have their names alone.
-        group: Processes that take rows in turn; ``None`` is all of them.
-        sums_group: Processes whose sums together are those of all rows; ``None`` is all of them.
+        batch_size: Rows per batch and process.
+        collate: Collator of rows.
+        progress: Progress display.
+        held_out: Held-out sets by name, complete and the same on every process.
+        named: Names of the sets of ``eval_datasets``, which are reported by name only.
+        group: Process group over which rows are divided; ``None``: all processes.
+        sums_group: Process group over which sums are reduced; ``None``: all processes.
 
     Raises:
         DataError: A set has no rows.
@@ -95,66 +93,57 @@ class _HeldOutEvaluation(ABC):
             if len(rows) == 0:
                 raise DataError(Problem(name, "holds no row", "name another held-out set"))
 
-    def name_work(self, name: str) -> str:
-        """Return the progress label of a set."""
-        return "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
-
-    def find_own(self) -> list[str]:
-        """Return the sets of the unnamed metrics: the run's own, or all if it has none."""
-        return [name for name in self.held_out if name not in self.named] or list(self.held_out)
-
-    def find_told(self) -> list[str]:
-        """Return the sets with named metrics: those of ``eval_datasets``, and the run's own if several."""
-        own = self.find_own()
-        return [name for name in self.held_out if name in self.named or len(own) > 1]
-
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return the figures of the unnamed metrics, of each named set the same as ``NAME_FIGURE``, and ``seconds``."""
+        """Return the joint metrics, separate ones as ``SET_METRIC``, and ``seconds``; every process must call."""
         began = time.perf_counter()
         sums = {name: self.sum_scores(model, name) for name in self.held_out}
-        own = [sums[name] for name in self.find_own()]
-        figures = self.describe({name: sum(some[name] for some in own) for name in own[0]})
-        for name in self.find_told():
-            told = self.describe(sums[name])
-            figures |= {f"{name}_{figure}": value for figure, value in told.items() if figure != NUM_TARGETS}
-        return {**figures, "seconds": time.perf_counter() - began}
+        # Joint metrics are those of the run's own sets, or of all if it has none.
+        own = [sums[name] for name in self.held_out if name not in self.named] or list(sums.values())
+        metrics = self.describe({key: sum(each[key] for each in own) for key in own[0]})
+        # Separate metrics are those of ``eval_datasets``, and of the run's own sets if there are several.
+        for name in self.held_out:
+            if name in self.named or len(own) > 1:
+                separate = self.describe(sums[name]).items()
+                metrics |= {f"{name}_{key}": value for key, value in separate if key != NUM_TARGETS}
+        return {**metrics, "seconds": time.perf_counter() - began}
 
     @abstractmethod
     def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the figures of some rows from their sums."""
+        """Return metrics computed from sums over rows."""
 
     @abstractmethod
     def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
         """Return the sums over a batch, by name."""
 
     def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
-        """Return the sums over all rows of a set, on all processes together, by name."""
+        """Return the sums over all rows of a set, reduced over all processes; every process must call."""
         rows, sums = self.held_out[name], dict[str, float]()
         num_rounds = count_rounds(len(rows), self.batch_size, self.group)
+        label = "evaluate" if len(self.held_out) == 1 else f"evaluate {name}"
         with preserve_training_state(model):
             shares = share_rows(len(rows), self.batch_size, self.group)
-            for numbers, is_counted in self.progress.track(shares, self.name_work(name), num_rounds):
+            for numbers, is_counted in self.progress.track(shares, label, num_rounds):
                 scores = self._score(model, self.collate([rows[number] for number in numbers]))
-                for figure, value in scores.items():
-                    # Added up as Python numbers: exact counts, and a double for the nats on every kind of device.
-                    sums[figure] = sums.get(figure, 0) + (value if is_counted else 0)
-        # Sorted: processes add column by column, and their dictionaries need not have one order.
-        names = sorted(sums)
-        return dict(zip(names, sum_over_processes([sums[figure] for figure in names], self.sums_group), strict=True))
+                for key, value in scores.items():
+                    # Summed as Python numbers: counts are exact, and nats are double precision on every device (MPS
+                    # has no float64).
+                    sums[key] = sums.get(key, 0) + (value if is_counted else 0)
+        # Sorted, because the reduction is positional.
+        keys = sorted(sums)
+        return dict(zip(keys, sum_over_processes([sums[key] for key in keys], self.sums_group), strict=True))
 
 
 @dataclass(kw_only=True)
 class EvaluateLoss(_HeldOutEvaluation):
-    """Scores the held-out sets; the figures do not depend on batch size or number of ranks.
+    """Computes loss metrics of the held-out sets, which do not depend on batch size or number of ranks.
 
-    All are means over target tokens: of whole sets, never of batch means; of the run's own sets together, and of each
-    one by its name where there are several, as of each of ``eval_datasets``. Bits per byte are all nats over
-    ``ln 2`` times the bytes of the target tokens' text: terminators cost nats and have no bytes, so that an answer
-    which does not end is paid for. The figure compares models of different vocabularies on the same text.
+    All are means over the target tokens of whole sets, never means of batch means. Bits per byte are the summed nats of
+    the targets, divided by ``ln 2`` and by the bytes of their text. Terminators contribute nats but no bytes, so that
+    predicting them poorly is penalised. Bits per byte are comparable between vocabularies on the same text.
 
     Attributes:
-        collate: Rows to a batch with ``labels``, unshifted, negative where there is no target.
-        byte_lengths: Bytes of text of each id, ``int64 (V,)``, 0 for special tokens; ``None``: no bits per byte.
+        collate: Collator of rows, with unshifted ``labels``, ``int64 (B, T)``, negative where there is no target.
+        byte_lengths: Bytes of each token's text, ``int64 (V,)``, 0 for special tokens; ``None``: no bits per byte.
 
     Source: ``tests/training/evaluation/test_held_out.py``, ``tests/distributed/test_evaluation.py``.
     """
@@ -166,14 +155,14 @@ class EvaluateLoss(_HeldOutEvaluation):
         loss = sums["nll"] / sums["num_targets"]
         in_bytes = {"bits_per_byte": sums["nll"] / math.log(2) / sums["num_bytes"]} if sums["num_bytes"] else {}
         accuracy = sums["num_correct"] / sums["num_targets"]
-        figures = {"loss": loss, "perplexity": _exp(loss), "token_accuracy": accuracy, **in_bytes}
-        return {**figures, NUM_TARGETS: sums["num_targets"]}
+        metrics = {"loss": loss, "perplexity": _exp(loss), "token_accuracy": accuracy, **in_bytes}
+        return {**metrics, NUM_TARGETS: sums["num_targets"]}
 
     def sum_scores(self, model: nn.Module, name: str) -> dict[str, float]:
-        """Score one set, on all processes together.
+        """Return the sums over one set; as in the base class.
 
         Raises:
-            DataError: None of its tokens is a target.
+            DataError: The set has no target token.
         """
         sums = super().sum_scores(model, name)
         if sums["num_targets"] == 0:
@@ -201,10 +190,10 @@ def _exp(value: float) -> float:
 
 @dataclass(kw_only=True)
 class EvaluatePairs(_HeldOutEvaluation):
-    """Scores held-out pairs; the figures do not depend on batch size or number of ranks.
+    """Computes metrics of held-out pairs, which do not depend on batch size or number of ranks.
 
     Attributes:
-        score: Scores a batch.
+        score: Scorer of a batch of pairs.
 
     Source: ``tests/training/evaluation/test_pair_evaluation.py``.
     """
@@ -212,13 +201,13 @@ class EvaluatePairs(_HeldOutEvaluation):
     score: Callable[[nn.Module, Batch], PairScores]
 
     def describe(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean over pairs of the loss and of every figure of the objective, and the error of accuracy."""
+        """Return means over pairs of the loss and the objective's metrics, and the standard error of accuracy."""
         num_pairs = sums["num_pairs"]
-        figures = {name: total / num_pairs for name, total in sums.items() if name != "num_pairs"}
-        share = figures.get("rewards/accuracies")
-        if share is not None:
-            figures["rewards/accuracies_stderr"] = math.sqrt(share * (1 - share) / num_pairs)
-        return {**figures, "num_pairs": num_pairs}
+        metrics = {name: total / num_pairs for name, total in sums.items() if name != "num_pairs"}
+        accuracy = metrics.get("rewards/accuracies")
+        if accuracy is not None:
+            metrics["rewards/accuracies_stderr"] = math.sqrt(accuracy * (1 - accuracy) / num_pairs)
+        return {**metrics, "num_pairs": num_pairs}
 
     def _score(self, model: nn.Module, batch: Batch) -> Mapping[str, float]:
         scores = self.score(model, batch)

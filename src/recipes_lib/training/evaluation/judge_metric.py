@@ -1,4 +1,4 @@
-"""``JudgePreference``: how often a judge behind an endpoint prefers the samples of a run to their references."""
+"""``JudgePreference``: win rate of a run's samples over their references, by an LLM judge behind an endpoint."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from recipes_lib.training.evaluation.user_metrics import describe_metric
 
 
 class JudgePreference(evaluate.Metric):  # type: ignore[misc]
-    """``judge_win_rate`` of the predictions against the references, ties half, and ``judge_unparsable``, a share.
+    """Metrics ``judge_win_rate`` of predictions over references, ties as half, and ``judge_unparsable``, a fraction.
 
     In a recipe: ``metrics: ["recipes_lib.training.evaluation.judge_metric:JudgePreference(base_url='URL',
-    model='JUDGE')"]``. Pairs are judged in both orders. The main process asks for all.
+    model='JUDGE')"]``. Pairs are judged in both orders. Only the main process sends requests.
 
     Source: ``recipes_lib.evaluation.judges.compute_win_rate``.
     """
@@ -26,13 +26,13 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
     def __init__(
         self, *, base_url: str, model: str, prompt: str | None = None, keep_in_memory: bool = True, **options: Any
     ) -> None:
-        """Read the prompt.
+        """Read the prompt and verify the judge.
 
         Args:
-            base_url: Endpoint of the judge.
-            model: Its name there.
-            prompt: File of the prompt that compares.
-            keep_in_memory: As for ``evaluate.Metric``.
+            base_url: URL of the judge's endpoint.
+            model: Name of the judge at the endpoint.
+            prompt: File with the pairwise prompt; ``None``: the built-in one.
+            keep_in_memory: Argument of ``evaluate.Metric``.
             **options: Further attributes of ``Endpoint``.
         """
         pairwise = Path(prompt) if prompt else PROMPTS / "pairwise.yaml"
@@ -44,9 +44,9 @@ class JudgePreference(evaluate.Metric):  # type: ignore[misc]
         return describe_metric("Win rate by a judge.", "prompts", "predictions", "references")
 
     def _compute(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
-        return compute_on_main(lambda: self._ask(prompts, predictions, references))
+        return compute_on_main(lambda: self._judge_all(prompts, predictions, references))
 
-    def _ask(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
+    def _judge_all(self, prompts: list[str], predictions: list[str], references: list[str]) -> dict[str, float]:
         questions = [Question(str(at), None, (), [prompt]) for at, prompt in enumerate(prompts)]
         base, other = ([[text] for text in texts] for texts in (references, predictions))
         found = self._judge.compare(questions, base, other, range(len(questions)))

@@ -31,11 +31,11 @@ from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import build_autocast, build_training_arguments
 
 MAX_LENGTH: Final = 4096
-"""Tokens of a window where neither ``max_length`` nor the model's positions say fewer."""
+"""Tokens of a window if ``max_length`` is unset and the model has no fewer positions."""
 
 
 class Score(NamedTuple):
-    """Sums over the target tokens of a row: nats, tokens, and bytes of their text (0 where these are not known)."""
+    """Sums over the target tokens of a row: nats, tokens, and bytes of their text (0 if unknown)."""
 
     nll: float
     num_targets: int
@@ -43,30 +43,30 @@ class Score(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """Nats per target token; ``None`` where the row has none."""
+        """Nats per target token; ``None`` without targets."""
         return self.nll / self.num_targets if self.num_targets else None
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits for each byte of the targets' text; ``None`` where there is none, or its length is not known."""
+        """Bits per byte of the targets' text; ``None`` if it is empty or its length is unknown."""
         return self.nll / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
 @dataclass(frozen=True)
 class RowScorer:
-    """Scores rows, whatever their length and whatever is scored beside them.
+    """Scores rows of any length; the score of a row does not depend on the batch.
 
-    A row that is longer than a window is scored in several, each of which begins with the last token of the one before:
-    every target token counts once, and those behind a boundary are predicted from less context.
+    A row longer than a window is scored in several windows, each of which starts with the last token of the previous
+    one. Every target counts once; targets after a boundary are predicted from a shorter context.
 
     Attributes:
-        model: A causal language model with a loss head, in evaluation mode, on its device.
-        encoder: Rows to tokens and loss masks.
-        collate: Windows to a batch.
-        byte_lengths: Bytes of text of each id, ``int64 (V,)``, 0 for special tokens; ``None`` where not known.
-        length: Tokens of the longest window, at least 2.
-        batch_size: Windows of a batch.
-        autocast: Makes the context of the forward pass.
+        model: Causal language model with a loss head, in evaluation mode, on its device.
+        encoder: Encoder of rows to token ids and loss masks.
+        collate: Collator of windows.
+        byte_lengths: Bytes of each token's text, ``int64 (V,)``, 0 for special tokens; ``None`` if unknown.
+        length: Maximum tokens of a window, at least 2.
+        batch_size: Windows per batch.
+        autocast: Factory of the context of the forward pass.
 
     Source: ``tests/training/evaluation/test_row_scores.py``.
     """
@@ -80,19 +80,19 @@ class RowScorer:
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Return the sums of each row.
+        """Return the scores of rows, in their order.
 
         Raises:
-            DataError: Rows cannot be rendered, tokenised or masked: all of them; or the loss of one is not finite.
+            DataError: Rows cannot be rendered, tokenised or masked (all are reported), or a loss is not finite.
         """
         encoded = self.encoder.encode(rows)
         windows = [
             (number, _cut(row, slice(start, start + self.length)))
             for number, row in enumerate(encoded)
-            # One token of overlap: it predicts the first target of the next window, and is a target in its own alone.
+            # One token of overlap: it predicts the first target of a window, and is a target only in the previous one.
             for start in range(0, max(1, len(row.input_ids) - 1), self.length - 1)
         ]
-        # Windows of like length share a batch, so that little is computed for padding.
+        # Sorted by length, to minimise padding.
         windows.sort(key=lambda window: len(window[1]["input_ids"]))
         sums = np.zeros((len(rows), len(Score._fields)))
         for start in range(0, len(windows), self.batch_size):
@@ -108,7 +108,7 @@ class RowScorer:
         """Return the sums of each window, ``(B, 3)``, in the order of ``Score``."""
         inputs = self.collate(windows)
         labels, width = inputs.pop("labels").flatten(), inputs["input_ids"].shape[1]
-        # Which window a place of the flattened batch is of: one row each, or all of them in one row.
+        # Window of each position of the flattened batch: a row per window, or all windows packed into one row.
         sizes = [width] * len(windows) if len(inputs["input_ids"]) > 1 else [len(one["input_ids"]) for one in windows]
         owners = np.repeat(np.arange(len(windows)), sizes)
         places = (labels >= 0).nonzero().flatten()
@@ -116,7 +116,7 @@ class RowScorer:
         moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
         del moved["num_tokens"]
         with self.autocast():
-            # The first token of a window is never a target, so its predecessor is of the same window.
+            # The first token of a window is never a target, so ``places - 1`` is in the same window.
             scored = self.model(
                 **moved, predictors=(places - 1).to(device), targets=targets.to(device), token_logps=True
             )
@@ -128,20 +128,20 @@ class RowScorer:
 
 
 def _cut(row: EncodedRow, part: slice) -> dict[str, Any]:
-    """A window of a row, as the collator takes it."""
+    """Return a window of a row in the collator's format."""
     ids = row.input_ids[part]
     return {"input_ids": ids, "loss_mask": row.loss_mask[part], "seq_lengths": [len(ids)]}
 
 
 def load_row_scorer(config: RecipeConfig, launch: Launch) -> RowScorer:
-    """Load the model of a configuration, an adapter on the base that it was trained on.
+    """Build a scorer with the model of a configuration; an adapter is loaded on its recorded base model.
 
     Args:
-        config: Model, tokenisation, precision and ``per_device_eval_batch_size``.
-        launch: Of this process.
+        config: Configuration: model, tokenisation, precision and ``per_device_eval_batch_size``.
+        launch: Launch of this process.
 
     Raises:
-        ConfigError: It cannot be loaded, or has no loss head.
+        ConfigError: The model cannot be loaded, or its architecture has no loss head.
     """
     named = config.model
     adapter = find_adapter(str(named.model_name_or_path), named.model_revision)

@@ -1,4 +1,4 @@
-"""Samples: the answers of a model to a few fixed prompts as training proceeds."""
+"""Samples: greedy answers to a few fixed prompts, generated at every evaluation."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from recipes_lib.training.guards.preemption import GENERATION_STEPS, stop_if_agr
 from recipes_lib.training.monitoring.metrics import MetricsWriter
 
 Example = tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]
-"""Ids of a document, and which of them are targets, both ``(T,)``."""
+"""Token ids of a document, and its loss mask, True at targets, both ``(T,)``."""
 
 _TEXT_PROMPT_TOKENS = 32
+"""Prompt length for plain text, in tokens."""
 
 SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a sample continues.
+    """Prompt of a sample.
 
     Attributes:
-        input_ids: Token ids, exactly those that precede the answer in training.
-        text: The prompt as a person reads it.
-        reference: The held-out answer; ``None`` for prompts of the user's own.
+        input_ids: Token ids, the same that precede the answer in training.
+        text: Decoded text.
+        reference: Held-out answer; ``None`` for ``sample_prompts``.
     """
 
     input_ids: list[int]
@@ -52,20 +53,21 @@ def build_prompts(
     positions: float,
     say: Callable[[str], None],
 ) -> list[Prompt]:
-    """Return the prompts of a run: ``sample_prompts``, else the beginnings of the first held-out examples.
+    """Return the prompts of a run: ``sample_prompts``, or else the beginnings of the first held-out examples.
 
-    A held-out example is cut before its first target; where everything is a target (plain text), after 32 tokens. Every
-    prompt leaves room for ``sample_max_new_tokens``: an answer that positions cut short would be scored as wrong.
+    A held-out example is truncated before its first target, or, if all tokens are targets (plain text), after 32
+    tokens. Every prompt leaves room for ``sample_max_new_tokens``, because metrics would score a truncated answer as
+    wrong.
 
     Args:
-        config: How many, or which.
-        examples: Held-out examples in the order of the data; only as many are read as are needed.
-        tokenizer: Renders the user's prompts by its chat template, where it has one.
-        positions: Of the model.
-        say: Is told how many held-out examples were passed over because their prompts are too long.
+        config: Evaluation keys.
+        examples: Held-out examples in dataset order; read lazily.
+        tokenizer: Tokenizer, whose chat template, if any, renders ``sample_prompts``.
+        positions: Maximum sequence length of the model.
+        say: Logger for the number of held-out examples that were skipped because their prompts are too long.
 
     Raises:
-        ConfigError: Prompts of the user's own are too long.
+        ConfigError: A prompt of ``sample_prompts`` is too long, or has no tokens.
     """
     longest = positions - config.sample_max_new_tokens
     if config.sample_prompts is not None:
@@ -79,6 +81,12 @@ def build_prompts(
             )
             for prompt in own
             if len(prompt.input_ids) > longest
+        ]
+        # Tokenizers without a BOS token and without a chat template encode an empty text to nothing.
+        problems += [
+            Problem("sample_prompts", f"{prompt.text!r} has no tokens", "remove it")
+            for prompt in own
+            if not prompt.input_ids
         ]
         if problems:
             raise ConfigError(*problems)
@@ -112,12 +120,12 @@ def _encode_own_prompt(text: str, tokenizer: PreTrainedTokenizerBase) -> Prompt:
 
 def _find_answer(loss_mask: npt.NDArray[np.bool_]) -> slice:
     is_target = loss_mask.copy()
-    is_target[0] = False  # Nothing predicts the first token.
+    is_target[0] = False  # The first token has no predecessor to predict it from.
     targets = np.flatnonzero(is_target)
     start = int(targets[0]) if len(targets) else len(is_target)
     if start == 1:
         start = min(_TEXT_PROMPT_TOKENS, max(1, len(is_target) // 2))
-    # The first answer alone: a chat with several turns continues with words that the model was not asked for.
+    # The first answer only: the later turns of a chat are not part of it.
     gaps = np.flatnonzero(~is_target[start:])
     return slice(start, start + int(gaps[0]) if len(gaps) else len(is_target))
 
@@ -133,14 +141,14 @@ def _cut_example(input_ids: npt.NDArray[np.uint32], answer: slice, tokenizer: Pr
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An answer.
+    """Generated answer, a line of ``samples.jsonl``.
 
     Attributes:
-        prompt: As a person reads it.
-        completion: What the model wrote, without special tokens.
-        reference: The held-out answer, if there is one.
-        stopped: True when the model ended by a stop token; False when it ran into the limit.
-        num_tokens: Tokens generated, the stop token included.
+        prompt: Text of the prompt.
+        completion: Generated text without special tokens.
+        reference: Held-out answer, if there is one.
+        stopped: Whether the answer ended with a stop token, before the limit.
+        num_tokens: Number of generated tokens, including the stop token.
     """
 
     prompt: str
@@ -153,16 +161,16 @@ class Sample:
 def generate_samples(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], *, max_new_tokens: int
 ) -> list[Sample]:
-    """Answer ``prompts`` greedily, as one left-padded batch.
+    """Answer ``prompts`` by greedy decoding, as one left-padded batch.
 
-    Every stop token of the model's generation config and the tokenizer ends an answer; sampling settings and penalties
-    of that config are not used. Where weights are sharded, all processes must call it, with the same prompts.
+    Stop tokens of the model's generation config and of the tokenizer end an answer; sampling settings and penalties of
+    that config are ignored. During training every process must call, with the same number of tokens.
 
     Args:
-        model: A causal language model, wrapped or not, in evaluation mode.
-        tokenizer: Its tokenizer.
-        prompts: At least one.
-        max_new_tokens: Limit of an answer; the model has positions for the longest prompt and so many tokens.
+        model: Causal language model, wrapped or not, in evaluation mode.
+        tokenizer: Tokenizer of the model.
+        prompts: Prompts, at least one.
+        max_new_tokens: Maximum tokens of an answer; prompt and answer must fit the positions of the model.
 
     Source: transformers ``GenerationMixin.generate``; ``tests/training/evaluation/test_samples.py``.
     """
@@ -179,24 +187,25 @@ def generate_samples(
             generation_config=build_plain_generation(stop_ids, pad_id, max_new_tokens),
             stopping_criteria=[stopping],
         )
-    # Rows may all have ended before the limit here and not on another rank.
+    # All rows may have ended early on this rank but not on another: make the remaining collective calls.
     stopping.finish()
+    # (B, T + new tokens); rows that stopped early are padded.
     answers = generated[:, input_ids.shape[1] :].tolist()
     return [_read_answer(prompt, answer, stop_ids, tokenizer) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 @dataclass
 class GenerateSamples:
-    """Answers fixed prompts, appends the answers to ``samples.jsonl``, and scores them.
+    """Evaluation hook that answers fixed prompts, appends the answers to ``samples.jsonl``, and scores them.
 
-    Weights, modes and random states are untouched, and the answers are the same however often they are asked for.
+    Weights, modes and random states are preserved. Decoding is greedy, so answers are reproducible.
 
     Attributes:
-        prompts: At least one; the same on every process.
-        tokenizer: The model's.
-        writer: Of ``samples.jsonl``.
-        max_new_tokens: Limit of an answer.
-        metrics: Scored on the prompts that have a reference.
+        prompts: Prompts, at least one, the same on every process.
+        tokenizer: Tokenizer of the model.
+        writer: Writer of ``samples.jsonl``.
+        max_new_tokens: Maximum tokens of an answer.
+        metrics: Metrics, computed on the answers with a reference.
     """
 
     prompts: Sequence[Prompt]
@@ -207,13 +216,13 @@ class GenerateSamples:
     _is_first: bool = field(default=True, init=False)
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return ``stop_rate`` (share of answers that ended by themselves), ``mean_sample_tokens``, and the metrics.
+        """Return ``stop_rate`` (fraction of answers with a stop token), ``mean_sample_tokens``, and the metrics.
 
         Raises:
-            ConfigError: A metric failed or returned something else than numbers.
+            ConfigError: A metric raised, or returned other values than numbers.
         """
         if self._is_first:
-            # Steps that a killed process had reached before its last checkpoint are made again.
+            # Drop the lines of steps that a killed process made after the checkpoint; they are computed again.
             self.writer.rewind(step - 1)
             self._is_first = False
         with preserve_training_state(model):
@@ -231,9 +240,9 @@ class GenerateSamples:
 
 
 class _StopTogether(StoppingCriteria):
-    """Never ends an answer, but polls for stop requests every few tokens.
+    """Stopping criterion that never stops, but polls for stop requests every ``GENERATION_STEPS`` tokens.
 
-    Each process looks as often as the longest answer would take, so that none waits for one that was done earlier.
+    Every process polls as often as an answer of maximum length needs, so that the collective calls match.
     """
 
     def __init__(self, max_new_tokens: int) -> None:
@@ -256,10 +265,9 @@ def _read_answer(
     prompt: Prompt, answer: list[int], stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> Sample:
     end = next((at for at, index in enumerate(answer) if index in stop_ids), None)
-    spoken = answer[:end]
     return Sample(
         prompt=prompt.text,
-        completion=str(tokenizer.decode(spoken, skip_special_tokens=True)),
+        completion=str(tokenizer.decode(answer[:end], skip_special_tokens=True)),
         reference=prompt.reference,
         stopped=end is not None,
         num_tokens=len(answer) if end is None else end + 1,

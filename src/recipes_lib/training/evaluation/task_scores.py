@@ -1,4 +1,4 @@
-"""Benchmark scores while training: the first questions of lm-eval's tasks, asked of the model in memory."""
+"""Benchmark scores during training: lm-eval tasks on the model in memory, limited to their first questions."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 
 
 def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[EvalConfig, dict[str, Any]]:
-    """Load ``eval_tasks`` and their data; return the evaluation that they make, and the tasks in lm-eval's form.
+    """Load ``eval_tasks`` and their data; return their evaluation settings, and the tasks in lm-eval's format.
 
     Args:
-        config: At least one task.
-        positions: Of the model: the longest answer of a task must fit.
+        config: Evaluation keys with at least one task.
+        positions: Maximum sequence length of the model.
 
     Raises:
-        ConfigError: lm-eval is not installed; as ``load_tasks``; an answer does not fit.
+        ConfigError: lm-eval is not installed, a task cannot be loaded, or its answers do not fit the positions.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(Problem("eval_tasks", "lm_eval is not installed", "pip install 'recipes-lib[eval]'"))
-    # lm-eval takes seconds to import, and is optional.
+    # Imported here, because lm-eval is optional and takes seconds to import.
     from recipes_lib.evaluation.engines import find_answer_length
     from recipes_lib.evaluation.suites import load_tasks
 
-    asked = EvalConfig(
+    settings = EvalConfig(
         tasks=config.eval_tasks or [], include_path=config.eval_tasks_include_path, limit=config.eval_tasks_limit
     )
     try:
         with preserve_random_states():
-            loaded = load_tasks(asked)
+            loaded = load_tasks(settings)
     except ConfigError as error:
         named = (Problem(f"eval_{problem.where}", problem.found, problem.remedy) for problem in error.problems)
         raise ConfigError(*named) from error
@@ -58,27 +58,27 @@ def load_training_tasks(config: EvaluationConfig, positions: float) -> tuple[Eva
                 problems.append(Problem(f"eval_tasks: {name}", found, "leave the task out"))
     if problems:
         raise ConfigError(*problems)
-    return asked, loaded
+    return settings, loaded
 
 
 @dataclass
 class EvaluateTasks(TrainerCallback):
-    """Asks a model in training the questions of tasks; the main process answers, and the others wait.
+    """Evaluation hook that scores the model on benchmark tasks, on the main process while the others wait.
 
-    It is an evaluation hook, and the callback that makes evaluations due. Weights, modes and random states are
-    untouched. Questions and few-shot examples are the same at each evaluation and on any number of processes.
+    It is also the callback that makes evaluations due. Weights, modes and random states are preserved. Questions and
+    few-shot examples are the same at every evaluation and at any world size.
 
     Attributes:
-        asked: Number of questions, and seeds.
-        tasks: In lm-eval's form.
-        tokenizer: The model's.
-        batch_size: Questions of a batch.
+        settings: Evaluation settings: number of questions, and seeds.
+        tasks: Tasks in lm-eval's format.
+        tokenizer: Tokenizer of the model.
+        batch_size: Questions per batch.
         every: Steps between evaluations; ``None``: whenever the run evaluates.
 
     Source: ``recipes eval`` on the saved model has the same scores, ``tests/training/evaluation/test_task_scores.py``.
     """
 
-    asked: EvalConfig
+    settings: EvalConfig
     tasks: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase
     batch_size: int
@@ -86,16 +86,16 @@ class EvaluateTasks(TrainerCallback):
     _last_step: int = field(default=0, init=False)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Read which step is the last."""
+        """Store the number of the last step."""
         self._last_step = state.max_steps
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Make an evaluation due."""
+        """Request an evaluation every ``every`` steps."""
         if self.every is not None and state.global_step % self.every == 0:
             control.should_evaluate = True
 
     def __call__(self, model: nn.Module, step: int) -> dict[str, float]:
-        """Return the scores as ``TASK_METRIC``, of a group instead of its tasks; none where no evaluation is due.
+        """Return the scores as ``TASK_METRIC``, or of a group instead of its tasks; empty if no evaluation is due.
 
         Raises:
             DataError: The model's logits are not finite.
@@ -112,7 +112,7 @@ class EvaluateTasks(TrainerCallback):
         beat = unwrapped.register_forward_pre_hook(lambda *_: WATCHDOG.beat())
         try:
             with (
-                # lm-eval draws random numbers even to tell the name of a task.
+                # lm-eval draws random numbers even when a task's name is read.
                 preserve_training_state(unwrapped),
                 contextlib.redirect_stderr(_WithoutBars(sys.stderr)),
                 tempfile.TemporaryDirectory() as folder,
@@ -120,7 +120,7 @@ class EvaluateTasks(TrainerCallback):
                 tokenizer = copy.deepcopy(self.tokenizer)  # lm-eval sets its padding.
                 engine = CheckedModel(pretrained=unwrapped, tokenizer=tokenizer, batch_size=self.batch_size)
                 remembering = Remembering(engine, Path(folder) / "answers.sqlite")
-                results = ask_tasks(remembering, self.tasks, self.asked, with_errors=False)
+                results = ask_tasks(remembering, self.tasks, self.settings, with_errors=False)
                 remembering.close()
                 members = {task.task_name for group in self.tasks["groups"].values() for task in group.get_all_tasks()}
         finally:
@@ -153,18 +153,18 @@ class _WithoutBars(io.TextIOBase):
 def build_task_scores(
     config: EvaluationConfig, tokenizer: PreTrainedTokenizerBase, positions: float, batch_size: int
 ) -> list[EvaluateTasks]:
-    """Return the evaluation of ``eval_tasks``; none where there are no such tasks.
+    """Return the evaluation hook of ``eval_tasks`` in a list, which is empty without such tasks.
 
     Args:
-        config: Tasks, their number of questions and steps.
-        tokenizer: Of the model.
-        positions: Of the model.
-        batch_size: Questions of a batch.
+        config: Evaluation keys.
+        tokenizer: Tokenizer of the model.
+        positions: Maximum sequence length of the model.
+        batch_size: Questions per batch.
 
     Raises:
-        ConfigError: As ``load_training_tasks``.
+        ConfigError: The tasks cannot be loaded (``load_training_tasks``).
     """
     if not config.eval_tasks:
         return []
-    asked, tasks = load_training_tasks(config, positions)
-    return [EvaluateTasks(asked, tasks, tokenizer, batch_size, config.eval_tasks_steps)]
+    settings, tasks = load_training_tasks(config, positions)
+    return [EvaluateTasks(settings, tasks, tokenizer, batch_size, config.eval_tasks_steps)]

@@ -1,4 +1,4 @@
-"""User metrics on samples: ``evaluate.Metric`` classes by import path, offline."""
+"""User-defined metrics of samples: ``evaluate.Metric`` classes by import path."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from recipes_lib.errors import ConfigError, Problem, UserError
 
 _KEY = "metrics"
 _MOVED = {"recipes_lib.training.hooks.answer_match": __name__}
-"""Old module -> new one, for the paths in configurations of the versions before."""
+"""Former module path -> present one, for configurations of earlier versions."""
 
 _WORD = re.compile(r"\w+")
 
 
 def load_metrics(paths: Sequence[str]) -> list[Metric]:
-    """Load every metric of a recipe's ``metrics`` key.
+    """Build every metric of a recipe's ``metrics`` key.
 
     Raises:
-        ConfigError: All paths that cannot be loaded, with the reason of each.
+        ConfigError: Metrics that cannot be imported or built, each with the reason.
     """
     loaded = [_load(path) for path in paths]
     if problems := [problem for problem in loaded if isinstance(problem, Problem)]:
@@ -37,15 +37,15 @@ def load_metrics(paths: Sequence[str]) -> list[Metric]:
 
 
 def _load(path: str) -> Metric | Problem:
-    """Build the metric at an import path such as ``my_package.scores:WordOverlap``, or say why it cannot be built.
+    """Build the metric at an import path such as ``my_package.scores:WordOverlap``, or return why it cannot be built.
 
-    ``package.module:Class(name=value, ...)`` passes constants.
+    ``package.module:Class(name=value, ...)`` passes literals to the constructor.
     """
     target, opened, arguments = path.partition("(")
     module_name, _, class_name = target.partition(":")
     module_name = _MOVED.get(module_name, module_name)
     if not module_name or not class_name:
-        return Problem(_KEY, f"{path!r} is no import path", "write it as package.module:Class")
+        return Problem(_KEY, f"{path!r} is not an import path", "write it as package.module:Class")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
@@ -53,56 +53,58 @@ def _load(path: str) -> Metric | Problem:
         return Problem(_KEY, found, "install it, or put its folder on PYTHONPATH")
     found_class = getattr(module, class_name, None)
     if not (isinstance(found_class, type) and issubclass(found_class, Metric)):
-        found = f"{class_name!r} in {module_name!r} is {'missing' if found_class is None else 'no evaluate.Metric'}"
+        found = f"{class_name!r} in {module_name!r} is {'missing' if found_class is None else 'not an evaluate.Metric'}"
         return Problem(_KEY, found, "name a subclass of evaluate.Metric")
     try:
-        # In memory: processes on one machine would share, and lock, one file.
-        given = read_constants(f"f({arguments}") if opened else {}
-        return found_class(keep_in_memory=True, **given)
+        options = read_constants(f"f({arguments}") if opened else {}
+        # In memory, because processes on one machine would lock the same cache file.
+        return found_class(keep_in_memory=True, **options)
     except Exception as error:
         found = f"{path} cannot be built: {type(error).__name__}: {error}"
-        return Problem(_KEY, found, "let it be built with keyword arguments of evaluate.Metric only")
+        return Problem(_KEY, found, "its constructor must accept keep_in_memory=True and the given arguments")
 
 
 def compute_metrics(metrics: Sequence[Metric], scored: Sequence[tuple[str, str, str]]) -> dict[str, float]:
-    """Return the figures of every metric on (prompt, prediction, reference); none where there are no such.
+    """Return the values of all metrics on samples; empty without samples.
 
-    A metric is given ``predictions`` and ``references``, and ``prompts`` if that is among its features.
+    Args:
+        metrics: Metrics, called with ``predictions``, ``references`` and, if they have that feature, ``prompts``.
+        scored: Prompt, prediction and reference of each sample.
 
     Raises:
         ConfigError: A metric raised, or its result is not a mapping of names to numbers.
     """
-    figures: dict[str, float] = {}
+    values: dict[str, float] = {}
     if not scored:
-        return figures
+        return values
     prompts, predictions, references = map(list, zip(*scored, strict=True))
     for metric in metrics:
         name = type(metric).__name__
-        asked = {"prompts": prompts} if "prompts" in (getattr(metric, "features", None) or ()) else {}
+        extra = {"prompts": prompts} if "prompts" in (getattr(metric, "features", None) or ()) else {}
         try:
-            result = metric.compute(predictions=predictions, references=references, **asked)
+            result = metric.compute(predictions=predictions, references=references, **extra)
         except UserError:
             raise
         except Exception as error:
             found = f"{name} failed on {len(scored)} samples: {type(error).__name__}: {error}"
-            raise ConfigError(Problem(_KEY, found, "it is given lists of strings; fix it")) from error
+            raise ConfigError(Problem(_KEY, found, "fix it; its arguments are lists of strings")) from error
         if not isinstance(result, dict) or not all(isinstance(value, Real) for value in result.values()):
             raise ConfigError(Problem(_KEY, f"{name} returned {result!r}", "return a dict of names to numbers"))
-        figures |= {key: float(value) for key, value in result.items()}
-    return figures
+        values |= {key: float(value) for key, value in result.items()}
+    return values
 
 
 def describe_metric(description: str, *names: str) -> evaluate.MetricInfo:
-    """Return the description of a metric of strings, each given under one of the names."""
+    """Return the ``MetricInfo`` of a metric whose features are strings of these names."""
     features = datasets.Features({name: datasets.Value("string") for name in names})
     return evaluate.MetricInfo(description=description, citation="", inputs_description="Strings.", features=features)
 
 
 class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
-    """``exact_match`` of the final answer, and ``token_f1`` of all words, each a mean over samples in 0 to 1.
+    """Metrics ``exact_match`` of the final answer and ``token_f1`` of all words, means over samples from 0 to 1.
 
-    The final answer is the number of ``read_final_number`` where the reference ends in one; else what follows ``####``,
-    or the whole text. Letter case, punctuation and spacing do not count.
+    The final answer is the number of ``read_final_number`` if the reference ends with a number; else the text after
+    ``####``, or the whole text. Letter case, punctuation and spacing are ignored.
 
     Source: token F1 as in SQuAD (Rajpurkar et al. 2016); ``tests/training/evaluation/test_user_metrics.py``.
     """
@@ -122,7 +124,7 @@ class AnswerMatch(evaluate.Metric):  # type: ignore[misc]
 
 
 def _find_answer(text: str, reference: str) -> Decimal | list[str]:
-    """Return the final answer in ``text``, normalised; ``reference`` says which kind of answer is looked for."""
+    """Return the normalised final answer in ``text``: a number if ``reference`` ends with one, else words."""
     number = read_final_number(text) if re.search(r"\d\W*$", reference) else None
     return _WORD.findall(text.rpartition("####")[2].casefold()) if number is None else number
 

@@ -1,4 +1,4 @@
-"""KL divergence of a trained model to its frozen start model, or to its own base without the adapter."""
+"""KL divergence of a trained model from its frozen start model, or from its own base without the adapter."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from recipes_lib.training.trainers.trained_model import freeze
 
 
 class BaseDivergence:
-    """Cross-entropy and ``coefficient * KL(model || base)`` over the targets of a batch, in chunks of them.
+    """Cross-entropy plus ``coefficient * KL(model || base)`` over the targets of a batch, in chunks of targets.
 
-    The computation is that of distillation, with the base in place of the teacher.
+    Computed as distillation with the base as teacher.
 
     Source: ``tests/training/forgetting/test_base_divergence.py``.
     """
 
     def __init__(self, coefficient: float, base: PreTrainedModel | None) -> None:
-        """Wrap the base.
+        """Initialise the objective.
 
         Args:
-            coefficient: Of the divergence, above 0.
-            base: The frozen start, with a loss head; ``None``: the model itself without its adapter.
+            coefficient: Coefficient of the divergence, above 0.
+            base: Frozen start model with a loss head; ``None``: the trained model without its adapter.
         """
         self._base: nn.Module | None = base
-        # Distillation weighs both terms with weights that sum to 1.
-        self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
+        # Distillation weights its two terms by alpha and 1 - alpha, so the sum is scaled by 1 + c:
         # (1 + c) * (CE / (1 + c) + c / (1 + c) * KL) = CE + c * KL.
+        self._objective = Objective(alpha=1 / (1 + coefficient), beta=1.0)
         self._scale = 1 + coefficient
 
     def prepare(self, accelerator: Accelerator) -> None:
-        """Shard the base like the model, with the same compute dtype."""
+        """Shard the base like the trained model, with the same compute dtype."""
         if self._base is not None:
             self._base = prepare_frozen(accelerator, self._base)
 
@@ -63,18 +63,20 @@ class BaseDivergence:
         """Run both models on a batch.
 
         Args:
-            model: With a loss head, as it is trained.
-            inputs: ``input_ids`` and what else it takes.
-            labels: ``int64 (B, L)``, unshifted, negative where there is no target.
-            positions: As for ``score_beside_teacher``.
+            model: Trained model with a loss head, wrapped or not.
+            inputs: Keyword arguments of the model, such as ``input_ids``, ``int64 (B, T)``.
+            labels: Unshifted targets, ``int64 (B, T)``, negative where there is no target.
+            positions: Flat positions of the predictors (``score_beside_teacher``); ``None``: those of all targets.
 
         Returns:
-            ``result`` is a ``DistillationSums``, the base as teacher; ``weigh`` makes the loss of it.
+            Output whose ``result`` is a ``DistillationSums``, to be passed to ``weigh``.
         """
         if self._base is not None:
             return score_beside_teacher(model, self._base, inputs, labels, self._objective, positions)
+        # Flat indices (N,) of the predictors, the tokens before the targets.
         chosen = find_targets(labels) if positions is None else positions
         with torch.no_grad(), adapters_off(extract_model_from_parallel(model)):
+            # Hidden states (N, H) instead of logits (N, V): the head computes these in chunks below.
             states = model(**inputs, head=lambda hidden, *_, **__: pick_predictors(hidden, chosen)).result
 
         def score(hidden: Tensor, weight: Tensor, **options: Any) -> DistillationSums:
@@ -97,11 +99,11 @@ def load_base(config: RecipeConfig, attn_implementation: str) -> BaseDivergence 
     """Load the base of a run; ``None`` if ``kl_to_base`` is 0.
 
     Args:
-        config: The run.
-        attn_implementation: Of the model, whose batches the base reads.
+        config: Run configuration.
+        attn_implementation: Attention implementation of the trained model, since the base gets the same batches.
 
     Raises:
-        ConfigError: As ``load_causal_lm``.
+        ConfigError: The model cannot be loaded (``load_causal_lm``).
     """
     coefficient = config.forgetting.kl_to_base
     if not coefficient:

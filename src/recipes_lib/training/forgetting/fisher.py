@@ -1,4 +1,4 @@
-"""Diagonal Fisher information of a language model, and its files beside the weights."""
+"""Diagonal Fisher information of a language model, and its files in the model folder."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from recipes_lib.training.collectives import get_rank, get_world_size, sum_tenso
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 FISHER_FILE: Final = "fisher.safetensors"
-"""Of the tensors, ``float32``, each under the name of its parameter."""
+"""File of the diagonal: ``float32`` tensors by parameter name."""
 RECORD_FILE: Final = "fisher.json"
-"""What they were computed from."""
+"""File that records the weights, data and settings of the computation."""
 
 Document = dict[str, Any]
 Labels = Literal["sampled", "empirical"]
@@ -33,9 +33,9 @@ class Fisher(NamedTuple):
     """Diagonal Fisher information, in squared nats per target token.
 
     Attributes:
-        diagonal: By the name of the parameter, ``float32`` of its shape.
-        num_documents: Documents that it is a mean over.
-        num_tokens: Their trained tokens.
+        diagonal: Tensors by parameter name, ``float32`` of the parameter's shape.
+        num_documents: Number of documents.
+        num_tokens: Number of their target tokens, over which the diagonal is a mean.
     """
 
     diagonal: dict[str, Tensor]
@@ -47,7 +47,7 @@ def split_documents(rows: Iterable[Mapping[str, Any]]) -> Iterator[Document]:
     """Yield the documents of packed rows, each as a separate row; documents without a target are skipped.
 
     Args:
-        rows: With ``input_ids``, ``loss_mask`` and ``seq_lengths``.
+        rows: Packed rows with ``input_ids`` and ``loss_mask``, both ``(T,)``, and ``seq_lengths``, whose sum is T.
     """
     for row in rows:
         start = 0
@@ -74,19 +74,19 @@ def compute_fisher(
 ) -> Fisher:
     """Return the mean over target tokens of the squared gradient of a document's log-likelihood.
 
-    The gradient is squared per document, before summation: the square of a mean gradient would be too small by the size
-    of the mean. ``sampled`` draws each target from the model's prediction, given the actual text. Gradients of such
+    Gradients are squared per document, before summation: the square of a batch's mean gradient would be too small by
+    the batch size. ``sampled`` draws each target from the model's prediction, given the actual text. Gradients of such
     targets are uncorrelated, so the squared gradient of a document is in expectation the sum over its tokens.
     ``empirical`` uses the targets of the text, which gives the Fisher information only if the model's distribution is
-    correct. Documents are divided over the processes, which all get the sum; every process must call.
+    correct. Documents are divided over the processes, which all get the result; every process must call.
 
     Args:
-        model: A causal language model with a loss head; it is computed in evaluation mode, and left in it.
-        documents: From ``split_documents``.
-        collate: Rows to a batch.
-        labels: Where the targets come from.
-        seed: Of the draws; each follows from it and the number of its document alone.
-        progress: Shows how far it is.
+        model: Causal language model with a loss head; set to evaluation mode.
+        documents: Documents of ``split_documents``.
+        collate: Collator of documents.
+        labels: Source of the targets, ``sampled`` or ``empirical``.
+        seed: Seed of sampled targets, combined with the index of the document.
+        progress: Progress display.
 
     Raises:
         DataError: Squared gradients overflow.
@@ -104,11 +104,11 @@ def compute_fisher(
         batch = collate([documents[number]])
         generator = None
         if labels == "sampled":
-            # By the number of the document, so that the draws do not depend on the number of processes.
+            # Seeded by document, so that the draws do not depend on the number of processes.
             mixed = np.random.SeedSequence([seed, number]).generate_state(1)
             generator = torch.Generator(device).manual_seed(int(mixed[0]))
         total = _score(model, batch, device, generator)
-        # Not ``backward``, which would add up gradients: their squares are added up.
+        # ``autograd.grad`` instead of ``backward``, which would accumulate gradients instead of their squares.
         gradients = torch.autograd.grad(total.nll_sum, list(named.values()), allow_unused=True)
         for name, gradient in zip(named, gradients, strict=True):
             if gradient is not None:
@@ -125,7 +125,7 @@ def compute_fisher(
 def _score(
     model: nn.Module, batch: Mapping[str, Any], device: torch.device, generator: torch.Generator | None
 ) -> TokenSums:
-    """Cross-entropy of a batch with its own targets, or with targets sampled from the model by ``generator``."""
+    """Return the cross-entropy of a batch on its own targets, or on targets sampled with ``generator``."""
     inputs = {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in batch.items()
@@ -146,10 +146,10 @@ def _score(
 
 
 def take_documents(rows: Iterable[Mapping[str, Any]], num_documents: int) -> list[Document]:
-    """Return the first documents of some rows.
+    """Return the first documents with targets in packed rows.
 
     Raises:
-        DataError: There is none with a target.
+        DataError: No document has a target.
     """
     documents = list(islice(split_documents(rows), num_documents))
     if not documents:
@@ -158,12 +158,12 @@ def take_documents(rows: Iterable[Mapping[str, Any]], num_documents: int) -> lis
 
 
 def write_fisher(folder: Path, fisher: Fisher, **facts: Any) -> None:
-    """Write both files; the record last, so that it marks complete files.
+    """Write both files, the record last, so that its existence marks a complete tensor file.
 
     Args:
-        folder: Of the weights, or with ``model_name_or_path`` among ``facts`` any other.
-        fisher: What to keep.
-        **facts: JSON values for the record; ``weights`` is the hash of the weights.
+        folder: Folder of the weights, or any folder if ``facts`` has a ``model_name_or_path``.
+        fisher: Fisher information.
+        **facts: JSON values for the record; ``weights`` is the hash of the model's weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RECORD_FILE).unlink(missing_ok=True)
@@ -177,12 +177,12 @@ def read_fisher(folder: Path, where: str) -> tuple[dict[str, Tensor], dict[str, 
     """Return the memory-mapped tensors and the record of a folder.
 
     Args:
-        folder: As ``write_fisher`` wrote it.
-        where: What names it, for the error.
+        folder: Folder passed to ``write_fisher``.
+        where: Configuration key that names the folder, for errors.
 
     Raises:
-        ConfigError: It has none.
-        DataError: The record or the tensors are not as they were written.
+        ConfigError: The folder has no Fisher information.
+        DataError: The record or the tensors cannot be read.
     """
     remedy = "run `recipes fisher --config F` with the recipe of the run that made the model"
     if not (folder / RECORD_FILE).is_file():

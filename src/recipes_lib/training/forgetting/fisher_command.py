@@ -20,13 +20,13 @@ RECIPE_NAMES: Final = ("sft", "pretrain")
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compute it on the first training documents of the run, and write it to the run's output directory.
+    """Compute the Fisher information on the first training documents of a run, and write it to its output directory.
 
     The model is that of the output directory, or, if there is none, the start model, which the record then names.
 
     Raises:
-        ConfigError: The recipe has no next-token objective over all weights, or its model cannot be loaded.
-        DataError: The data cannot be read, or hold nothing to learn.
+        ConfigError: The recipe is not one of ``RECIPE_NAMES``, or its model cannot be loaded.
+        DataError: The data cannot be read, or have no targets.
     """
     parser = argparse.ArgumentParser(prog="recipes fisher", description=__doc__, allow_abbrev=False)
     add_recipe_flags(parser)
@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> None:
             Problem("--recipe", f"`{recipe}` is not one of {', '.join(RECIPE_NAMES)}", "name such a recipe")
         )
     if options.num_documents < 1:
-        raise ConfigError(Problem("--num_documents", f"{options.num_documents} is none", "write a number from 1 on"))
+        found = f"{options.num_documents} is not positive"
+        raise ConfigError(Problem("--num_documents", found, "write a number from 1 on"))
     config = load_for_command(recipe, overrides, options.config)
     compute(config, num_documents=options.num_documents, labels=options.labels)
 
@@ -53,8 +54,8 @@ def compute(config: RecipeConfig, *, num_documents: int, labels: Any) -> None:
     """Compute and write the Fisher information of a run; every process of a launch must call.
 
     Raises:
-        ConfigError: As ``main``.
-        DataError: As ``main``.
+        ConfigError: The model cannot be loaded.
+        DataError: The data cannot be read, or have no targets.
     """
     from recipes_lib.data.packed.collators import PackedCollator
     from recipes_lib.data.packed.encoding import read_seed
@@ -70,7 +71,7 @@ def compute(config: RecipeConfig, *, num_documents: int, labels: Any) -> None:
 
     output_dir, launch = Path(config.training["output_dir"]), read_launch()
     chosen = choose_model(config, output_dir)
-    config = replace(config, model=chosen, forgetting=ForgettingConfig())  # Only the run's own data, without replay.
+    config = replace(config, model=chosen, forgetting=ForgettingConfig())  # Without replayed data of earlier runs.
     tokenizer = load_tokenizer(config.model, config.tokens)
     documents = take_documents(read_rows(config, tokenizer, launch.local_rank), num_documents)
     args = build_training_arguments(config, launch, has_eval=False)
@@ -104,7 +105,7 @@ def choose_model(config: RecipeConfig, output_dir: Path) -> ModelConfig:
     """Return the trained model of a run with its tokenizer, or its start model.
 
     Raises:
-        ConfigError: There is neither.
+        ConfigError: The run has neither.
     """
     if (output_dir / "config.json").is_file():
         return replace(
@@ -122,7 +123,7 @@ def choose_model(config: RecipeConfig, output_dir: Path) -> ModelConfig:
 
 
 def read_rows(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, local_rank: int) -> Iterable[Mapping[str, Any]]:
-    """Return the training rows of a run, for pretraining in its order."""
+    """Return the packed training rows of a run in the order of its first epoch; streams in their own order."""
     if config.recipe == "pretrain":
         from recipes_lib.data.tokens.token_data import prepare_tokens
         from recipes_lib.planning.pretraining import count_run_tokens

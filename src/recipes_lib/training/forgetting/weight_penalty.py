@@ -24,11 +24,11 @@ from recipes_lib.training.layouts.fsdp import get_local, prepare_frozen
 from recipes_lib.training.trainers.reference import hash_weights
 
 PENALTY: Final = "ewc_penalty"
-"""The figure of a logged step: the penalty before its update, ``ewc_lambda`` included."""
+"""Metric of a logged step: the penalty before its update, including the factor ``ewc_lambda``."""
 
 
 class _Term(NamedTuple):
-    """A parameter with its reference, all local shards; ``fisher`` ``None`` means 1 everywhere."""
+    """Parameter with its reference and Fisher information, as local shards; ``fisher`` ``None`` means 1."""
 
     parameter: nn.Parameter
     reference: Tensor
@@ -36,28 +36,28 @@ class _Term(NamedTuple):
 
 
 class WeightPenalty(TrainerCallback):
-    """``coefficient / 2 * sum F (w - w*)^2`` over all weights, once per optimizer step.
+    """Penalty ``coefficient / 2 * sum F (w - w*)^2`` over all weights, applied once per optimizer step.
 
-    Its gradient, ``coefficient * F (w - w*)``, is added in place to the complete data gradient: summed over
-    micro-batches and processes, before clipping. Therefore gradient accumulation and world size do not multiply it, and
-    it needs no graph. ``F`` and ``w*`` are sharded like the weights.
+    Its gradient, ``coefficient * F (w - w*)``, is added in place to the complete data gradient, after the reduction
+    over micro-batches and processes and before clipping. It is therefore independent of gradient accumulation and world
+    size, and needs no autograd graph. ``F`` and ``w*`` are sharded like the weights.
 
     Source: Kirkpatrick et al. 2017 (arXiv 1612.00796, eq. 3); with ``F`` = 1 L2-SP, Xuhong et al. 2018 (arXiv
         1802.01483); ``tests/training/forgetting/test_weight_penalty.py``.
     """
 
     def __init__(self, coefficient: float, reference: nn.Module, fisher: Mapping[str, Tensor] | None) -> None:
-        """Hold nothing yet.
+        """Initialise the penalty; ``prepare`` shards reference and Fisher information.
 
         Args:
-            coefficient: Of the penalty.
-            reference: A model with the weights ``w*``, on the host.
-            fisher: ``F`` by the name of the parameter, whole; ``None`` is 1.
+            coefficient: Coefficient of the penalty, ``ewc_lambda``.
+            reference: Model with the weights ``w*`` in host memory.
+            fisher: Unsharded ``F`` by parameter name; ``None``: 1.
         """
         self._coefficient = coefficient
         self._reference = reference
         self._whole_fisher = fisher
-        self._held: dict[str, tuple[Tensor, Tensor | None]] = {}
+        self._shards: dict[str, tuple[Tensor, Tensor | None]] = {}
         self._terms: list[_Term] = []
         self._sum = torch.zeros(())
 
@@ -65,17 +65,17 @@ class WeightPenalty(TrainerCallback):
         """Shard the reference like the model.
 
         Args:
-            accelerator: Of the trainer.
-            model: What is trained, not yet sharded.
+            accelerator: Accelerator of the trainer.
+            model: Model to train, not yet sharded.
 
         Raises:
-            ConfigError: The reference is no model of this architecture.
+            ConfigError: Names or shapes of the reference's weights differ from the model's.
         """
         shapes, others = (
             {name: tuple(part.shape) for name, part in each.named_parameters()} for each in (model, self._reference)
         )
         if names := _find_differing(shapes, others):
-            found = f"{len(names)} weights are other ones in the reference than in the model, such as {names[0]}"
+            found = f"{len(names)} weights have another name or shape in the reference than in the model: {names[0]}"
             raise ConfigError(Problem("ewc_reference", found, "name the model that training starts from"))
         frozen = prepare_frozen(accelerator, self._reference.requires_grad_(False))
         trained = _list_trained(model)
@@ -85,63 +85,66 @@ class WeightPenalty(TrainerCallback):
             own, fisher = get_local(parameter.detach()), None
             if self._whole_fisher is not None:
                 fisher = get_local(shard_like(self._whole_fisher[name], parameter)).to(own.device)
-            self._held[name] = (own, fisher)
+            self._shards[name] = (own, fisher)
+        # Frees the unsharded copies; the shards are all that training needs.
         self._reference, self._whole_fisher = nn.Module(), None
 
     def hold(self, model: nn.Module) -> None:
         """Look up the trained parameters of the model, after sharding."""
         self._terms = [
-            _Term(parameter, *self._held[name])
+            _Term(parameter, *self._shards[name])
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
 
     @torch.no_grad()
     def add_gradients(self, scale: float = 1.0) -> None:
-        """Add the penalty's gradient to the data gradient of every parameter that has one.
+        """Add the penalty's gradient to the gradient of every parameter that has one.
 
         Args:
-            scale: What that is multiplied by.
+            scale: Factor of the present gradients, such as the loss scale of fp16.
         """
         total = None
         for parameter, reference, fisher in self._terms:
             if parameter.grad is None:
                 continue
+            # The penalty is elementwise, so that local shards need no communication.
             difference = get_local(parameter) - reference
             weighted = difference if fisher is None else fisher * difference
             get_local(parameter.grad).add_(weighted, alpha=self._coefficient * scale)
-            part = torch.dot(weighted.flatten(), difference.flatten())
+            # float32: bfloat16 has 8 bits, so that a sum over many parameters would stop growing.
+            part = torch.dot(weighted.flatten(), difference.flatten()).float()
             total = part if total is None else total + part
         if total is not None:
             self._sum = total
 
     def compute_value(self) -> float:
-        """Return the penalty at the last ``add_gradients``; every process must call."""
+        """Return the penalty at the last ``add_gradients``, over all shards; every process must call."""
         value: Tensor = self._sum.detach()
         sharded = next((term.parameter for term in self._terms if isinstance(term.parameter, DTensor)), None)
         if isinstance(sharded, DTensor):
-            # Along a sharded dimension each process has a part of the sum, along a replicated one all of it.
+            # Over a sharded mesh dimension the local sums add up; over a replicated one they are equal.
             placements = [Partial() if isinstance(each, Shard) else Replicate() for each in sharded.placements]
             mesh = sharded.device_mesh
             value = DTensor.from_local(value.to(mesh.device_type), mesh, placements).full_tensor()
         return self._coefficient / 2 * float(value)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Look up the parameters; FSDP2 has replaced those of the original model."""
+        """Look up the parameters; only now, because FSDP2 replaces those of the original model."""
         self.hold(kwargs["model"])
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Add the penalty to the figures of a training step."""
+        """Add the penalty to the metrics of a training step."""
         if logs is not None and "loss" in logs:
             logs[PENALTY] = self.compute_value()
 
 
 def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
-    """Load anchor weights and Fisher information; ``None`` if ``ewc_lambda`` is 0; every process must call.
+    """Load reference weights and Fisher information; ``None`` if ``ewc_lambda`` is 0; every process must call.
 
     Raises:
-        ConfigError: The reference cannot be loaded or has no Fisher information, or that is of another model.
-        DataError: Its files are not as they were written.
+        ConfigError: The reference cannot be loaded, has no Fisher information, or that of another model.
+        DataError: The Fisher information cannot be read.
     """
     keys, model = config.forgetting, config.model
     if not keys.ewc_lambda:
@@ -166,14 +169,14 @@ def load_penalty(config: RecipeConfig) -> WeightPenalty | None:
 
 
 def _verify(fisher: Mapping[str, Tensor], expected: str, reference: nn.Module, where: str) -> None:
-    """Raise for the Fisher information of another model.
+    """Verify that the Fisher information was computed at the weights of the reference.
 
     Raises:
-        ConfigError: A name, a shape or a weight is another one.
+        ConfigError: A name, a shape or the hash of the weights differs.
     """
     wrong = _find_differing(_list_trained(reference), {name: tuple(value.shape) for name, value in fisher.items()})
     found = f"has {len(wrong)} weights of another shape or name, such as {wrong[0]}" if wrong else None
-    # With low-memory loading, the other ranks have no weights yet.
+    # Rank 0 decides: with low-memory loading, the other ranks have no weights yet.
     if found is None and not broadcast_object(get_rank() != 0 or hash_weights(reference) == expected):
         found = "was computed at other weights, or in another `dtype`"
     if found is not None:
@@ -182,7 +185,7 @@ def _verify(fisher: Mapping[str, Tensor], expected: str, reference: nn.Module, w
 
 
 def _list_trained(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the trained parameters."""
+    """Return the shapes of the trained parameters by name."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""Preemption: ranks agree to stop, save the last finished step once, and exit with 75."""
+"""Preemption: all ranks agree on a stop request, save the last finished step once, and exit with code 75."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from recipes_lib.training.guards.watchdog import WATCHDOG
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY
 
 GENERATION_STEPS: Final = 8
-"""Tokens between two polls for stop requests while samples are generated."""
+"""Generated tokens between two collective polls for stop requests."""
 
 
 def stop_if_agreed() -> None:
-    """Raise in every process if any has a stop request; all of them must call it, in the same loop.
+    """Raise on every process if any has a stop request; every process must call, at the same point.
 
     Raises:
-        PreemptedError: One was asked.
+        PreemptedError: Any process has a stop request.
     """
     WATCHDOG.beat()
-    # Outside of training a signal raises at once, and the processes need not agree. ``is_deferred`` is alike on all of
-    # them at the same place of the code, so that none calls the collective alone.
+    # Outside of training a signal raises immediately, without agreement. ``is_deferred`` has the same value on all
+    # ranks at the same point of the program, so that no rank enters the collective alone.
     if STOP.is_deferred and sum_over_processes([STOP.reason is not None])[0]:
         raise build_preemption()
 
 
 def build_preemption() -> PreemptedError:
-    """Return the exception that all processes raise after agreeing; all of them must call it."""
+    """Return the same exception on all processes, with the reason of the first rank that has one; collective."""
     reasons = gather_objects(STOP.reason)
     rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
     STOP.ask(reason)
@@ -41,16 +41,16 @@ def build_preemption() -> PreemptedError:
 
 
 class LeftError(Exception):
-    """Leaves a computation of this process alone; the processes agree at the next collective point."""
+    """Ends a computation without collectives on this process; the ranks agree to stop at the next collective point."""
 
 
 def leave_if_asked() -> None:
-    """Report progress, and raise on a stop request; for work without other processes.
+    """Report progress to the watchdog, and raise on a stop request; for computations without collectives.
 
-    Who catches the error calls ``stop_if_agreed`` next, as the others do when they are done.
+    The handler must call ``stop_if_agreed`` next, as the other processes do when they have finished.
 
     Raises:
-        LeftError: It was asked while training.
+        LeftError: A stop request is pending during training.
     """
     WATCHDOG.beat()
     if STOP.is_deferred and STOP.reason is not None:
@@ -58,28 +58,28 @@ def leave_if_asked() -> None:
 
 
 def end_stopped(request: PreemptedError, *, step: int, saved_step: int) -> PreemptedError:
-    """Ignore further signals, and return the message for the user; everything that was to be saved is saved.
+    """Ignore further signals and return the exception for the user; call it after everything is saved.
 
     Args:
-        request: Raised by all processes.
-        step: The last finished one.
-        saved_step: That of the last checkpoint; 0: there is none.
+        request: Stop request that all processes raised.
+        step: Last finished optimizer step.
+        saved_step: Step of the last checkpoint; 0 if there is none.
     """
     STOP.close()
-    kept = f"checkpoint-{saved_step} is complete" if saved_step else "nothing was to be saved yet"
-    return PreemptedError(f"{request}: stopped after step {step}; {kept}; run the same command to resume")
+    saved = f"checkpoint-{saved_step} is complete" if saved_step else "there was nothing to save yet"
+    return PreemptedError(f"{request}: stopped after step {step}; {saved}; run the same command to resume")
 
 
 class LastStep(TrainerCallback):
-    """Keeps the random states and counts of the last finished step, so that it can be saved during the next one.
+    """Keeps the random states of the last finished step, so that it can be saved while the next one is under way.
 
-    Also tells the watchdog how the steps go, and makes an evaluation that was left when the run stopped.
+    Also reports step progress to the watchdog, and resumes an evaluation that a preemption interrupted.
 
     Source: ``tests/training/guards/test_preemption.py``, ``tests/recipes/test_preempted.py``.
     """
 
     def __init__(self, trainer: TrainerView) -> None:
-        """Start without a finished step."""
+        """Initialise without a finished step."""
         self._trainer = trainer
         self._random: RandomStates | None = None
         self._saved_step = 0
@@ -87,7 +87,7 @@ class LastStep(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start from the step of the checkpoint, if there is one; it is already evaluated."""
+        """Read the checkpoint's step and last evaluation; a resumed run skips ``eval_on_start``."""
         self._saved_step = state.global_step
         self._trainer.last_evaluated_step = read_evaluation(state)["last"]
         if state.global_step > 0:
@@ -96,24 +96,24 @@ class LastStep(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Run the interrupted evaluation, with upstream's handling of its metrics."""
+        """Run an interrupted evaluation; its metrics are handled as upstream does, for the best model for example."""
         if read_evaluation(state)["is_owed"]:
             self._trainer.run_pending_evaluation()
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A step begins."""
+        """Start timing a step."""
         WATCHDOG.enter("a step" if self._random is not None else "the first step")
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """A micro-batch is done."""
+        """Report a finished micro-batch to the watchdog."""
         WATCHDOG.beat()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Keep the random states: the next rows are drawn before a stop request may be seen."""
+        """Keep the random states of this step: drawing the next batch changes them before a stop request is seen."""
         self._random = RandomStates.read()
         WATCHDOG.finish_step()
 
@@ -122,32 +122,36 @@ class LastStep(TrainerCallback):
         self._saved_step = state.global_step
 
     def save(self, request: PreemptedError) -> PreemptedError:
-        """Save the last finished step unless it is, and return the message for the user; every process must call.
+        """Save the last finished step if it is not saved, and return the exception for the user; collective.
 
         Args:
-            request: Raised by all processes, after an update or inside an evaluation.
+            request: Stop request that all processes raised, after an update or within an evaluation.
         """
         trainer, state = self._trainer, self._trainer.state
         if state.global_step > self._saved_step and trainer.args.save_strategy != SaveStrategy.NO:
             assert self._random is not None
-            # 1. As they were behind the step: the request was seen after the next rows had been drawn.
+            # 1. The random states of the end of the step; the next batch has been drawn since.
             self._random.restore()
-            # 2. Callbacks that prepare a save, such as the sums of token counts, act behind a step if one is due.
+            # 2. Callbacks that prepare a save in ``on_step_end`` if one is due, such as the sums of token counts.
             trainer.control.should_save = True
             for callback in trainer.observer.callbacks:
                 callback.on_step_end(trainer.args, state, trainer.control)
-            # 3. An evaluation that was interrupted is made when the run resumes.
+            # 3. An interrupted evaluation is recorded, and runs when training resumes.
             stored: Any = state.stateful_callbacks
             stored[EVALUATION_KEY] = {"last": trainer.last_evaluated_step, "is_owed": trainer.is_evaluating}
             trainer._save_checkpoint(trainer.model_wrapped, trial=None)
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
         trainer.finish_saving()
-        # The launcher ends the others when the first one leaves: not before the main process has written the manifest.
+        # A launcher kills all ranks when the first one exits, so all wait until rank 0 has published the checkpoint.
         trainer.accelerator.wait_for_everyone()
         return end_stopped(request, step=state.global_step, saved_step=self._saved_step)
 
 
 def read_evaluation(state: TrainerState) -> dict[str, Any]:
-    """Return which step was evaluated ``last``, and whether the evaluation of this one ``is_owed``."""
+    """Return the stored record of evaluations.
+
+    ``last`` is the step of the last evaluation, -1 if there is none; ``is_owed`` is whether a preemption interrupted
+    the evaluation of the present step.
+    """
     stored: Any = state.stateful_callbacks
     return {"last": -1, "is_owed": False, **stored.get(EVALUATION_KEY, {})}

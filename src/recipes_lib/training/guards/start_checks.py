@@ -1,4 +1,4 @@
-"""Start checks: gradient accumulation, initial loss, gradients of trained tensors, adapters over an unchanged base."""
+"""Start checks: gradient accumulation, initial loss, gradients of trained tensors, adapters on an unchanged base."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,15 +27,15 @@ from recipes_lib.training.layouts.fsdp import get_local, get_whole, reshard
 from recipes_lib.training.trainers.arguments import get_rounding_dtype
 
 SAMPLE_SIZE: Final = 1024
-"""Sampled elements of each frozen tensor to detect changes: an optimizer changes all of them or none."""
+"""Elements sampled from each frozen tensor; enough to detect an update, which changes most elements of a tensor."""
 
 
 class AdapterChecks(TrainerCallback):
-    """Stops a run in which not exactly the adapter is trained.
+    """Verifies that the adapter, and only the adapter, is trained.
 
-    Before the first step a fresh adapter changes no logit. At the first steps every trained tensor has a finite
-    gradient that is not zero; an A matrix is judged as soon as its B is no longer zero. After the first step and at the
-    end the frozen tensors are what they were, and at the end the trained ones are not.
+    Before the first step, a new adapter must not change any logit. In the first steps every trained tensor must get a
+    finite, non-zero gradient; LoRA's A is checked once its B is not zero any more. After the first step and at the end,
+    frozen tensors must be unchanged; at the end, trained tensors must have changed.
 
     Source: ``tests/training/guards/test_adapter_checks.py``.
     """
@@ -43,14 +44,14 @@ class AdapterChecks(TrainerCallback):
         """Record the initial adapter.
 
         Args:
-            model: Under its adapter, before a checkpoint is read and before it is wrapped.
-            config: Says whether the adapter is a fresh one.
-            say: Takes one line for each check that has passed.
+            model: PEFT model, before a checkpoint is loaded and before it is wrapped.
+            config: Adapter keys, which tell whether the adapter is new.
+            say: Logger for one line per passed check.
         """
         self._is_fresh = config.adapter_name_or_path is None
         self._say = say
         self._initial = {name: _summarise(parameter) for name, parameter in _find_trained(model).items()}
-        self._unjudged = set(self._initial)
+        self._unchecked = set(self._initial)
         self._must_move: set[str] = set()
         self._frozen: dict[str, Tensor] = {}
         self._is_first_step = True
@@ -58,36 +59,37 @@ class AdapterChecks(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Check the new adapter, and record the frozen tensors."""
+        """Verify that a new adapter has no effect, and sample the frozen tensors."""
         model = kwargs["model"]
         if self._is_fresh and state.global_step == 0 and not is_taken_out_of_weights(model):
             verify_no_effect(model, get_rounding_dtype(model, args))
             self._say("adapter: it changes no logit before it is trained")
         self._frozen = sample_frozen(model)
         if getattr(args, "deepspeed_plugin", None) is not None:
-            self._unjudged.clear()
-            self._say("adapter: DeepSpeed keeps the gradients to itself, so that they are not checked")
+            # DeepSpeed reduces gradients into its own partitions; ``parameter.grad`` is ``None``.
+            self._unchecked.clear()
+            self._say("adapter: gradients are not checked under DeepSpeed, which does not expose them")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the gradients until each was valid once."""
-        if not self._unjudged:
+        if not self._unchecked:
             return
-        verdicts = judge_gradients(kwargs["model"])
-        if args.fp16:  # The loss scaler is still looking for its scale, and skips such a step.
-            verdicts = {name: fault for name, fault in verdicts.items() if fault != NOT_FINITE}
-        if faults := _name((name for name, fault in verdicts.items() if fault), verdicts):
+        faults = find_gradient_faults(kwargs["model"])
+        if args.fp16:  # The loss scaler skips such a step while it is still lowering its scale.
+            faults = {name: fault for name, fault in faults.items() if fault != NOT_FINITE}
+        if faulty := _describe((name for name, fault in faults.items() if fault), faults):
             raise DivergedError(
-                f"at step {state.global_step + 1} {len(faults)} of {len(self._initial)} trained tensors would learn "
-                f"nothing: {list_first(faults)}. Their gradients are lost on the way: try "
+                f"at step {state.global_step + 1} {len(faulty)} of {len(self._initial)} trained tensors would learn "
+                f"nothing: {list_first(faulty)}. Their gradients are lost in the backward pass: try "
                 "activation_checkpointing: false"
             )
-        # A warm-up begins at a rate of 0, at which nothing moves.
+        # A warmup starts with a learning rate of 0, which changes no weight.
         if any(group["lr"] for group in kwargs["optimizer"].param_groups):
-            self._must_move |= verdicts.keys()
-        self._unjudged -= verdicts.keys()
-        if not self._unjudged:
+            self._must_move |= faults.keys()
+        self._unchecked -= faults.keys()
+        if not self._unchecked:
             self._say(f"adapter: all {len(self._initial)} trained tensors have a gradient")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -113,48 +115,48 @@ class AdapterChecks(TrainerCallback):
 NOT_FINITE: Final = "its gradient is not finite"
 
 
-def judge_gradients(model: nn.Module) -> dict[str, str | None]:
-    """Return the fault in the gradient of each trained parameter; ``None`` if there is none.
+def find_gradient_faults(model: nn.Module) -> dict[str, str | None]:
+    """Return the fault in the gradient of each trained parameter, ``None`` for a valid one; every process must call.
 
-    An A matrix whose B is zero is left out: its gradient is zero by the chain rule.
+    LoRA's A is omitted while its B is zero, because its gradient is then zero by the chain rule.
     """
     trained = _find_trained(model)
-    verdicts: dict[str, str | None] = {}
+    faults: dict[str, str | None] = {}
     for name, parameter in trained.items():
-        # dL/dA = B^T dL/d(BA): zero while B, which begins at zero, has not moved.
-        twin = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
-        if twin is not parameter and not get_whole(twin).any():
+        # dL/dA = B^T dL/d(BA), and B is initialised to zero.
+        lora_b = trained.get(name.replace(".lora_A.", ".lora_B."), parameter)
+        if lora_b is not parameter and not get_whole(lora_b).any():
             continue
         if parameter.grad is None:
-            verdicts[name] = "it has no gradient"
+            faults[name] = "it has no gradient"
         else:
             norm = float(get_whole(parameter.grad.float().norm()))
-            verdicts[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
-    return verdicts
+            faults[name] = NOT_FINITE if not math.isfinite(norm) else None if norm else "its gradient is zero"
+    return faults
 
 
 def verify_no_effect(model: Any, dtype: torch.dtype) -> None:
     """Compare the logits of eight tokens with the adapter on and off.
 
     Args:
-        model: Under an adapter; when its weights are sharded every process must call.
-        dtype: Precision of the products.
+        model: PEFT model; if its weights are sharded, every process must call.
+        dtype: Compute dtype of matrix products, which sets the tolerance.
 
     Raises:
-        DivergedError: They differ by more than rounding explains.
+        DivergedError: The logits differ by more than rounding.
     """
     with adapters_off(model):
         off = compute_probe_logits(model)
     shift = find_logit_shift(off, compute_probe_logits(model), dtype)
     if shift is not None:
         raise DivergedError(
-            f"the adapter moves logits by {shift:.2g} of the largest before anything is trained; it should begin as "
-            "nothing"
+            f"the new adapter changes logits by {shift:.2g} of the largest before any training; it should be "
+            "initialised to have no effect"
         )
 
 
 def sample_frozen(model: nn.Module) -> dict[str, Tensor]:
-    """Return up to ``SAMPLE_SIZE`` numbers of each frozen parameter, of this process's shards, as bytes."""
+    """Return up to ``SAMPLE_SIZE`` elements of each frozen parameter (of the local shard), as ``uint8`` bytes."""
     reshard(model)
     return {name: _sample(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
@@ -163,17 +165,17 @@ def verify_frozen(samples: Mapping[str, Tensor], model: nn.Module) -> None:
     """Compare the frozen parameters with their initial values.
 
     Args:
-        samples: From ``sample_frozen``.
+        samples: Result of ``sample_frozen`` before training.
         model: The same model.
 
     Raises:
-        DivergedError: Some have moved.
+        DivergedError: A frozen parameter has changed.
     """
     now = sample_frozen(model)
-    if moved := [name for name, sample in samples.items() if not torch.equal(sample, now[name])]:
+    if changed := [name for name, sample in samples.items() if not torch.equal(sample, now[name])]:
         raise DivergedError(
-            f"{len(moved)} of {len(samples)} frozen tensors have moved: {list_first(moved)}. The adapter no longer "
-            "belongs to the model that it is said to"
+            f"{len(changed)} of {len(samples)} frozen tensors have changed: {list_first(changed)}. The adapter would "
+            "not fit the published base model"
         )
 
 
@@ -182,7 +184,7 @@ def _find_trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _summarise(parameter: nn.Parameter) -> tuple[float, float]:
-    """Two sums that change with any number: of an embedding only the rows of the tokens that occur may move."""
+    """Return sum and norm over all elements; a sample could miss an embedding, of which only the used rows change."""
     values = get_whole(parameter.detach())
     return float(values.sum(dtype=torch.float64)), float(values.float().norm())
 
@@ -191,41 +193,41 @@ def _sample(parameter: nn.Parameter) -> Tensor:
     # ZeRO-3 replaces sharded weights by empty placeholders.
     values = getattr(parameter, "ds_tensor", parameter).detach()
     values = get_local(values).reshape(-1)
-    # As bytes: 4-bit codes that are stored as floating-point numbers may look like NaN.
+    # As bytes: 4-bit codes stored in a floating-point dtype may read as NaN, which is unequal to itself.
     return values[:: max(1, values.numel() // SAMPLE_SIZE)][:SAMPLE_SIZE].clone().view(torch.uint8)
 
 
 TOLERANCE: Final = {torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""By how much the loss of two rows may differ when they are computed apart: other kernels run; measured, with ten times
-as much allowed. Relative, and absolute below 1."""
+"""Tolerance between the loss of two rows in one micro-batch and in two, relative, or absolute below a loss of 1: ten
+times the measured difference, which comes from other kernels for other shapes."""
 NUM_CANDIDATES: Final = 32
-"""First rows of the data, of which the two with the most different lengths are taken."""
+"""First rows of the dataset, from which the two with the most different lengths are chosen."""
 MAX_STEPS: Final = 10
-"""Steps in which every trained tensor must have had a gradient: one that starts behind a zero gets it in the second
-step, and behind a warm-up from 0 in the third."""
+"""Steps within which every trained tensor must get a gradient. A tensor multiplied by a zero-initialised one gets it in
+step 2, or in step 3 after a warmup from 0."""
 _ROUTED: Final = re.compile(r"\.(experts|router|gate|shared_expert_gate)\b")
 
 
 class StartChecks(TrainerCallback):
-    """Verifies gradient accumulation and the gradients of all trained tensors, once per process.
+    """Verifies gradient accumulation, and the gradients of all trained tensors, at the start of every process.
 
     Source: ``tests/training/guards/test_start_checks.py``.
     """
 
     def __init__(self, trainer: TrainerView, *, has_adapter: bool) -> None:
-        """Check ``trainer``; of an adapter the gradients are judged by ``AdapterChecks``."""
+        """Check ``trainer``; with ``has_adapter`` the gradients are checked by ``AdapterChecks`` instead."""
         self._trainer = trainer
         self._has_adapter = has_adapter
-        self._judges_gradients = not has_adapter and not trainer.is_deepspeed_enabled
+        self._checks_gradients = not has_adapter and not trainer.is_deepspeed_enabled
         self._is_begun = False
-        self._unjudged: dict[str, str | None] = {}
+        self._faults: dict[str, str | None] = {}
         self._num_trained = 0
         self._num_steps = 0
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Verify gradient accumulation; at this event, so that all other callbacks are initialised."""
+        """Verify gradient accumulation; in this event, because all callbacks are initialised by then."""
         if self._is_begun or state.global_step >= state.max_steps:
             return
         self._is_begun = True
@@ -234,42 +236,42 @@ class StartChecks(TrainerCallback):
         names = [name for name, is_trained in flags.items() if is_trained]
         if len(names) < len(flags) and not self._has_adapter:
             self._trainer.observer.progress.say(
-                f"frozen: {len(flags) - len(names)} tensors that no text passes through, "
+                f"frozen: {len(flags) - len(names)} tensors that text does not pass through, "
                 "such as " + next(name for name in flags if not flags[name])
             )
-        self._unjudged = dict.fromkeys(names if self._judges_gradients else (), "it has no gradient")
-        self._num_trained = len(self._unjudged)
+        self._faults = dict.fromkeys(names if self._checks_gradients else (), "it has no gradient")
+        self._num_trained = len(self._faults)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check that every trained tensor gets a gradient within the first steps."""
-        if not self._unjudged:
+        if not self._faults:
             return
         if self._num_steps == 0:
             verify_updated(kwargs["model"], kwargs["optimizer"])
         self._num_steps += 1
-        verdicts = judge_gradients(kwargs["model"])
-        self._unjudged = {name: verdicts.get(name) for name in self._unjudged if verdicts.get(name)}
-        if not self._unjudged:
+        faults = find_gradient_faults(kwargs["model"])
+        self._faults = {name: faults.get(name) for name in self._faults if faults.get(name)}
+        if not self._faults:
             self._trainer.observer.progress.say(f"gradients: all {self._num_trained} trained tensors have one")
         elif self._num_steps == MAX_STEPS:
             parameters = dict(kwargs["model"].named_parameters())
-            self._trainer.observer.progress.say(judge_untrained(self._unjudged, parameters, self._num_trained))
-            self._unjudged = {}
+            self._trainer.observer.progress.say(report_untrained(self._faults, parameters, self._num_trained))
+            self._faults = {}
 
 
 def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Verify that the optimizer contains exactly the trained tensors, by identity.
+    """Verify that the optimizer contains all trained parameters.
 
     Args:
-        model: With its gradients.
-        optimizer: Built for it, before it was sharded or after.
+        model: Trained model.
+        optimizer: Optimizer of the model.
 
     Raises:
-        DivergedError: It does not update a tensor that is trained.
+        DivergedError: A trained parameter is not in the optimizer.
     """
-    # By identity: an optimizer that was built before FSDP2 replaced the parameters holds tensors of the same names.
+    # By identity: FSDP2 replaces parameters, and an optimizer built before that would update the old tensors.
     updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     lost = [f"{name} (it is another tensor)" for name, parameter in trained if id(parameter) not in updated]
@@ -280,24 +282,24 @@ def verify_updated(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def verify_accumulation(trainer: TrainerView) -> str:
-    """Compute the objective of two rows as two micro-batches and as one, without dropout and without a trace.
+    """Compare the loss of two rows as two micro-batches and as one; every process must call.
 
-    Costs four rows forward.
+    Runs four rows forward, without dropout, and leaves no trace in counts and random states.
 
     Returns:
-        What was found, in a line.
+        Log line with the result.
 
     Raises:
-        DivergedError: The loss is not finite; or they differ by more than rounding, so that gradient accumulation would
-            decide what is learnt.
+        DivergedError: The loss is not finite, or the losses differ by more than rounding, so that the result of
+            training would depend on gradient accumulation.
     """
     if trainer.compares_rows:
         return "accumulation: not checked, since the loss compares the rows of a micro-batch with each other"
     rows = _choose_rows(trainer)
     if len(rows) < 2:
-        return "accumulation: not checked, since the data begin without two rows to train on"
+        return f"accumulation: not checked, since fewer than two of the first {NUM_CANDIDATES} rows have targets"
     with trainer.uncounted_pass(), preserve_training_state(trainer.model_wrapped):
-        # In evaluation mode: dropout would draw other masks for the two.
+        # ``preserve_training_state`` switches to evaluation mode: dropout masks would differ between the two.
         apart, together = (_compute_objective(trainer, groups) for groups in ([[row] for row in rows], [rows]))
     dtype = get_rounding_dtype(trainer.model, trainer.args)
     allowed = TOLERANCE[dtype] * max(1.0, abs(together))
@@ -305,21 +307,21 @@ def verify_accumulation(trainer: TrainerView) -> str:
         raise DivergedError(
             f"the loss of two rows is {together} before the first update: a weight is not finite, or {dtype} overflows"
         )
-    # Not ``>``, which is false for NaN.
+    # ``not <=`` instead of ``>``, which is false for NaN.
     if not abs(apart - together) <= allowed:
         raise DivergedError(
-            f"two rows as two micro-batches have the loss {apart:.6f}, and as one {together:.6f}: rounding explains "
-            f"{allowed:.1g}. The loss is not divided by the terms of the whole step, so that "
-            "gradient_accumulation_steps and the number of processes decide what is learnt"
+            f"the loss of two rows is {apart:.6f} as two micro-batches and {together:.6f} as one: rounding explains "
+            f"{allowed:.1g}. The loss is not divided by the terms of the whole step, so that results depend on "
+            "gradient_accumulation_steps and the number of processes"
         )
-    return f"accumulation: two rows have the same loss apart and together, {together:.6f} within {allowed:.1g}"
+    return f"accumulation: two rows have the loss {together:.6f} as one micro-batch and as two, +-{allowed:.1g}"
 
 
 def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) -> float:
     batches = [trainer.data_collator(list(rows)) for rows in groups]
     batches, num_terms = trainer.get_batch_samples(iter(batches), len(batches), trainer.args.device)
     trainer.current_gradient_accumulation_steps = len(batches)
-    # The balance of experts is no sum over rows.
+    # The load-balancing loss of experts is not a sum over rows.
     coefficient, trainer.router_aux_loss_coef = trainer.router_aux_loss_coef, 0.0
     try:
         with trainer.compute_loss_context_manager():
@@ -331,14 +333,14 @@ def _compute_objective(trainer: TrainerView, groups: Sequence[Sequence[Any]]) ->
             ]
     finally:
         trainer.router_aux_loss_coef = coefficient
-    # Every process has computed the same rows, and its share is multiplied by their number: the mean is the loss.
+    # Every process computes the same rows, and its loss is multiplied by the world size: the mean is the loss.
     return float(trainer.accelerator.reduce(torch.stack(losses).sum().float(), reduction="mean"))
 
 
 def _choose_rows(trainer: TrainerView) -> list[Any]:
-    """Return the rows with the fewest and the most terms among the first ones."""
+    """Return the rows with the fewest and the most loss terms of the first ``NUM_CANDIDATES``; empty if under two."""
     data: Any = trainer.train_dataset
-    # By length: a stream of the datasets package can be indexed too, by columns.
+    # Not by ``__getitem__``, which streaming datasets have as well, for columns.
     if hasattr(data, "__len__"):
         rows = [data[at] for at in range(min(NUM_CANDIDATES, len(data)))]
     else:
@@ -348,77 +350,79 @@ def _choose_rows(trainer: TrainerView) -> list[Any]:
     return [rows[at] for _, at in (useful[0], useful[-1])] if len(useful) > 1 else []
 
 
-def judge_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int) -> str:
-    """Return a warning about tensors without a gradient in the first steps, if that may be valid.
+def report_untrained(faults: Mapping[str, str | None], parameters: Mapping[str, nn.Parameter], num_trained: int) -> str:
+    """Return a warning about tensors without a gradient in the first steps, if there are valid reasons for all.
 
-    It may for experts that no token was sent to, and the router that sends to but one; and for vectors, whose gradient
-    may cancel: a bias that is added to all that is compared.
+    Experts may get no tokens, a router that selects a single expert has a constant output, and gradients of vectors may
+    cancel, as that of a bias which is added to everything that the loss compares.
 
     Args:
-        faults: What is wrong with each.
-        parameters: Of the model, by name.
-        num_trained: How many are trained.
+        faults: Fault of each tensor without a valid gradient, by name.
+        parameters: Parameters of the model by name.
+        num_trained: Number of trained tensors.
 
     Raises:
-        DivergedError: There is another one.
+        DivergedError: Another tensor has no gradient.
     """
-    in_order = [name for name in faults if _ROUTED.search(name) or parameters[name].dim() < 2]
-    lost = [name for name in faults if name not in in_order]
+    expected = [name for name in faults if _ROUTED.search(name) or parameters[name].dim() < 2]
+    lost = [name for name in faults if name not in expected]
     if lost:
         raise DivergedError(
             f"in the first {MAX_STEPS} steps {len(lost)} of {num_trained} trained tensors learnt nothing: "
-            f"{list_first(_name(lost, faults))}. Freeze them, or find where their gradients are lost: try "
+            f"{list_first(_describe(lost, faults))}. Freeze them, or find where their gradients are lost: try "
             "activation_checkpointing: false"
         )
     return (
-        f"gradients: {len(in_order)} of {num_trained} trained tensors had none in the first {MAX_STEPS} steps, as may "
-        f"be for experts, routers and biases: {list_first(_name(in_order, faults))}"
+        f"gradients: {len(expected)} of {num_trained} trained tensors had none in the first {MAX_STEPS} steps, which "
+        f"is possible for experts, routers and biases: {list_first(_describe(expected, faults))}"
     )
 
 
 def verify_initial_loss(model: PreTrainedModel, loss: float, batches: Iterable[Mapping[str, Any]]) -> str:
-    """Compare the loss of random weights with its expected value.
+    """Compare the loss of random weights with its expected range.
 
-    Logits of random weights are independent of the targets. With final hidden states of mean square 1 and weights of
-    standard deviation ``initializer_range`` they have the variance ``s^2 = initializer_range^2 * hidden_size``, and the
-    expected loss is ``ln V + s^2 / 2``; a scaled or smaller output is between that and ``ln V``. The mean logit of the
-    targets has the standard deviation ``s * sqrt(sum p^2)``, with ``p`` the shares of the ids among them. Where the
-    output projection is the embedding, and that is scaled on its way in, few layers leave so much of it in the final
-    states that they predict the id just read.
+    Logits of random weights are independent of the targets. With final hidden states of mean square 1 and output
+    weights of standard deviation ``initializer_range``, logits have the variance
+    ``s^2 = initializer_range^2 * hidden_size``, and the expected loss is ``ln V + s^2 / 2``. With scaled or smaller
+    outputs it lies between that and ``ln V``. The mean logit of the targets has the standard deviation
+    ``s * sqrt(sum p^2)``, with ``p`` the frequencies of token ids among the targets. A model with tied, scaled
+    embeddings and few layers predicts the input token, which raises the upper bound (``_bound_echo``).
 
     Args:
-        model: At its initialisation.
-        loss: Of the first step, in nats per target.
-        batches: Of that step, with ``labels``.
+        model: Model at its initialisation.
+        loss: Loss of the first step, in nats per target.
+        batches: Micro-batches of that step with ``labels``, ``int64 (B, T)``.
 
     Returns:
-        What was found, in a line.
+        Log line with the result.
 
     Raises:
-        DivergedError: The loss lies outside, by more than four standard deviations.
+        DivergedError: The loss is outside of the range by more than four standard deviations.
     """
     config: Any = model.config.get_text_config()
     base = math.log(config.vocab_size)
     std = float(getattr(config, "initializer_range", None) or 0.02) * math.sqrt(config.hidden_size)
+    # Frequencies of the target ids: with few distinct targets the mean logit varies more.
     targets = torch.cat([batch["labels"].flatten() for batch in batches])
     counts = torch.bincount(targets[targets != IGNORE_INDEX]).double()
     share = float((counts.square().sum() / counts.sum().square()).sqrt())
     allowed = 4 * std * share + 0.01 * base
-    upper = base + std**2 / 2
-    upper += math.log1p(math.exp(_bound_echo(model, config) - upper)) + _bound_balance_loss(model, config)
+    # logaddexp: the echo is one more term in the sum of exponentials of the softmax.
+    upper = float(np.logaddexp(base + std**2 / 2, _bound_echo(model, config))) + _bound_balance_loss(config)
     if not base - allowed <= loss <= upper + allowed:
         raise DivergedError(
             f"before the first update the loss is {loss:.4f}; random weights over {config.vocab_size:,} tokens have "
             f"ln({config.vocab_size:,}) = {base:.4f} to {upper:.4f}, within {allowed:.2g}. Labels are shifted or leak, "
-            "the loss is scaled, or the initialisation is"
+            "or the loss or the initialisation is scaled"
         )
-    return f"step 0: loss {loss:.4f}, near ln({config.vocab_size:,}) = {base:.4f} as random weights have it"
+    return f"step 0: loss {loss:.4f}, near ln({config.vocab_size:,}) = {base:.4f} as expected of random weights"
 
 
 def _bound_echo(model: PreTrainedModel, config: Any) -> float:
-    """The logit of the id just read where the final state is its embedding alone; ``-inf`` where it is lost in others.
+    """Return the logit of the input token if the final state is its embedding only; ``-inf`` without scaled, tied ones.
 
-    Such a state is ``e / initializer_range``, and ``e`` has the square ``initializer_range^2 * hidden_size``.
+    The state, normalised to mean square 1, is ``e / initializer_range`` with the embedding ``e``. Its product with
+    ``e`` is ``|e|^2 / initializer_range = initializer_range * hidden_size``.
     """
     embedding: Any = model.get_input_embeddings()
     scales = (getattr(embedding, "scalar_embed_scale", None), getattr(config, "embedding_multiplier", None))
@@ -428,11 +432,11 @@ def _bound_echo(model: PreTrainedModel, config: Any) -> float:
     return float(config.initializer_range) * float(config.hidden_size)
 
 
-def _bound_balance_loss(model: nn.Module, config: Any) -> float:
-    """Twice what a mixture of experts adds for the balance between them when all are chosen alike."""
+def _bound_balance_loss(config: Any) -> float:
+    """Return twice the load-balancing loss of a mixture of experts at uniform routing."""
     coefficient = float(getattr(config, "router_aux_loss_coef", None) or 0.0)
     return 2 * coefficient * float(getattr(config, "num_experts_per_tok", None) or 0)
 
 
-def _name(names: Iterable[str], faults: Mapping[str, str | None]) -> list[str]:
+def _describe(names: Iterable[str], faults: Mapping[str, str | None]) -> list[str]:
     return [f"{name} ({faults[name]})" for name in names]

@@ -1,4 +1,4 @@
-"""Interface of the guards: Protocol of the trainer, losses and gradients of a step, dump of a bad step."""
+"""Interface of the guards: trainer protocol, losses and gradients of a step, and the dump of a diverged step."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from recipes_lib.training.monitoring.callbacks import Observer
 
 DUMP_DIR: Final = "diverged"
 ROW_IDS: Final = "row_ids"
-"""Key of the row numbers in a batch; they are removed before the model is called."""
+"""Key of the row ids in a batch, removed before the model is called."""
 MAX_SKIPPED: Final = 24
-"""Updates in a row that fp16's loss scaler may skip: from its first scale, 2^16, that leaves 2^-8, at which what still
-overflows is no overflow of the scaling."""
+"""Consecutive updates that fp16's loss scaler may skip. Each halves the scale, from 2^16 to 2^-8: gradients that
+overflow even there are not overflows of the scaling."""
 NUM_LARGEST: Final = 20
-"""Gradients that a dump lists by their norms, besides all that are not finite."""
+"""Number of finite gradients with the largest norms in a dump; all non-finite ones are listed too."""
 
 
 @dataclass(slots=True)
@@ -37,12 +37,13 @@ class StepInputs:
     """The micro-batches of a step and their losses, on this process.
 
     Attributes:
-        batches: As the model gets them.
-        row_ids: Numbers of the rows of each, ``int64``, as the data number them; ``None`` where they have none.
-        num_terms: Terms of the objective in the whole step, over all processes.
-        losses: This process's share of each micro-batch so far computed; they sum to the step's, times the processes.
-        kind: Of the objective, where a run has steps of several kinds: each is compared with its own.
-        num_tokens: Tokens of the whole step, over all processes, padding not counted; ``None`` where nobody counts.
+        batches: Keyword arguments of the model for each micro-batch.
+        row_ids: Dataset row ids of each micro-batch, ``int64``; ``None`` for data without ids.
+        num_terms: Number of terms of the objective (loss normaliser) in the step, over all processes.
+        losses: Scalar loss of each micro-batch computed so far, times the world size, so that the mean over processes
+            of their sum is the step's loss.
+        kind: Kind of the objective, for runs that alternate between several; spikes are detected per kind.
+        num_tokens: Number of tokens in the step without padding, over all processes; ``None`` if not counted.
     """
 
     batches: Sequence[Mapping[str, Any]] = ()
@@ -54,7 +55,7 @@ class StepInputs:
 
 
 def separate_row_ids(batches: Sequence[dict[str, Any]]) -> list[Any]:
-    """Take the row numbers out of batches and return them, ``None`` for a batch without."""
+    """Remove the row ids from batches and return them, ``None`` for a batch without ids."""
     return [batch.pop(ROW_IDS, None) for batch in batches]
 
 
@@ -62,12 +63,13 @@ def find_faults(parameters: Mapping[str, Tensor], losses: Sequence[float]) -> di
     """Return the non-finite losses and gradients of a step on this process, and the gradient norms.
 
     Args:
-        parameters: With the gradients of the step, before they are clipped; by name.
-        losses: Of the micro-batches.
+        parameters: Parameters by name, with unclipped gradients.
+        losses: Losses of the micro-batches.
 
     Returns:
-        JSON values: ``losses``; ``bad_micro_batches``; ``gradient_norms``, those of this process's shards: all that are
-        not finite, from the output towards the input, which is the way an error spreads, and the ``NUM_LARGEST``.
+        JSON values: ``losses``; ``bad_micro_batches``, indices from 0; ``non_finite_gradients`` and
+        ``largest_gradient_norms``, L2 norms of this process's shards by name; ``num_gradients``. Non-finite ones are
+        ordered from the output to the input, the direction in which an error propagates.
     """
     norms = {
         name: float(torch.linalg.vector_norm(get_local(parameter.grad), dtype=torch.float32))
@@ -86,10 +88,10 @@ def find_faults(parameters: Mapping[str, Tensor], losses: Sequence[float]) -> di
 
 
 def describe_faults(faults: Sequence[Mapping[str, Any]]) -> str:
-    """Return in a clause what was not finite first: a loss and on which process, or the gradients it was found in.
+    """Return a clause that names the first non-finite loss, or else the first non-finite gradient, with its rank.
 
     Args:
-        faults: From ``find_faults``, of each process by its number.
+        faults: Results of ``find_faults``, by rank.
     """
     bad_losses = [(rank, at) for rank, found in enumerate(faults) for at in found["bad_micro_batches"]]
     if bad_losses:
@@ -115,17 +117,17 @@ def stop_before_update(
     learner: str = "",
     is_updated: bool = False,
 ) -> None:
-    """Dump the step on every process, and raise; all of them must call.
+    """Dump the step on every process, then raise the same error on all; every process must call.
 
     Args:
-        parameters: With the gradients of the step, by name.
-        inputs: The step's.
-        step: Its number, from 1.
-        output_dir: Of the run; the dump goes into ``diverged/step-N/``.
-        facts: Further JSON values: learning rate, loss, norm.
-        why: What was seen, in a clause; empty where it is the first thing that is not finite.
-        learner: Whose update it is, where a step is made of several.
-        is_updated: Whether DeepSpeed has made the update already, inside the backward pass.
+        parameters: Parameters by name, with the step's gradients.
+        inputs: Micro-batches and losses of the step.
+        step: Number of the step, from 1.
+        output_dir: Output directory of the run; the dump is written to ``diverged/step-N/``.
+        facts: Further JSON values for the dump: learning rate, loss, gradient norm.
+        why: Clause that gives the reason; empty: the first non-finite value.
+        learner: Name of the updated model, in runs that train several.
+        is_updated: Whether the update is already made, as DeepSpeed does within the backward pass.
 
     Raises:
         DivergedError: Always; the same one on every process.
@@ -137,24 +139,23 @@ def stop_before_update(
     try:
         write_dump(folder, rank, inputs, {"step": step, "rank": rank, **facts, **found})
     except (OSError, SafetensorError) as error:
-        # A full disk must neither hide why the step is stopped nor let the other processes wait.
+        # A full disk must not hide the divergence, nor keep this process from the collective call below.
         failure = str(error)
     faults, failures = zip(*gather_objects((found, failure)), strict=True)
     whose = f" of the {learner}" if learner else ""
-    when = "behind its update, which DeepSpeed makes first" if is_updated else f"before its update{whose}"
-    weights = "The last checkpoint is whole, and from before"
+    when = "after its update, which DeepSpeed makes first" if is_updated else f"before its update{whose}"
+    weights = "The last checkpoint is intact, and from before it"
     if not is_updated:
-        weights = f"The weights are those of step {step - 1}, and the last checkpoint is whole"
-    look = f"Look at the rows, batches and gradients of the step, which are in {folder} (docs/guards.md)"
+        weights = f"The weights are those of step {step - 1}, and the last checkpoint is intact"
+    advice = f"Look at the rows, batches and gradients of the step, which are in {folder} (docs/guards.md)"
     if failed := next(filter(None, failures), None):
-        look = f"Its rows, batches and gradients could not be written to {folder} ({failed}): make room for them"
-    raise DivergedError(
-        f"step {step} was stopped {when}: {why or describe_faults(faults)}. {weights}. {look}, or lower learning_rate"
-    )
+        advice = f"Its rows, batches and gradients could not be written to {folder} ({failed}): make room for them"
+    reason = why or describe_faults(faults)
+    raise DivergedError(f"step {step} was stopped {when}: {reason}. {weights}. {advice}, or lower learning_rate")
 
 
 def write_dump(folder: Path, rank: int, inputs: StepInputs, facts: Mapping[str, Any]) -> None:
-    """Write ``rank-R.json`` and the tensors of the batches, ``rank-R.safetensors``, into ``folder``."""
+    """Write facts and row ids to ``rank-R.json``, and the batches' tensors to ``rank-R.safetensors``, in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         # Cloned, because safetensors refuses tensors that share memory, as views of one batch do.
@@ -170,9 +171,9 @@ def write_dump(folder: Path, rank: int, inputs: StepInputs, facts: Mapping[str, 
 
 
 class TrainerView(Protocol):
-    """Protocol of ``RecipeTrainer``: the part that guards and checks may use.
+    """Protocol with the members of ``RecipeTrainer`` that guards and checks use.
 
-    Attributes beginning with an underscore are transformers' own (5.23), which has no public ones for them.
+    Members with a leading underscore are transformers' (5.23), which has no public equivalents.
     """
 
     args: TrainingArguments
@@ -196,34 +197,34 @@ class TrainerView(Protocol):
     observer: Observer
 
     def uncounted_pass(self) -> AbstractContextManager[None]:
-        """Compute without counting."""
+        """Compute without recording losses, metrics or token counts."""
 
     def count_terms(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Terms of the objective in a batch."""
+        """Return the number of terms of the objective in a batch."""
 
     def compute_loss(self, model: Any, inputs: Any, *, num_items_in_batch: Any) -> Any:
-        """A batch's share of the objective."""
+        """Return a micro-batch's share of the objective."""
 
     def verify_first_loss(self, loss: float) -> None:
-        """Compare the loss of step 1 with its known value."""
+        """Compare the loss of step 1 with its expected value."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
-        """First row of a step, from 0, and the one behind its last."""
+        """Return the half-open range of rows of a step, both from 0."""
 
     def finish_saving(self) -> None:
-        """Return when no checkpoint is being written."""
+        """Wait until no checkpoint is being written."""
 
     def run_pending_evaluation(self) -> None:
-        """Run the evaluation that a stop request interrupted."""
+        """Run the evaluation that a preemption interrupted."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
-        """Forward and backward of a micro-batch."""
+        """Run forward and backward of a micro-batch."""
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
-        """The micro-batches of a step and their number of terms."""
+        """Return the micro-batches of a step and their number of terms."""
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Mixed precision."""
+        """Return the autocast context."""
 
     def _prepare_inputs(self, inputs: Any) -> Any: ...
 

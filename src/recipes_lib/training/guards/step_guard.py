@@ -1,4 +1,4 @@
-"""The step guard: non-finite values, loss spikes and rollback, judged before every update."""
+"""Step guard: stops non-finite steps before their update, and detects loss spikes and rolls them back."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from recipes_lib.training.layouts.fsdp import get_whole
 from recipes_lib.training.monitoring.metrics import METRICS_FILE, MetricsWriter
 
 WINDOW: Final = 50
-"""Window: steps that a new one is compared with."""
+"""Number of previous steps that a step is compared with."""
 MIN_STEPS: Final = 20
-"""Steps before the first judgement: a median deviation of fewer is too uncertain for the factor below."""
+"""Number of steps before the first comparison: with fewer, the MAD is too noisy for ``FACTOR``."""
 FACTOR: Final = 6.0
-"""Standard deviations above the median, of normally distributed figures, at which one is a spike."""
+"""Spike threshold in standard deviations above the median, for normally distributed values."""
 MAD_TO_STD: Final = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation: 1 / Phi^-1(3/4)."""
+"""Ratio of standard deviation to median absolute deviation (MAD) of a normal distribution: 1 / Phi^-1(3/4)."""
 FLOOR: Final = 0.02
-"""Smallest deviation that counts, as a share of the median: a curve without noise is not judged by its last digits."""
+"""Smallest deviation as a fraction of the median, so that rounding in a curve without noise is not a spike."""
 UPPER_TO_STD: Final = 1 / statistics.NormalDist().inv_cdf(0.9)
-"""Standard deviation of a normal distribution over the distance of its last decile from the median."""
+"""Ratio of standard deviation to the distance between 90th percentile and median of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Spike:
 
     Attributes:
         figure: ``loss`` or ``grad_norm``.
-        value: Its value.
-        median: Over the steps before.
-        threshold: Above which it is a spike.
+        value: Value at the spike.
+        median: Median over the previous steps.
+        threshold: Largest value that is not a spike.
     """
 
     figure: str
@@ -68,72 +68,74 @@ class Spike:
 
 
 class SpikeMonitor:
-    """Detects spikes: compares loss and gradient norm of each step with the previous steps.
+    """Detects spikes by comparing loss and gradient norm of each step with the previous steps.
 
-    A figure is a spike when it exceeds ``median + 6 * 1.4826 * MAD`` of the last 50 steps, where the deviation counts
-    for at least 2 % of the median. Unlike mean and variance, median and MAD are not moved by the spike itself, nor by
-    the descent that came before. Norms of gradients, and losses while all are above 0, are judged by their logarithms:
-    their noise multiplies, as that of a loss of pairs, of which few are left to learn. Other losses may be as skewed:
-    their deviation is at least what the upper tenth of them tells. Where all that tells is 0, nothing is a spike.
+    A value is a spike if it exceeds ``median + 6 * 1.4826 * MAD`` of the last 50 steps, with a standard deviation of at
+    least 2 % of the median. Median and MAD, unlike mean and variance, are robust to the spike itself and to the earlier
+    descent. Gradient norms, and losses while all are positive, are compared as logarithms, because their noise is
+    multiplicative, for example that of preference losses late in training. Losses of any sign may be as skewed: their
+    standard deviation is at least that of a normal distribution with the same 90th percentile. A deviation of 0
+    disables detection.
 
     Source: ``tests/training/guards/test_spikes.py``.
     """
 
     def __init__(self) -> None:
-        """Start with no step."""
+        """Initialise with an empty window."""
         self._windows: dict[str, deque[float]] = {}
 
-    def judge(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
-        """Return the spikes of a step, the loss first; then add the step to the window.
+    def find_spike(self, loss: float, grad_norm: float, kind: str = "") -> Spike | None:
+        """Return the spike of a step, ``None`` if there is none, then add the step to the window.
+
+        If both are spikes, the loss is returned.
 
         Args:
-            loss: Mean of the step, finite, of any sign.
-            grad_norm: Before clipping, finite.
-            kind: Kind of the step; it is compared with steps of its kind.
+            loss: Mean loss of the step, finite, of any sign.
+            grad_norm: Gradient norm before clipping, finite.
+            kind: Kind of the step, which is compared with steps of the same kind only.
         """
         log_norm = math.log(max(grad_norm, 1e-30))  # A norm of 0 has no logarithm.
-        losses, log_norms = (self._open(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
-        # Both before either is added: each is judged by the steps before it. A spike is added too, so that a loss that
-        # stays at its new level stops being one.
-        spike = _judge_loss(losses, loss)
-        of_norm = _judge_logarithm("grad_norm", log_norms, log_norm)
+        losses, log_norms = (self._get_window(f"{kind}_{name}" if kind else name) for name in ("losses", "log_norms"))
+        # Spikes are added to the window as well, so that a lasting new level is no spike after half a window.
+        loss_spike = _find_loss_spike(losses, loss)
+        norm_spike = _find_log_spike("grad_norm", log_norms, log_norm)
         losses.append(loss)
         log_norms.append(log_norm)
-        return spike or of_norm
+        return loss_spike or norm_spike
 
     def export(self) -> dict[str, list[float]]:
-        """Return what the next judgement depends on, as JSON values."""
+        """Return the windows as JSON values."""
         return {name: list(window) for name, window in self._windows.items()}
 
     def restore(self, exported: Mapping[str, Any]) -> None:
-        """Restore the state of ``export``; start new if it is empty."""
+        """Restore the result of ``export``; an empty one clears the windows."""
         self._windows = {name: deque(window, maxlen=WINDOW) for name, window in exported.items()}
 
-    def _open(self, name: str) -> deque[float]:
+    def _get_window(self, name: str) -> deque[float]:
         return self._windows.setdefault(name, deque(maxlen=WINDOW))
 
 
-def _judge_loss(before: Sequence[float], loss: float) -> Spike | None:
+def _find_loss_spike(before: Sequence[float], loss: float) -> Spike | None:
     if len(before) < MIN_STEPS:
         return None
     if min(*before, loss) > 0:
-        return _judge_logarithm("loss", [math.log(earlier) for earlier in before], math.log(loss))
+        return _find_log_spike("loss", [math.log(earlier) for earlier in before], math.log(loss))
     median = statistics.median(before)
     upper = statistics.quantiles(before, n=10, method="inclusive")[-1]
-    return _judge("loss", before, loss, max(FLOOR * abs(median), UPPER_TO_STD * (upper - median)))
+    return _find_spike("loss", before, loss, max(FLOOR * abs(median), UPPER_TO_STD * (upper - median)))
 
 
-def _judge_logarithm(figure: str, before: Sequence[float], value: float) -> Spike | None:
-    """Judge by logarithms; what is told are the figures themselves."""
-    # The logarithm of a ratio of 1.02.
-    spike = _judge(figure, before, value, FLOOR)
+def _find_log_spike(figure: str, before: Sequence[float], value: float) -> Spike | None:
+    """Compare logarithms; return a spike in the original unit."""
+    # A difference of FLOOR in logarithms is a ratio of about 1 + FLOOR.
+    spike = _find_spike(figure, before, value, FLOOR)
     return spike and Spike(figure, *map(math.exp, (spike.value, spike.median, spike.threshold)))
 
 
-def _judge(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
+def _find_spike(figure: str, before: Sequence[float], value: float, floor: float) -> Spike | None:
     if len(before) < MIN_STEPS:
         return None
-    # Both hardly move until half of the window is spoilt.
+    # Median and MAD tolerate outliers in up to half of the window.
     median = statistics.median(before)
     deviation = max(MAD_TO_STD * statistics.median(abs(earlier - median) for earlier in before), floor)
     threshold = median + FACTOR * deviation
@@ -145,7 +147,7 @@ STATE_KEY: Final = "recipes_lib_spikes"
 
 
 class _SpikedError(Exception):
-    """Leaves upstream's training loop before the update of a spike."""
+    """Leaves upstream's training loop before the update of a spike, to restart it from a checkpoint."""
 
     def __init__(self, rollback: Rollback) -> None:
         super().__init__(str(rollback))
@@ -153,17 +155,17 @@ class _SpikedError(Exception):
 
 
 class StepGuard(TrainerCallback):
-    """Judges the loss and the gradient of every step before its update, on all processes alike.
+    """Checks loss and gradient norm of every step before its update, with the same decision on all ranks.
 
-    What is not finite stops the run. A spike is told; with ``max_rollbacks`` the run goes back to a checkpoint and on
-    without the rows around it. Nothing is read from the device that the step would not wait for anyway: the loss of the
-    step is summed over the processes behind the gradients, and comes to the host together with their norm.
+    Non-finite values stop the run. A spike is logged; with ``max_rollbacks`` the run is rolled back to a checkpoint and
+    resumes without the rows around the spike. The check adds no device synchronisation: the step's loss is reduced over
+    the ranks after the gradients, and is copied to the host together with the gradient norm, which clipping needs.
 
     Source: ``tests/training/guards/test_step_guard.py``, ``tests/distributed/test_guards.py``.
     """
 
     def __init__(self, trainer: TrainerView, keys: GuardsConfig) -> None:
-        """Guard the steps of ``trainer``; ``keys`` say what is done besides stopping."""
+        """Guard the steps of ``trainer``; ``keys`` configures rollbacks and replay checks."""
         self.inputs = StepInputs()
         self.rollbacks = Rollbacks()
         self._trainer = trainer
@@ -176,9 +178,9 @@ class StepGuard(TrainerCallback):
         self._writer = MetricsWriter(self._output_dir / METRICS_FILE, is_main=trainer.args.process_index == 0)
 
     def train(self, train: Callable[..., Any], resume_from_checkpoint: Any) -> Any:
-        """Call upstream's ``train``, and again from a checkpoint after each spike."""
+        """Call upstream's ``train``, and call it again from a checkpoint after each spike."""
         trainer = self._trainer
-        # Without a checkpoint the run begins anew, and meets its spikes again.
+        # A run that starts from scratch does not skip the rows of an earlier one.
         self.rollbacks = read_rollbacks(self._output_dir) if resume_from_checkpoint else Rollbacks()
         if not resume_from_checkpoint and trainer.args.should_save:
             Rollbacks.clear(self._output_dir)
@@ -187,17 +189,17 @@ class StepGuard(TrainerCallback):
                 return train(resume_from_checkpoint=resume_from_checkpoint)
             except _SpikedError as spiked:
                 rollback = spiked.rollback
-            # Outside of the handler: the exception holds the frames of the loop, with the tensors of its step.
+            # Outside of the handler, so that the exception and its frames, which hold the step's tensors, are freed.
             resume_from_checkpoint = self._go_back(rollback)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the window from the checkpoint; keep ``checkpoint-0`` for rollbacks."""
+        """Restore the windows from the checkpoint; save ``checkpoint-0`` as a first target of rollbacks."""
         stored: Any = state.stateful_callbacks
         self._monitor.restore(stored.get(STATE_KEY, {}))
         self._num_skipped, self._is_in_spike = 0, False
-        # Those after the checkpoint were dropped with everything that was logged after it.
+        # Resuming has truncated the metrics after the checkpoint, including the lines of these rollbacks.
         for rollback in self.rollbacks.made:
             if rollback.step > state.global_step:
                 self._writer.write({"kind": "rollback", **asdict(rollback)})
@@ -212,18 +214,18 @@ class StepGuard(TrainerCallback):
         self._replay.begin(state.global_step + 1)
 
     def judge(self, norm: Tensor | float) -> float:
-        """Return the gradient norm of a step whose update may be made; call it before the gradients are clipped.
+        """Return the gradient norm of a step that may be updated; call before clipping, on every process.
 
         Args:
-            norm: Of the gradients of all processes.
+            norm: Norm of the reduced gradients before clipping, a scalar.
 
         Raises:
-            DivergedError: A loss or the norm is not finite; under fp16 the loss scaler handles the norm by itself, but
-                not for ever. Or there was a spike after the last of ``max_rollbacks``.
+            DivergedError: The loss or the norm is not finite, except for norms that fp16's loss scaler skips, up to
+                ``MAX_SKIPPED`` times in a row; or there is a spike after the last of ``max_rollbacks``.
         """
         trainer = self._trainer
-        # A mean, since each process's share is multiplied by their number (``compute_share``). Every rank gets the same
-        # two figures, so that all of them decide alike without another collective call.
+        # A mean, because each process's loss is multiplied by the world size (``compute_share``). Every rank gets the
+        # same two figures, so that all of them decide alike without another collective call.
         share = torch.stack(self.inputs.losses).sum().float()
         total = trainer.accelerator.reduce(share, reduction="mean")
         whole = get_whole(torch.as_tensor(norm)).to(total.device)
@@ -232,7 +234,7 @@ class StepGuard(TrainerCallback):
         step = trainer.state.global_step + 1
         if not math.isfinite(loss):
             self._stop(loss, grad_norm)
-        # Of fp16 the loss must be finite and the norm need not: the scaler skips such a step and lowers its scale.
+        # With fp16 the norm may overflow: the loss scaler skips the update and lowers its scale.
         if not math.isfinite(grad_norm):
             self._num_skipped += 1
             if not trainer.args.fp16:
@@ -244,12 +246,14 @@ class StepGuard(TrainerCallback):
         self._num_skipped = 0
         if step == 1:
             trainer.verify_first_loss(loss)
-        # Before the window changes: a replayed step that differs ends the run, and is no figure to compare others with.
+        # Before the step enters the window: a faulty step raises here.
         self._replay.compare(self.inputs)
-        spike = self._monitor.judge(loss, grad_norm, self.inputs.kind)
+        spike = self._monitor.find_spike(loss, grad_norm, self.inputs.kind)
         if spike is not None:
-            self._answer(spike, loss, grad_norm)
+            self._handle_spike(spike, loss, grad_norm)
+        # A spike of several steps is logged once.
         self._is_in_spike = spike is not None
+        # Into the trainer state, so that a checkpoint of this step restores the windows.
         stored: Any = trainer.state.stateful_callbacks
         stored[STATE_KEY] = self._monitor.export()
         return grad_norm
@@ -272,8 +276,8 @@ class StepGuard(TrainerCallback):
             is_updated=trainer.is_deepspeed_enabled,
         )
 
-    def _answer(self, spike: Spike, loss: float, grad_norm: float) -> None:
-        """Tell a spike, or leave the training loop for an earlier step."""
+    def _handle_spike(self, spike: Spike, loss: float, grad_norm: float) -> None:
+        """Log a spike, or leave the training loop for a rollback."""
         step = self._trainer.state.global_step + 1
         say = self._trainer.observer.progress.say
         is_saved = self._trainer.args.save_strategy != SaveStrategy.NO
@@ -281,44 +285,44 @@ class StepGuard(TrainerCallback):
             if len(self.rollbacks.made) >= self._keys.max_rollbacks:
                 why = f"{spike}, after {len(self.rollbacks.made)} rollbacks (max_rollbacks)"
                 self._stop(loss, grad_norm, why)
-            # One that is being written may be the newest before the spike.
+            # The newest checkpoint before the spike may still be in the writer thread.
             self._trainer.finish_saving()
-            # As the main process sees the disk: ranks on other machines may list it differently for a moment.
+            # Rank 0 decides: on network file systems other machines may see the folder later.
             back_to = broadcast_object(find_step_before(self._output_dir, step))
             if back_to is not None:
                 raise _SpikedError(self._plan(step, str(spike), back_to))
         if not self._is_in_spike:
-            remedy = "no checkpoint lies far enough before it" if self._keys.max_rollbacks else "max_rollbacks is 0"
+            remedy = "no checkpoint is far enough before it" if self._keys.max_rollbacks else "max_rollbacks is 0"
             say(f"step {step}: {spike}; the run continues ({remedy})")
             self._writer.write({"kind": "spike", "step": step, "cause": str(spike)})
 
     def _plan(self, step: int, cause: str, back_to: int) -> Rollback:
-        # Steps are counted from 1, and ``find_rows`` counts them from 0.
+        # ``step`` counts from 1, ``find_rows`` from 0.
         first = max(step - 1 - STEPS_BEFORE, 0)
         last = min(step - 1 + STEPS_AFTER, self._trainer.state.max_steps - 1)
         skipped = (self._trainer.find_rows(first)[0], self._trainer.find_rows(last)[1])
         return Rollback(step, cause, back_to, skipped, steps=(first + 1, last + 1))
 
     def _go_back(self, rollback: Rollback) -> str:
-        """Make the record whole before anything is computed from it; return the checkpoint to resume from."""
+        """Record a rollback on disk, prepare the trainer for another ``train``, and return the checkpoint folder."""
         trainer = self._trainer
         checkpoint = self._output_dir / f"checkpoint-{rollback.back_to}"
         trainer.observer.progress.say(
-            f"step {rollback.step}: {rollback.cause}; back to {checkpoint.name}, and on without the rows of steps "
+            f"step {rollback.step}: {rollback.cause}; resuming from {checkpoint.name} without the rows of steps "
             f"{rollback.steps[0]} to {rollback.steps[1]}"
         )
         self.rollbacks = Rollbacks((*self.rollbacks.made, rollback))
         trainer.accelerator.wait_for_everyone()
         if trainer.args.should_save:
-            # In this order: killed in between, the run goes back to the same checkpoint and meets the spike again.
+            # In this order: if killed in between, the run resumes from the same checkpoint and detects the spike again.
             supersede(self._output_dir, after_step=rollback.back_to)
             self.rollbacks.write(self._output_dir)
         trainer.accelerator.wait_for_everyone()
         if trainer.accelerator.scaler is not None:
-            # It would refuse to unscale twice without an update in between; its state is read from the checkpoint.
+            # GradScaler raises on a second unscale_() without update(); its state is then loaded from the checkpoint.
             trainer.accelerator.scaler.update()
         if trainer.neftune_noise_alpha is not None:
-            # Upstream puts its noise on once more in every call of ``train``.
+            # transformers 5.23 registers the noise hook again in every call of ``train``.
             deactivate_neftune(  # type: ignore[no-untyped-call]
                 trainer.model, trainer.neftune_hook_handle, trainer.accelerator
             )

@@ -1,4 +1,4 @@
-"""The watchdog: a hanging run reports its threads and ends."""
+"""Watchdog: dumps the stacks of a process without progress, and ends it later."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from recipes_lib.processes import read_rank, record_failure
 from recipes_lib.stopping import STOP, StopRequest
 
 STOP_FILE: Final = "STOP"
-"""Put into ``output_dir``, it asks the run to stop as a signal does; the run takes it away."""
+"""File in ``output_dir`` that requests a stop, as SIGTERM does; the run deletes it."""
 
 SHOW_AFTER_SECONDS: Final = 600.0
-"""Without a sign of progress for so long, the stacks are shown."""
+"""Seconds without progress after which the stacks of all threads are written to stderr."""
 END_AFTER_SECONDS: Final = 1800.0
-"""For so long, the process ends. As long as upstream's limit of a collective operation."""
+"""Seconds without progress after which the process exits; transformers' default ``ddp_timeout``."""
 STEPS: Final = 20
-"""Never before the time of so many median steps, though, and shown not before a third of it."""
+"""The process never exits before this many times the median step time; stacks, not before a third of that."""
 PATIENCE: Final = 4.0
-"""Factor on all of that where nothing tells of progress: first step (compilation), loading, saving."""
+"""Factor on these limits in phases that do not report progress: first step (compilation), loading, saving."""
 
-TELLING: Final = frozenset({"a step", "an evaluation", "sampling answers", "reading answers"})
-"""Phases that tell of their progress."""
+REPORTING_PHASES: Final = frozenset({"a step", "an evaluation", "sampling answers", "reading answers"})
+"""Phases that report progress."""
 
 _TICK_SECONDS: Final = 1.0
 _SECONDS_TO_RECORD: Final = 10.0
@@ -39,15 +39,19 @@ _NUM_STEPS_KEPT: Final = 101
 
 
 class Watchdog:
-    """Knows when there was progress last, and what is too long.
+    """Tracks the time since the last progress, and compares it with limits from the run's own step times.
 
     Attributes:
-        on_stall: Called with the reason before a stalled process ends.
-        phase: What the process is doing.
+        on_stall: Callback with the reason, called before a stalled process exits.
+        phase: Description of the present phase, for messages.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Nothing is watched yet; ``clock`` gives seconds from any origin."""
+        """Initialise without watching.
+
+        Args:
+            clock: Monotonic clock in seconds.
+        """
         self.on_stall: Callable[[str], None] = lambda _: None
         self.phase = "starting"
         self._clock = clock
@@ -56,37 +60,37 @@ class Watchdog:
         self._steps: deque[float] = deque(maxlen=_NUM_STEPS_KEPT)
 
     def begin(self) -> None:
-        """Forget the steps of an earlier training."""
+        """Reset the step times of an earlier training."""
         self._steps.clear()
         self.enter("the first step")
 
     def enter(self, phase: str) -> None:
-        """Something else begins: that is progress too.
+        """Enter a phase, which counts as progress.
 
         Args:
-            phase: One of ``TELLING``; anything else is given more time.
+            phase: Description of the phase; limits are ``PATIENCE`` times longer outside of ``REPORTING_PHASES``.
         """
         self.phase, self._last_sign, self._is_shown = phase, self._clock(), False
         self._began = self._last_sign
 
     def finish_step(self) -> None:
-        """The step that was entered is done; logging, evaluation, saving or new data follow."""
+        """Record the time of the present step, and enter the phase of logging, evaluation, saving and data loading."""
         if self.phase == "a step":
             self._steps.append(self._clock() - self._began)
-        self.enter("what is between two steps")
+        self.enter("the work between two steps")
 
     def beat(self) -> None:
-        """There was progress in the phase that is on."""
+        """Report progress in the present phase."""
         self._last_sign, self._is_shown = self._clock(), False
 
     def limits(self) -> tuple[float, float]:
-        """Return after how many seconds without progress the stacks are shown, and after how many the process ends."""
+        """Return the seconds without progress after which stacks are shown, and after which the process exits."""
         steps = STEPS * statistics.median(self._steps) if self._steps else 0.0
-        patience = 1.0 if self.phase in TELLING else PATIENCE
+        patience = 1.0 if self.phase in REPORTING_PHASES else PATIENCE
         return patience * max(SHOW_AFTER_SECONDS, steps / 3), patience * max(END_AFTER_SECONDS, steps)
 
-    def look(self) -> str | None:
-        """Return ``show`` or ``end`` when that is due, ``show`` once; else ``None``."""
+    def poll(self) -> str | None:
+        """Return the action that is due: ``show``, once per silence, or ``end``; ``None`` if neither is."""
         silence = self._clock() - self._last_sign
         show_after, end_after = self.limits()
         if silence >= end_after:
@@ -97,18 +101,18 @@ class Watchdog:
         return None
 
     def describe(self) -> str:
-        """Return which process is silent, in what, and for how long."""
+        """Return a sentence with rank, phase and seconds without progress."""
         seconds = self._clock() - self._last_sign
         return f"rank {read_rank()}: no progress in {self.phase} for {seconds:.0f} seconds"
 
     @contextmanager
     def watching(self, output_dir: Path, *, is_main: bool, stop: StopRequest = STOP) -> Iterator[None]:
-        """Watch what happens in the block from threads, which also look for the touch-file and for the launcher.
+        """Run the watchdog in background threads, which also poll for the stop file and for the launcher's end.
 
         Args:
-            output_dir: Where the touch-file would be.
-            is_main: Whether this process looks for it.
-            stop: Is told.
+            output_dir: Folder of the stop file.
+            is_main: Whether this process polls for the stop file.
+            stop: Receiver of stop requests.
         """
         self.begin()
         file, over = output_dir / STOP_FILE, threading.Event()
@@ -116,48 +120,49 @@ class Watchdog:
         def look_for_file() -> None:
             if file.exists():
                 stop.ask(f"the file {file}")
-                # Last: a run that is killed before it has stopped finds the request again.
                 file.unlink(missing_ok=True)
 
         def look_for_launcher() -> None:
             if stop.launcher_is_gone():
                 stop.ask("the launcher is gone")
 
-        # A thread each: the disk may be what hangs.
-        looks = [[self._act, look_for_launcher], *([[look_for_file]] if is_main else [])]
-        for some in looks:
-            threading.Thread(target=_repeat, args=(some, over), name="watchdog", daemon=True).start()
+        # A separate thread for the file: a hanging disk must not stop the watchdog itself.
+        polls = [[self._act, look_for_launcher], *([[look_for_file]] if is_main else [])]
+        for functions in polls:
+            threading.Thread(target=_repeat, args=(functions, over), name="watchdog", daemon=True).start()
         try:
             yield
         finally:
             over.set()
 
     def _act(self) -> None:
-        verdict = self.look()
-        if verdict is None:
+        action = self.poll()
+        if action is None:
             return
-        words = self.describe()
-        if verdict == "show":
-            sys.stderr.write(f"{words}; where its threads stand:\n")
-            # It writes to a descriptor, which a replaced ``sys.stderr`` may not have.
+        message = self.describe()
+        if action == "show":
+            sys.stderr.write(f"{message}; the stacks of its threads:\n")
+            # faulthandler needs a file descriptor, which a replaced ``sys.stderr`` may not have.
             faulthandler.dump_traceback(sys.__stderr__ or 2)
             return
-        sys.stderr.write(f"{words}: ended; what it hung in is shown above, and the same command resumes\n")
-        sys.stderr.flush()
-        # The record goes to a disk that may be what hangs.
+        # The record is written to the disk, which may be what hangs: exit after a limited time in any case.
         threading.Timer(_SECONDS_TO_RECORD, os._exit, (EXIT_STALLED,)).start()
+        with suppress(OSError):  # The terminal or pipe of stderr may be gone.
+            sys.stderr.write(f"{message}: ended; its stacks are shown above; run the same command to resume\n")
+            sys.stderr.flush()
         with suppress(OSError):
-            record_failure(TimeoutError(words), is_unforeseen=False)
-            self.on_stall(words)
+            record_failure(TimeoutError(message), is_unforeseen=False)
+            self.on_stall(message)
+        # Not ``sys.exit``: it ends this thread only, while the main thread hangs in native code.
         os._exit(EXIT_STALLED)
 
 
-def _repeat(looks: Sequence[Callable[[], None]], over: threading.Event) -> None:
+def _repeat(functions: Sequence[Callable[[], None]], over: threading.Event) -> None:
     while not over.wait(_TICK_SECONDS):
-        for look in looks:
+        for function in functions:
             with suppress(OSError):
-                look()
+                function()
 
 
 WATCHDOG: Final = Watchdog()
-"""Of this process."""
+"""Watchdog of this process."""

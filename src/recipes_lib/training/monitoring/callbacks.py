@@ -1,4 +1,4 @@
-"""Callbacks: metrics and throughput, loss terms, weight norms, early stopping, experiment trackers."""
+"""Trainer callbacks: metrics and throughput, loss terms, weight norms, early stopping, experiment trackers."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from recipes_lib.training.monitoring.metrics import MetricsWriter, StepCounter, 
 from recipes_lib.training.monitoring.progress import TrainingProgress
 
 STATE_KEY = "recipes_lib_metrics"
-"""Key of the counts in a checkpoint's ``trainer_state.json``."""
+"""Key of the token counts in a checkpoint's ``trainer_state.json``."""
 EVALUATION_KEY = "recipes_lib_evaluation"
 """Key of the last evaluated step, and whether an evaluation is pending, in the same file."""
 
 MAX_COPIED: Final = 32 * 2**20
-"""Parameters of this process whose values before a step are kept to compare: 128 MiB in float32."""
+"""Maximum number of elements per process that are copied to measure an update: 128 MiB in float32."""
 
 
 EvaluationHook = Callable[[nn.Module, int], Mapping[str, float]]
-"""Evaluation between steps: from a model and its number of optimizer steps to named figures; it must not change model,
-mode and random states."""
+"""Evaluation between steps: maps model and step to metrics by name; must preserve model, mode and random states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,11 @@ class Observer:
     """Observer of a trainer: counter, evaluation hooks, callbacks, progress, guards.
 
     Attributes:
-        counter: Tokens trained on; the trainer adds to it.
-        hooks: What an evaluation runs, in order.
-        callbacks: Upstream's callbacks.
-        progress: What the terminal shows.
-        guards: What is done about spikes, and how often the machine is checked.
+        counter: Token counter, to which the trainer adds.
+        hooks: Evaluation hooks, called in order.
+        callbacks: Trainer callbacks.
+        progress: Progress display.
+        guards: Configuration of spike rollbacks and replay checks.
     """
 
     counter: StepCounter
@@ -56,17 +55,16 @@ class Observer:
 
 @dataclass
 class MetricsCallback(TrainerCallback):
-    """Writes ``metrics.jsonl``, keeps the throughput clock, and shows progress.
+    """Writes ``metrics.jsonl``, measures throughput, and shows progress; required on every process.
 
-    The figures are added to upstream's ``logs``, so that trackers behind this callback report them too. It belongs on
-    every process: counts are summed over all of them.
+    The metrics are added to upstream's ``logs`` in place, so that trackers, which are called later, report them too.
 
     Attributes:
-        counter: The one that the trainer adds to and ``meter`` reads.
-        meter: The clock.
-        writer: Of ``metrics.jsonl``.
-        progress: The display.
-        group: Processes that count different rows; ``None``: all.
+        counter: Token counter of trainer and ``meter``.
+        meter: Throughput meter.
+        writer: Writer of ``metrics.jsonl``.
+        progress: Progress display.
+        group: Process group over which counts are summed; ``None``: all processes.
 
     Source: transformers ``TrainerCallback``; ``tests/training/monitoring/test_callbacks.py``.
     """
@@ -78,7 +76,7 @@ class MetricsCallback(TrainerCallback):
     group: distributed.ProcessGroup | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Resume from the counts of the checkpoint, if there is one, and drop what was logged after it."""
+        """Restore the counts of the checkpoint, if there is one, and drop metrics that were logged after it."""
         stored: Any = state.stateful_callbacks
         counts = stored.get(STATE_KEY, {"seconds": 0.0})
         self.counter.restore(counts)
@@ -92,22 +90,23 @@ class MetricsCallback(TrainerCallback):
         self.meter.resume()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Before a log, an evaluation or a checkpoint: stop the clock and sum the counts over all processes."""
+        """Stop the clock and sum the counts over all processes if a log, an evaluation or a checkpoint is due."""
         self.progress.advance(state.global_step)
         self._interrupt(state, control)
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Do as after a step: with the ``epoch`` strategies it is here that upstream logs, evaluates and saves."""
+        """Do the same as ``on_step_end``, for the ``epoch`` strategies of logging, evaluation and saving."""
         self._interrupt(state, control)
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Write and show the figures of a training step or an evaluation; upstream's closing summary is neither."""
+        """Write and show the metrics of a training step or an evaluation; ignore upstream's summary at the end."""
         logs = {} if logs is None else logs
         is_training = "loss" in logs
         figures = self.meter.measure() if is_training else {}
-        # Trackers, which come after, complain of every figure that is not known.
+        # Unknown values are omitted: trackers warn about each ``None``.
         logs.update({name: value for name, value in figures.items() if value is not None})
         if is_training or any(name.startswith("eval_") for name in logs):
+            # ``figures`` again, because the file keeps unknown values as null.
             event = {"kind": "train" if is_training else "eval", "step": state.global_step, **logs, **figures}
             self.writer.write(event)
             self.progress.show(event)
@@ -142,7 +141,7 @@ class MetricsCallback(TrainerCallback):
             stored[STATE_KEY] = {**self.counter.totals(), "seconds": self.meter.seconds}
 
     def _resume_unless_interrupted(self, control: TrainerControl) -> None:
-        # Upstream logs, evaluates and saves in a row and clears each flag as it gets there; then it fetches data.
+        # Upstream logs, evaluates and saves in this order, and clears each flag before the corresponding callback.
         if not _is_interrupted(control):
             self.meter.resume()
 
@@ -154,30 +153,39 @@ def _is_interrupted(control: TrainerControl) -> bool:
 class EarlyStopping(TrainerCallback):
     """Early stopping after several evaluations without improvement; writes a ``stop`` event to ``metrics.jsonl``.
 
-    The count is read from what was logged, so that it continues where a run is resumed; upstream's begins again.
+    The patience is counted from the logged history, so that it is preserved when a run resumes; upstream's count
+    restarts.
 
-    Source: transformers ``EarlyStoppingCallback`` decides alike (``tests/training/monitoring/test_callbacks.py``).
+    Source: same decisions as transformers ``EarlyStoppingCallback``, ``tests/training/monitoring/test_callbacks.py``.
     """
 
     def __init__(
         self, patience: int | None, threshold: float, writer: MetricsWriter, progress: TrainingProgress
     ) -> None:
-        """Never stop without a ``patience``."""
+        """Initialise early stopping.
+
+        Args:
+            patience: Evaluations without improvement after which training stops; ``None``: never.
+            threshold: Minimum improvement.
+            writer: Writer of ``metrics.jsonl``.
+            progress: Progress display.
+        """
         self._patience, self._threshold = patience, threshold
         self._writer, self._progress = writer, progress
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """End a run that is resumed after early stopping, unless its patience has changed."""
         if self._find_best(args, state) is not None:
+            # Upstream resets ``should_training_stop`` when training begins; a run at its last step is not trained.
             state.max_steps = state.global_step
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Stop when the patience is exhausted."""
+        """Stop training when the patience is exhausted."""
         if (found := self._find_best(args, state)) is not None:
             control.should_training_stop = True
             self._writer.write({"kind": "stop", "step": state.global_step, **found})
-            told = f"{found['metric']} {found['best']:.4g} of step {found['best_step']} was not bettered"
-            self._progress.say(f"early stopping after step {state.global_step}: {told}")
+            reason = f"no improvement on {found['metric']} {found['best']:.4g} of step {found['best_step']}"
+            self._progress.say(f"early stopping after step {state.global_step}: {reason}")
 
     def _find_best(self, args: Any, state: TrainerState) -> dict[str, Any] | None:
         """Return the best evaluation if early stopping ends the run."""
@@ -199,15 +207,15 @@ def find_exhausted(
 
     Args:
         values: Step and value of every evaluation, in order.
-        patience: Evaluations without a gain; ``None``: any number.
-        threshold: What a gain must exceed.
-        rises: Whether more is better.
+        patience: Number of evaluations without improvement; ``None``: unlimited.
+        threshold: Minimum improvement, exclusive.
+        rises: Whether a larger value is better.
     """
     if patience is None or not values:
         return None
     sign, (best, *others), count = (1 if rises else -1), values, 0
     for step, value in others:
-        # A NaN is no gain: comparisons with it are false.
+        # NaN is not an improvement, because comparisons with it are false.
         count = 0 if sign * (value - best[1]) > threshold else count + 1
         if sign * (value - best[1]) > 0:
             best = (step, value)
@@ -215,24 +223,24 @@ def find_exhausted(
 
 
 class TermMetrics(TrainerCallback):
-    """Adds the means of loss terms since the last log to the metrics of a logged step.
+    """Adds means of loss terms, over the steps since the last log, to the metrics of a logged step.
 
     Source: ``tests/training/monitoring/test_callbacks.py``, ``tests/distributed/test_pairs.py``.
     """
 
     def __init__(self) -> None:
-        """Start without terms."""
+        """Initialise without terms."""
         self._num_terms: int | Tensor = 0
         self._sums: dict[str, Tensor] = {}
 
     def add(self, sums: Mapping[str, Tensor], num_terms: int | Tensor) -> None:
-        """Add a batch of this process; scalars stay on their device, so nothing waits for it."""
+        """Add the sums of a micro-batch; scalar tensors stay on their device, without synchronisation."""
         self._num_terms += num_terms
         for name, value in sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Drop the metrics of steps that were rolled back."""
+        """Drop the sums of steps that were rolled back."""
         self._num_terms, self._sums = 0, {}
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
@@ -249,9 +257,9 @@ class TermMetrics(TrainerCallback):
 class WeightMonitor(TrainerCallback):
     """Adds ``parameter_norm`` and ``update_ratio`` to the metrics of a logged step.
 
-    ``update_ratio`` is the norm of the last step's update over the norm of what it updated, of a sample of matrices
-    spread over the layers where the model is too large to be copied. About 1e-3 is usual; far above, the rate is too
-    high.
+    ``update_ratio`` is the L2 norm of the last step's update divided by that of the weights before it. For models above
+    ``MAX_COPIED`` elements it is measured on a sample of parameters spread over the layers. A ratio of about 1e-3 is
+    usual; a much larger one indicates a too large learning rate.
 
     Source: ``tests/training/monitoring/test_callbacks.py``.
     """
@@ -261,11 +269,11 @@ class WeightMonitor(TrainerCallback):
         measure_norm: Callable[[Sequence[Tensor]], Tensor] = compute_total_norm,
         list_counted: Callable[[Iterable[nn.Parameter]], list[nn.Parameter]] = list,
     ) -> None:
-        """Select nothing yet.
+        """Initialise without parameters.
 
         Args:
-            measure_norm: Gives the norm of some tensors of the model, over all processes that hold such.
-            list_counted: Gives those parameters of this process that no other one counts.
+            measure_norm: Function that computes the norm of tensors over all processes that hold parts of them.
+            list_counted: Function that selects, of this process's parameters, those that no other process counts.
         """
         self._measure, self._list_counted = measure_norm, list_counted
         self._parameters: list[nn.Parameter] = []
@@ -274,18 +282,18 @@ class WeightMonitor(TrainerCallback):
         self._figures: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Find the trained parameters; FSDP2 has replaced those of the constructed model."""
+        """Find the trained parameters; only now, because FSDP2 replaces the parameters of the constructed model."""
         trained = [parameter for parameter in kwargs["model"].parameters() if parameter.requires_grad]
         self._parameters = self._list_counted(trained)
         self._sample = choose_sample([parameter.numel() for parameter in self._parameters], MAX_COPIED)
 
     def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Keep the sampled weights of a step that will be logged."""
-        # Of steps that will be logged alone: the copy costs memory, and two norms a transfer from the device.
+        """Copy the sampled weights before a step that will be logged."""
+        # Only logged steps: the copy costs memory, and the norms synchronise with the device.
         self._before = [self._parameters[at].detach().clone() for at in self._sample] if _is_logged(args, state) else []
 
     def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Compare them with their values after the step."""
+        """Compute the norms of weights and update."""
         if not self._before:
             return
         now = [self._parameters[at].detach() for at in self._sample]
@@ -298,15 +306,15 @@ class WeightMonitor(TrainerCallback):
         self._before = []
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
-        """Add them to the metrics of a training step."""
+        """Add the norms to the metrics of a training step."""
         if logs is not None and "loss" in logs:
             logs.update(self._figures)
 
 
 def choose_sample(sizes: Sequence[int], budget: int) -> list[int]:
-    """Return positions of parameters, spread evenly over the model, that together hold at most ``budget`` numbers.
+    """Return indices of evenly spaced parameters with at most ``budget`` elements together.
 
-    The smallest is taken where none fits.
+    If no spacing fits, the index of the smallest parameter is returned.
     """
     for stride in range(1, len(sizes) + 1):
         chosen = list(range(0, len(sizes), stride))
@@ -322,23 +330,28 @@ def _is_logged(args: TrainingArguments, state: TrainerState) -> bool:
 
 
 class Trackers:
-    """Upstream's callbacks of ``report_to``, for a loop that is not upstream's trainer; on every process.
+    """Upstream's ``report_to`` callbacks for a custom training loop; required on every process.
 
-    Source: ``transformers.Trainer``, which reports by the same callbacks;
-    ``tests/training/monitoring/test_callbacks.py``.
+    Source: ``transformers.Trainer`` uses the same callbacks; ``tests/training/monitoring/test_callbacks.py``.
     """
 
     def __init__(self, args: TrainingArguments, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Connect nothing yet; ``model`` and ``tokenizer`` are described to the trackers."""
+        """Create the callbacks; trackers connect in ``begin``.
+
+        Args:
+            args: Training arguments with ``report_to``.
+            model: Model, whose configuration trackers record.
+            tokenizer: Tokenizer, for the same purpose.
+        """
         self._args = args
         kinds: list[Any] = get_reporting_integration_callbacks(args.report_to)  # type: ignore[no-untyped-call]
-        # Without the first one, which decides what is due in upstream's loop, there is a warning.
+        # CallbackHandler warns if DefaultFlowCallback is missing.
         callbacks = [DefaultFlowCallback, *kinds]
         self._handler: Any = CallbackHandler(callbacks, model, tokenizer, None, None)  # type: ignore[no-untyped-call]
         self._state, self._control = TrainerState(), TrainerControl()
 
     def begin(self, num_steps: int, step: int) -> None:
-        """A run of ``num_steps`` begins, or resumes after ``step`` of them."""
+        """Start a run of ``num_steps``, or resume it after ``step``."""
         self._state = TrainerState(
             global_step=step,
             max_steps=num_steps,
@@ -348,26 +361,26 @@ class Trackers:
         self._handler.on_train_begin(self._args, self._state, self._control)
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Report what is known after ``step`` steps."""
+        """Report metrics after ``step`` steps, without those that are ``None``."""
         self._state.global_step = step
         known = {name: value for name, value in figures.items() if value is not None}
         self._handler.on_log(self._args, self._state, self._control, known)
 
     def end(self) -> None:
-        """The run is done."""
+        """End the run."""
         self._handler.on_train_end(self._args, self._state, self._control)
 
 
 def verify_trackers(config: RecipeConfig) -> None:
-    """Refuse a tracker that is not installed, before anything is loaded.
+    """Verify that all trackers of ``report_to`` are installed.
 
     Raises:
-        ConfigError: Naming every one.
+        ConfigError: Trackers that are not installed.
     """
     wanted = config.read("report_to")
     names = [wanted] if isinstance(wanted, str) else wanted
     available = [*get_available_reporting_integrations(), "none", "all"]  # type: ignore[no-untyped-call]
     missing = [name for name in names if name not in available]
     if missing:
-        remedy = "pip install {}, or write `report_to: none`: metrics.jsonl and report.html are always there"
+        remedy = "pip install {}, or write `report_to: none`: metrics.jsonl and report.html are always written"
         raise ConfigError(*(Problem("report_to", f"{name} is not installed", remedy.format(name)) for name in missing))

@@ -1,4 +1,4 @@
-"""Metrics of a run: token counts, throughput, MFU, and ``metrics.jsonl`` with one JSON object a line."""
+"""Metrics of a run: token counts, throughput, MFU, and ``metrics.jsonl`` with one JSON object per line."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class StepCounter:
-    """Token counts since the start of the run: accumulated per process, summed over all processes.
+    """Token counts since the start of the run, over all processes as of the last ``synchronise``.
 
     Attributes:
-        num_tokens: Tokens of all processes, padding not counted, as of the last ``synchronise``.
-        num_targets: Those of them that were trained on.
-        num_correct: Targets that were the model's first choice.
+        num_tokens: Number of tokens without padding.
+        num_targets: Number of target tokens.
+        num_correct: Number of targets with the model's highest logit.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class StepCounter:
         self._pending: list[int | Tensor] = [0, 0, 0]
 
     def add(self, num_tokens: int | Tensor, num_targets: int | Tensor, num_correct: int | Tensor = 0) -> None:
-        """Count a batch of this process; scalar tensors stay on their device, so nothing waits for it."""
+        """Count a batch of this process; scalar tensors stay on their device, without synchronisation."""
         counts = (num_tokens, num_targets, num_correct)
         self._pending = [before + count for before, count in zip(self._pending, counts, strict=True)]
 
     def synchronise(self, group: distributed.ProcessGroup | None = None) -> None:
-        """Add what every process of ``group`` has counted to the totals; all of them must call it."""
+        """Add the counts of all processes of ``group`` to the totals; collective."""
         tokens, targets, correct = sum_over_processes(read_together(self._pending), group)
         self._pending = [0, 0, 0]
         self.num_tokens += int(tokens)
@@ -51,30 +51,30 @@ class StepCounter:
         self.num_correct += int(correct)
 
     def totals(self) -> dict[str, int]:
-        """Return the totals by name, for a checkpoint."""
+        """Return the totals by name, to be stored in a checkpoint."""
         return {"num_tokens": self.num_tokens, "num_targets": self.num_targets, "num_correct": self.num_correct}
 
     def restore(self, totals: Mapping[str, Any]) -> None:
-        """Resume from the totals of a checkpoint; a missing one is 0."""
+        """Restore the totals of a checkpoint; a missing one is 0."""
         self._pending = [0, 0, 0]
         self.num_tokens, self.num_targets, self.num_correct = (totals.get(name, 0) for name in self.totals())
 
 
 def read_together(scalars: Sequence[float | Tensor]) -> list[Any]:
-    """Return the values of scalars, of which tensors are on one device, in one transfer from it."""
-    # In double precision, which holds counts up to 2^53 exactly; float32 ends at 2^24 tokens.
+    """Return the values of numbers and scalar tensors of one device, with a single device-to-host transfer."""
+    # Double precision is exact for counts up to 2^53; float32 only up to 2^24 tokens.
     on_device = [scalar.double() for scalar in scalars if isinstance(scalar, Tensor)]
     values = iter(torch.stack(on_device).tolist() if on_device else [])
     return [next(values) if isinstance(scalar, Tensor) else scalar for scalar in scalars]
 
 
 class ThroughputMeter:
-    """Tokens per second and model FLOPs utilisation between two ``measure`` calls, on a clock that stops for the rest.
+    """Tokens per second and model FLOPs utilisation (MFU) between two ``measure`` calls.
 
-    ``stop`` and ``resume`` keep evaluation, sampling and saving out of it; waiting for data stays in.
+    ``stop`` and ``resume`` exclude evaluation, sampling and saving from the time; waiting for data is included.
 
     Attributes:
-        seconds: Training time as of the last ``stop``, earlier processes of the same run included.
+        seconds: Training time in seconds as of the last ``stop``, including that before a resumption.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class ThroughputMeter:
         """Create a meter with a stopped clock.
 
         Args:
-            counter: Counts the tokens.
-            flops: What they cost; ``None`` leaves ``mfu`` null.
-            peak_flops: Of all devices of the run together, FLOP/s; ``None`` leaves ``mfu`` null.
-            clock: Seconds from any origin.
+            counter: Token counter.
+            flops: FLOPs per token; ``None``: ``mfu`` is null.
+            peak_flops: Peak FLOP/s of all devices of the run together; ``None``: ``mfu`` is null.
+            clock: Monotonic clock in seconds.
         """
         self._counter = counter
         self._flops = flops
@@ -101,13 +101,13 @@ class ThroughputMeter:
         self.begin()
 
     def begin(self, seconds: float = 0.0) -> None:
-        """Open a window with the clock stopped at ``seconds``: 0, or the training time before a checkpoint."""
+        """Start a window with the clock stopped at ``seconds``: 0, or the training time of a checkpoint."""
         counter = self._counter
         self.seconds, self._resumed_at = seconds, None
         self._window = (seconds, counter.num_tokens, counter.num_targets, counter.num_correct)
 
     def stop(self) -> None:
-        """Stop the clock: what follows is not training."""
+        """Stop the clock."""
         if self._resumed_at is not None:
             self.seconds += self._clock() - self._resumed_at
             self._resumed_at = None
@@ -118,9 +118,9 @@ class ThroughputMeter:
             self._resumed_at = self._clock()
 
     def measure(self) -> dict[str, float | int | None]:
-        """Return the figures since the last call, as ``metrics.jsonl`` names them.
+        """Return the metrics since the last call, by their names in ``metrics.jsonl``, and start a new window.
 
-        The clock must be stopped and the counter synchronised. A rate is ``None`` when no time has passed.
+        The clock must be stopped and the counter synchronised. A rate is ``None`` if no time has passed.
         """
         assert self._resumed_at is None
         counter = self._counter
@@ -146,16 +146,16 @@ class ThroughputMeter:
 
 
 def read_peak_memory() -> int:
-    """Return the peak memory of this process so far, in bytes: allocated on its GPU, or else resident in RAM."""
+    """Return the peak memory of this process in bytes: allocated GPU memory, or resident set size without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    # Kilobytes on Linux, bytes on macOS.
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def measure_run(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return peak memory and median step time of logged steps: ``memory_bytes``, ``step_seconds``, as far as logged."""
+    """Return ``memory_bytes`` (peak) and ``step_seconds`` (median) of logged training steps, as far as logged."""
     train = [event for event in events if event.get("kind") == "train"]
     memory = [size for event in train if (size := parse_number(event.get("memory_bytes")))]
     clock = [tuple(parse_number(event.get(name)) for name in ("step", "seconds")) for event in train]
@@ -166,30 +166,34 @@ def measure_run(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class MetricsWriter:
-    """Appends events to ``metrics.jsonl`` or ``samples.jsonl``; a kill loses at most the line being written."""
+    """Appends events to a JSON Lines file, such as ``metrics.jsonl``; a kill loses at most the line being written."""
 
     def __init__(self, path: Path, *, is_main: bool = True) -> None:
-        """Write to ``path``; where ``is_main`` is False nothing is ever written."""
+        """Write to ``path``; nothing is written unless ``is_main``."""
         self._path = path
         self._is_main = is_main
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Append one event as one line in one write; NaN and infinities become the strings ``nan``, ``inf``, ``-inf``.
+        """Append an event as a line; NaN and infinities become the strings ``nan``, ``inf`` and ``-inf``.
 
         Args:
-            event: Has ``step``; values as JSON knows them.
+            event: JSON values with a ``step``.
+
+        Raises:
+            OSError: The file cannot be written; the error names it.
         """
         if not self._is_main:
             return
         line = (json.dumps(spell_numbers(event), allow_nan=False) + "\n").encode()
-        # Opened for each event: a file that was renamed or deleted meanwhile gets no more lines where nobody looks.
+        # Opened for each event, so that lines are not written to a file that was renamed or deleted in the meantime.
+        # O_RDWR: the last byte is read; O_APPEND: a second writer cannot overwrite lines.
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                line = b"\n" + line  # A line that a kill cut off must not take this one along.
+                line = b"\n" + line  # Terminate a line that a kill truncated.
             while line:
-                # A disk that is nearly full takes a part, and only the next call says why.
+                # A nearly full disk accepts a part of the line; the next call then raises ENOSPC.
                 line = line[os.write(descriptor, line) :]
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
@@ -197,13 +201,13 @@ class MetricsWriter:
             os.close(descriptor)
 
     def rewind(self, step: int, *, is_evaluated: bool = True) -> None:
-        """Drop what was logged after ``step``, and lines cut short by a kill: training resumes from there.
+        """Drop all events after ``step``, and truncated lines, before training resumes from there.
 
-        At step 0 nothing is kept, not even an evaluation before the first step: it will be made again.
+        At step 0 all events are dropped, including an evaluation before the first step, which is repeated.
 
         Args:
-            step: Optimizer steps made.
-            is_evaluated: Whether an evaluation after ``step`` stays; otherwise it will be made again.
+            step: Number of finished optimizer steps.
+            is_evaluated: Whether to keep the evaluation of ``step``; False if it will be repeated.
         """
         if not self._is_main or not self._path.exists():
             return
@@ -212,9 +216,9 @@ class MetricsWriter:
 
 
 def _read_step(line: str, is_evaluated: bool) -> float:
-    """Return the step of a line; that of a line cut short, or of the end of a run, lies after every checkpoint.
+    """Return the step of a line for ``rewind``; infinity for truncated lines, and for the ``best`` line of a run's end.
 
-    Where that of the checkpoint ``is_evaluated`` no more than begun, an evaluation comes half a step after its own.
+    Unless ``is_evaluated``, evaluations are placed half a step later, so that that of the last step is dropped.
     """
     event = parse_record(line) or {}
     step = parse_number(event.get("step"))

@@ -1,10 +1,11 @@
-"""Progress display: a live bar on a terminal, a plain line at intervals elsewhere."""
+"""Progress display: a live bar on a terminal, plain lines at intervals elsewhere."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
@@ -30,25 +31,25 @@ _SHARES = (
 
 
 class TrainingProgress:
-    """The progress display of a run; this base class, for all processes except the main one, shows nothing.
+    """Progress display of a run; this base class, for all processes except the main one, shows nothing.
 
-    Every method may be called at any time, ``stop`` more than once.
+    Methods may be called in any order, and ``stop`` several times.
     """
 
     def start(self, num_steps: int, step: int) -> None:
-        """Training of ``num_steps`` optimizer steps begins after ``step`` of them."""
+        """Start a training of ``num_steps`` optimizer steps, of which ``step`` are done."""
 
     def advance(self, step: int) -> None:
-        """``step`` optimizer steps are done."""
+        """Set the number of finished optimizer steps."""
 
     def show(self, event: Mapping[str, Any]) -> None:
         """Show an event of ``metrics.jsonl``."""
 
     def say(self, line: str) -> None:
-        """Print a line that is neither a metric nor an error."""
+        """Print a message."""
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
-        """Yield ``items`` and show how many of ``num_items`` are done; ``what`` names the work."""
+        """Yield ``items`` and show how many of ``num_items`` are done, with the label ``what``."""
         yield from items
 
     def stop(self) -> None:
@@ -56,7 +57,7 @@ class TrainingProgress:
 
 
 def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingProgress:
-    """Build the display for ``stream`` (default: stderr): live on a terminal, lines elsewhere, none unless main."""
+    """Build the display for ``stream`` (default: stderr): live on a terminal, else lines; none unless ``is_main``."""
     stream = sys.stderr if stream is None else stream
     if not is_main:
         return TrainingProgress()
@@ -64,9 +65,9 @@ def build_progress(*, is_main: bool, stream: TextIO | None = None) -> TrainingPr
 
 
 def describe_event(event: Mapping[str, Any]) -> str:
-    """Return an event in a few words: ``loss 2.314  lr 3.0e-04  grad 0.82  12.3k target tok/s  mfu 41 %``."""
+    """Return a short description of an event: ``loss 2.314  lr 3.0e-04  grad 0.82  12.3k target tok/s  mfu 41 %``."""
     shown = [template.format(event[name]) for name, template in _FIGURES if _is_number(event.get(name))]
-    # A reward model has no target tokens.
+    # Target tokens per second, or else tokens per second: reward models have no target tokens.
     rates = [
         f"{format_count(event[name])} {label}"
         for name, label in (("target_tokens_per_second", "target tok/s"), ("tokens_per_second", "tok/s"))
@@ -77,10 +78,10 @@ def describe_event(event: Mapping[str, Any]) -> str:
 
 
 class PlainProgress(TrainingProgress):
-    """Writes a line when something was logged, at most one in ten seconds, but every evaluation and the last step."""
+    """Writes a line per logged step, at most one in ten seconds, and for every evaluation and the last step."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        """Write to ``stream``; ``clock`` gives seconds from any origin."""
+        """Write to ``stream``; ``clock`` is a monotonic clock in seconds."""
         self._stream = stream
         self._clock = clock
         self._started = (0.0, 0)
@@ -88,23 +89,23 @@ class PlainProgress(TrainingProgress):
         self._last_line = -SECONDS_BETWEEN_LINES
 
     def start(self, num_steps: int, step: int) -> None:
-        """Remember where training begins; the time left is judged from here."""
+        """Store time and step of the start, from which the remaining time is estimated."""
         self._num_steps = num_steps
         self._started = (self._clock(), step)
         self._last_line = self._clock() - SECONDS_BETWEEN_LINES
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Write the event, unless a line was just written."""
+        """Write the event, unless a line was written in the last ten seconds."""
         step, now = event["step"], self._clock()
         if event["kind"] == "train" and step < self._num_steps and now - self._last_line < SECONDS_BETWEEN_LINES:
             return
         if event["kind"] == "train":
             self._last_line = now
         began, first_step = self._started
-        words = [f"step {step}/{self._num_steps}", describe_event(event)]
+        parts = [f"step {step}/{self._num_steps}", describe_event(event)]
         if event["kind"] == "train" and first_step < step < self._num_steps:
-            words.append(f"eta {format_duration((now - began) / (step - first_step) * (self._num_steps - step))}")
-        self.say("  ".join(words))
+            parts.append(f"eta {format_duration((now - began) / (step - first_step) * (self._num_steps - step))}")
+        self.say("  ".join(parts))
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
         """Yield ``items``, with a line every ten seconds."""
@@ -117,12 +118,14 @@ class PlainProgress(TrainingProgress):
 
     def say(self, line: str) -> None:
         """Write the line."""
-        self._stream.write(line + "\n")
-        self._stream.flush()
+        # A run must outlive its terminal or pipe, as after `| head`; metrics.jsonl has the same figures.
+        with suppress(OSError):
+            self._stream.write(line + "\n")
+            self._stream.flush()
 
 
 class LiveProgress(TrainingProgress):
-    """A bar with the latest figures and the time left; an evaluation has a bar of its own while it runs."""
+    """Shows a bar with the latest metrics and the remaining time, and a second bar during an evaluation."""
 
     def __init__(self, stream: TextIO) -> None:
         """Draw on ``stream``, a terminal."""
@@ -139,7 +142,7 @@ class LiveProgress(TrainingProgress):
         self._training: TaskID | None = None
 
     def start(self, num_steps: int, step: int) -> None:
-        """Draw the bar; after a rollback in place of the one before."""
+        """Draw the bar; after a rollback it replaces the previous one."""
         if self._training is not None:
             self._display.remove_task(self._training)
         self._training = self._display.add_task("train", total=num_steps, completed=step, figures="")
@@ -151,7 +154,7 @@ class LiveProgress(TrainingProgress):
             self._display.update(self._training, completed=step)
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Put the figures of a training event beside the bar; an evaluation's stay above it as a line."""
+        """Show the metrics of a training event next to the bar, and those of an evaluation as a line above it."""
         if event["kind"] == "train" and self._training is not None:
             self._display.update(self._training, figures=describe_event(event))
         else:
@@ -162,7 +165,7 @@ class LiveProgress(TrainingProgress):
         self._console.print(line, highlight=False, markup=False)
 
     def track(self, items: Iterable[T], what: str, num_items: int) -> Iterator[T]:
-        """Yield ``items`` under a bar that is gone afterwards."""
+        """Yield ``items`` with a bar that is removed afterwards."""
         task = self._display.add_task(what, total=num_items, figures="")
         try:
             for item in items:
@@ -172,7 +175,7 @@ class LiveProgress(TrainingProgress):
             self._display.remove_task(task)
 
     def stop(self) -> None:
-        """Leave the last state of the bar on the terminal."""
+        """Stop updating; the last state of the bar stays on the terminal."""
         self._display.stop()
 
 
