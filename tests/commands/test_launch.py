@@ -169,7 +169,7 @@ def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     verify_expected(read_launch())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="one of 1 under FSDP"):
+    with pytest.raises(ConfigError, match="one of 1 with FSDP"):
         verify_expected(read_launch())
 
 

@@ -26,7 +26,7 @@ from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprin
 @pytest.fixture(autouse=True)
 def rendezvous(monkeypatch):
     """What a launcher tells its processes; one alone does not look at it."""
-    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -369,7 +369,7 @@ def test_a_checkpoint_that_holds_more_than_tensors_is_refused_by_name(tmp_path):
     checkpoint = leave_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
     (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(Path("an object")))
     run = start_run(config, ONE)
-    refused = pytest.raises(ConfigError, match="checkpoint-5: is not loaded: a file in it holds more")
+    refused = pytest.raises(ConfigError, match="checkpoint-5: was not loaded: a file in it contains")
     with refused as caught, run.recording_its_end():
         torch.load(run.resume_from / "optimizer.pt", weights_only=True)
     assert "delete the checkpoint" in caught.value.problems[0].remedy

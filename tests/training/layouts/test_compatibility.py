@@ -294,7 +294,7 @@ def test_every_row_has_its_case() -> None:
 
 @pytest.mark.parametrize(("row", "case"), list(zip(BLOCKED, CASES, strict=True)), ids=ROWS)
 def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_path: Path, monkeypatch) -> None:
-    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     (keys, document), neighbours = case
     config = read(keys, tmp_path)

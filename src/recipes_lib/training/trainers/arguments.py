@@ -162,7 +162,7 @@ def build_training_arguments(
     }
     is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
     if is_cuda and not config.data.dataset_streaming:
-        # Workers collate the next micro-batch during the computation; a stream has one shard, hence no workers.
+        # Workers collate the next micro-batch during the computation; a stream has one shard, so no workers.
         arguments.setdefault("dataloader_num_workers", 2)
     compilation = choose_compilation(config, launch, is_cuda=is_cuda)
     # Upstream would compile the whole model; ``RecipeTrainer.train`` compiles layer by layer.
