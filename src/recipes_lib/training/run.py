@@ -40,12 +40,7 @@ from recipes_lib.models.loading import find_commit
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints.manifest import (
-    clear_leftovers,
-    find_last_complete,
-    read_complete,
-    supersede,
-)
+from recipes_lib.training.checkpoints.manifest import clear_leftovers, find_last_complete, read_complete, supersede
 from recipes_lib.training.checkpoints.resume import (
     BATCH_KEYS,
     EXTENDABLE,

@@ -140,9 +140,8 @@ def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the global L2 norm of all tensors over all shards, as a scalar that is not a ``DTensor``."""
-    totals: list[Any] = [get_total_norm(group) for group in _group_by_mesh(tensors)]
     # The norm over the groups' norms is the norm over all tensors.
-    norms = [get_whole(total) for total in totals]
+    norms = [get_whole(get_total_norm(group)) for group in _group_by_mesh(tensors)]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -413,26 +413,17 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
         ConfigError: The launch file asks for FSDP or DeepSpeed, and accelerate runs without it.
     """
     if num_processes != launch.world_size:
-        raise ConfigError(
-            Problem(
-                "launch",
-                f"{launch.world_size} processes were started but accelerate joined {num_processes}: "
-                "each would train a model of its own",
-                "on a machine without GPUs set use_cpu: true in the launch file and distributed_type: MULTI_GPU, "
-                "or start with `torchrun --nproc_per_node N`",
-            )
+        found = (
+            f"accelerate joined {num_processes} of {launch.world_size} processes: each would train a model of its own"
         )
+        remedy = "on a machine without GPUs use accelerate_configs/cpu_ddp.yaml, or `torchrun --nproc_per_node N`"
+        raise ConfigError(Problem("launch", found, remedy))
     # accelerate switches to FSDP only with several accelerators, and only in ``Accelerator.__init__``, which loading a
     # model may call earlier.
     becomes = "FSDP" if launch.engine == "FSDP" and distributed_type not in ("NO", "MULTI_CPU") else distributed_type
     if launch.engine and becomes != launch.engine:
-        raise ConfigError(
-            Problem(
-                "launch",
-                f"the launch file asks for {launch.engine} but accelerate is running {distributed_type}",
-                _ON_CPUS,
-            )
-        )
+        found = f"the launch file asks for {launch.engine} but accelerate is running {distributed_type}"
+        raise ConfigError(Problem("launch", found, _ON_CPUS))
 
 
 def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1, is_in_shards: bool = False) -> None:
@@ -448,15 +439,16 @@ def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1
         ConfigError: The engine differs.
         ConfigError: The size of tensor-parallel groups differs.
     """
+    remedy = f"start by `accelerate launch --config_file` and a file of {LAUNCH_FILES}/"
     if tensor_size != launch.tensor_size:
         found = f"expected {launch.tensor_size} tensor-parallel ranks, and the model has {tensor_size}"
-        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
+        raise ConfigError(Problem("launch", found, remedy))
     engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
     if is_in_shards and not engine:
         engine = "FSDP"
     if engine != launch.engine:
         found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"
-        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
+        raise ConfigError(Problem("launch", found, remedy))
 
 
 ENGINES: Final = ("FSDP", "DEEPSPEED")

@@ -18,11 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
 from recipes_lib.models.inference import find_device
-from recipes_lib.models.parallel.pipeline_parallel import (
-    AbsentModule,
-    build_pipeline_mesh,
-    split_into_chunks,
-)
+from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, build_pipeline_mesh, split_into_chunks
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, get_local, has_shards, reshard, shard_chunk

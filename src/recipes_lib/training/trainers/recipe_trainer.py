@@ -15,13 +15,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
@@ -47,12 +41,7 @@ from recipes_lib.training.layouts.launch_environment import verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled
-from recipes_lib.training.optim.optimizers import (
-    describe_groups,
-    format_group,
-    get_decay_names,
-    split_loraplus_groups,
-)
+from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
 Batch = dict[str, Any]
@@ -350,11 +339,19 @@ class RecipeTrainer(CheckpointingTrainer):
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Build upstream's loader, with batches distributed over data-parallel ranks instead of processes."""
+        """Build upstream's loader, with batches distributed over data-parallel ranks instead of processes.
+
+        Raises:
+            ConfigError: ``dataloader_drop_last`` drops all rows.
+        """
         loader: DataLoader[Any] = super().get_train_dataloader()
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard):
             self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
+        # Upstream would end training at step 0 without an error.
+        if shard is not None and not len(loader):
+            found = f"drops all rows: there are fewer than one batch of {self._train_batch_size} for each process"
+            raise ConfigError(Problem("dataloader_drop_last", found, "delete the line, or use smaller batches"))
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:

@@ -18,14 +18,7 @@ from torch import Tensor, nn
 import recipes_lib.losses
 import recipes_lib.models
 from recipes_lib.data.pairs.preference_sets import PairData, PairRows
-from recipes_lib.data.store import (
-    choose_staging,
-    compute_key,
-    explain_disk_errors,
-    find_set,
-    hold_lock,
-    publish_set,
-)
+from recipes_lib.data.store import choose_staging, compute_key, explain_disk_errors, find_set, hold_lock, publish_set
 from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.models.inference import find_device, preserve_training_state
 from recipes_lib.training.collectives import broadcast_object, compute_on_main, get_rank, sum_tensor
