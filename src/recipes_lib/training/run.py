@@ -212,7 +212,8 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     verify_trackers(config)
     verify_combination(config, launch)
     on_cpus = config.training.get("use_cpu") or launch.layout.uses_cpu
-    verify_accelerator(launch, 0 if on_cpus else torch.accelerator.device_count())
+    num_gpus = 0 if on_cpus else torch.cuda.device_count()
+    verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
     verify_optimizer(config)
     # Upstream's progress bars for loading and saving, one per process, would interrupt the progress line.
     disable_progress_bar()  # type: ignore[no-untyped-call]

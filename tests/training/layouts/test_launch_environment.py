@@ -99,7 +99,7 @@ def test_one_of_several_processes_must_be_told_where_they_meet(variables, words,
 
 
 def test_processes_that_do_not_know_each_other_are_refused():
-    with pytest.raises(ConfigError, match="each would train a model of its own"):
+    with pytest.raises(ConfigError, match="each would train its own model"):
         verify_launch(launch(world_size=2), num_processes=1, distributed_type="NO")
 
 
@@ -114,19 +114,21 @@ def test_sharding_that_did_not_happen_is_refused(engine):
 def test_a_machine_without_gpus_is_told_of_a_launch_file_for_cpus_before_anything_is_loaded(engine, monkeypatch):
     monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     with pytest.raises(ConfigError, match=r"finds no GPU(?s:.*)accelerate_configs/cpu_ddp.yaml"):
-        verify_accelerator(launch(world_size=8, engine=engine), 0)
-    verify_accelerator(launch(world_size=8, engine=engine), 8)
-    verify_accelerator(launch(world_size=8), 0)
+        verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
+    verify_accelerator(launch(world_size=8, engine=engine), is_available=True)
+    verify_accelerator(launch(world_size=8), is_available=False)
     # Who names a device knows what is there.
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
-    verify_accelerator(launch(world_size=8, engine=engine), 0)
+    verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
 
 
-def test_a_process_without_a_gpu_of_its_own_is_refused_before_torch_is():
+def test_a_process_without_a_gpu_of_its_own_is_refused_before_torch_fails(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
     last = Launch(rank=5, local_rank=1, world_size=8, engine="")
     with pytest.raises(ConfigError, match=r"LOCAL_RANK: is 1, and this process sees 1 GPU\n.*CUDA_VISIBLE_DEVICES"):
-        verify_accelerator(last, 1)
-    verify_accelerator(last, 2)
+        verify_accelerator(last, is_available=True, num_gpus=1)
+    verify_accelerator(last, is_available=True, num_gpus=2)
+    verify_accelerator(last, is_available=True)
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tests.test_accelerate_configs import FILES, read_environment
 
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, UserError
 from recipes_lib.training.layouts.launch_environment import (
     Launch,
     name_variables,
@@ -137,18 +137,19 @@ def test_what_a_deepspeed_file_leaves_out_is_deepspeeds_default(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "not a JSON file of DeepSpeed"),
-        ("[]", "not a JSON file of DeepSpeed"),
-        ({"fp16": {"enabled": True}}, "with `zero_optimization`"),
-        ({"zero_optimization": 3}, "not a JSON file of DeepSpeed"),
-        ({"zero_optimization": STAGE_3, "fp16": True}, "not a JSON file of DeepSpeed"),
+        ("{", "`deepspeed_config_file` of the launch file"),
+        ("[]", "holds a list and not an object"),
+        ({"fp16": {"enabled": True}}, "`zero_optimization` is"),
+        ({"zero_optimization": 3}, "`zero_optimization` is"),
+        ({"zero_optimization": STAGE_3, "fp16": True}, "`fp16` is"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "`offload_optimizer` is"),
         ({"zero_optimization": STAGE_3, "optimizer": {"type": "AdamW"}}, "delete `optimizer` from the file"),
         ({"zero_optimization": STAGE_3, "scheduler": {"type": "WarmupLR"}}, "delete `scheduler` from the file"),
         ({"zero_optimization": STAGE_3, "train_batch_size": 32}, "delete `train_batch_size` from the file"),
     ],
 )
 def test_a_deepspeed_file_that_would_train_something_else_is_refused(content: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"ds config\.json") as caught:
+    with pytest.raises(UserError, match=r"ds config\.json") as caught:
         read_deepspeed(content, tmp_path)
     assert words in str(caught.value)
 

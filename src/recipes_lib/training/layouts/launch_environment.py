@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import read_record, verify_fields
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.shipped import LAUNCH_FILES
 
@@ -172,6 +172,7 @@ def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
 
     Raises:
         ConfigError: A variable is not a number in its range, or the precision or pipeline schedule is unknown.
+        DataError: DeepSpeed's JSON file cannot be read.
     """
     env = dict(os.environ if variables is None else variables)
     if (deepspeed_file := env.get(_DEEPSPEED_FILE, "none")) != "none":
@@ -222,18 +223,16 @@ def _read_deepspeed_file(path: Path) -> dict[str, str]:
     """Read a JSON file of DeepSpeed as the environment variables of a launch file without one.
 
     Raises:
-        ConfigError: It is not a JSON object with ``zero_optimization``, or replaces keys of the recipe.
+        DataError: It is not a JSON object with ``zero_optimization``.
+        ConfigError: It would replace keys of the recipe.
 
     Source: accelerate ``DeepSpeedPlugin.__post_init__``, transformers ``deepspeed_optim_sched``.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        zero = document["zero_optimization"]
-        stage, offload = zero.get("stage", 0), zero.get("offload_optimizer") or {}
-        enabled = [name for name in ("fp16", "bf16") if (document.get(name) or {}).get("enabled") is True]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = f"it is not a JSON file of DeepSpeed with `zero_optimization` ({type(error).__name__}: {error})"
-        raise ConfigError(Problem(str(path), found, "correct `deepspeed_config_file` of the launch file")) from error
+    remedy = "correct the file, or `deepspeed_config_file` of the launch file"
+    fields = {"zero_optimization": dict, "fp16": dict | None, "bf16": dict | None}
+    document = read_record(path, fields, remedy=remedy)
+    zero = document["zero_optimization"]
+    verify_fields(zero, {"offload_optimizer": dict | None}, f"{path}: zero_optimization", remedy=remedy)
     # DeepSpeed would use its own optimizer, schedule and batch in place of the recipe's.
     problems = [
         Problem(f"{path}: {name}", "it would replace keys of the recipe", f"delete `{name}` from the file")
@@ -246,11 +245,12 @@ def _read_deepspeed_file(path: Path) -> dict[str, str]:
         # Without the key, accelerate sets 1, and DeepSpeed does not clip.
         "gradient_accumulation_steps": document.get("gradient_accumulation_steps", 1),
         "gradient_clipping": document.get("gradient_clipping", 0.0),
-        "zero_stage": stage,
-        "offload_optimizer_device": offload.get("device", "none"),
+        "zero_stage": zero.get("stage", 0),
+        "offload_optimizer_device": (zero.get("offload_optimizer") or {}).get("device", "none"),
         "zero3_save_16bit_model": zero.get("stage3_gather_16bit_weights_on_model_save", False),
     }
     variables = {_DEEPSPEED_VARIABLES[name]: str(value) for name, value in values.items() if value != "auto"}
+    enabled = [name for name in ("fp16", "bf16") if (document.get(name) or {}).get("enabled") is True]
     return variables | ({_PRECISION: enabled[0]} if enabled else {})
 
 
@@ -372,29 +372,32 @@ def verify_rendezvous(launch: Launch) -> None:
 def _verify_single_process() -> None:
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
-            found = f"{size} processes were started without WORLD_SIZE: each would train a model of its own"
+            found = f"{size} processes were started without WORLD_SIZE: each would train its own model"
             remedy = (
                 "start one process per machine, `recipes launch` or torchrun; or set WORLD_SIZE=1 for separate runs"
             )
             raise ConfigError(Problem(name, found, remedy))
 
 
-def verify_accelerator(launch: Launch, num_devices: int) -> None:
+def verify_accelerator(launch: Launch, *, is_available: bool, num_gpus: int = 0) -> None:
     """Raise if this machine lacks accelerators that the launch needs, before anything is loaded.
 
     Args:
         launch: The requested launch.
-        num_devices: Accelerators that torch finds; 0 for a run on CPUs.
+        is_available: Whether torch finds an accelerator.
+        num_gpus: CUDA devices that torch finds; 0 for a run on CPUs.
 
     Raises:
         ConfigError: The launch file asks for FSDP or DeepSpeed, and there is no accelerator.
-        ConfigError: There are accelerators, but fewer than processes on this machine.
+        ConfigError: There are GPUs, but fewer than processes on this machine.
     """
-    if launch.engine and not num_devices and "ACCELERATE_TORCH_DEVICE" not in os.environ:
+    if "ACCELERATE_TORCH_DEVICE" in os.environ:
+        return
+    if launch.engine and not is_available:
         found = f"the launch file asks for {launch.engine}, and torch finds no GPU on this machine"
         raise ConfigError(Problem("launch", found, _ON_CPUS))
-    if 0 < num_devices <= launch.local_rank:
-        found = f"is {launch.local_rank}, and this process sees {num_devices} GPU{'s' if num_devices > 1 else ''}"
+    if 0 < num_gpus <= launch.local_rank:
+        found = f"is {launch.local_rank}, and this process sees {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
         remedy = "start one process per GPU, each with all GPUs of the machine visible (CUDA_VISIBLE_DEVICES)"
         raise ConfigError(Problem("LOCAL_RANK", found, remedy))
 
@@ -413,9 +416,7 @@ def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> 
         ConfigError: The launch file asks for FSDP or DeepSpeed, and accelerate runs without it.
     """
     if num_processes != launch.world_size:
-        found = (
-            f"accelerate joined {num_processes} of {launch.world_size} processes: each would train a model of its own"
-        )
+        found = f"accelerate joined {num_processes} of {launch.world_size} processes: each would train its own model"
         remedy = "on a machine without GPUs use accelerate_configs/cpu_ddp.yaml, or `torchrun --nproc_per_node N`"
         raise ConfigError(Problem("launch", found, remedy))
     # accelerate switches to FSDP only with several accelerators, and only in ``Accelerator.__init__``, which loading a
