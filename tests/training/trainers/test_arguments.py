@@ -111,6 +111,13 @@ def test_a_recipe_that_says_nothing_leaves_a_launch_file_its_precision(
         assert (precision["bf16"], precision["fp16"]) == expected
 
 
+@pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", "greedy"])
+def test_what_upstream_refuses_is_told_at_its_key(tmp_path, scheduler):
+    config = make_config(tmp_path, lr_scheduler_type=scheduler)
+    with pytest.raises(ConfigError, match=f"lr_scheduler_type.* {scheduler} requires an eval strategy"):
+        build_training_arguments(config, ONE, has_eval=False)
+
+
 @pytest.mark.parametrize("given", [{}, {"bf16": True}])
 def test_a_model_alone_computes_in_the_precision_of_the_run(tmp_path, given):
     args = build_training_arguments(make_config(tmp_path, **{"bf16": False, **given}), ONE, has_eval=True)

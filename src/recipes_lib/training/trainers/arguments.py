@@ -143,7 +143,7 @@ def build_training_arguments(
 
     Raises:
         ConfigError: As ``verify_launch``: accelerate has silently changed the launch.
-        ConfigError: As ``verify_fp8``, ``choose_compilation`` and ``choose_liger``.
+        ConfigError: As ``verify_fp8``, ``choose_compilation`` and ``choose_liger``, or transformers refuses the keys.
     """
     verify_fp8(launch.precision)
     keep_from_accelerate(launch)
@@ -178,7 +178,7 @@ def build_training_arguments(
     if arguments.get("optim") not in {None, *(optimizer.value for optimizer in OptimizerNames)}:
         # A name of this library (such as ``muon``): the trainer builds the optimizer.
         arguments["optim"] = "adamw_torch"
-    args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
+    args = _construct(config, arguments)
     # With several visible GPUs, upstream wraps the model of a single process in `DataParallel`: a larger batch than
     # planned, on replicas, which the patched loss head does not support.
     args._n_gpu = min(args.n_gpu, 1)
@@ -186,6 +186,16 @@ def build_training_arguments(
     args.save_keep_steps = config.checkpoints.save_keep_steps  # type: ignore[attr-defined]
     args.compilation = compilation  # type: ignore[attr-defined]
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
+    return args
+
+
+def _construct(config: RecipeConfig, arguments: dict[str, Any]) -> TrainingArguments:
+    try:
+        args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
+    except ValueError as error:
+        # Upstream's checks of combinations, such as a plateau scheduler without evaluation.
+        key = next((name for name in config.training if name in str(error)), "training arguments")
+        raise ConfigError(Problem(config.provenance.get(key, key), str(error), "change the key")) from error
     return args
 
 
