@@ -12,7 +12,7 @@ import sys
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("distill", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("distill", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
@@ -33,7 +33,7 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 def main(run: Run) -> None:
     """Train ``config.model`` on rows and a teacher; write model, run record and report."""
     config = run.config
-    # Both models read the student's tokens: the vocabularies are compared before any weight is loaded.
+    # Student and teacher need compatible vocabularies, which are compared before weights are loaded.
     tokenizer = load_tokenizer(config.model, config.tokens)
     vocabulary = map_teacher_vocabulary(config, tokenizer)
     data = load_training_data(config, tokenizer, local_rank=run.launch.local_rank)
@@ -55,6 +55,7 @@ def main(run: Run) -> None:
         processing_class=tokenizer,
         observer=build_observer(config, data, args, model, tokenizer, collate),
     )
+    # Verify isolation with the loaded weights, and that the loss head returns the model's own loss.
     if config.tokens.packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("dpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("dpo", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from recipes_lib.data.pairs.preference_sets import load_pair_data
 from recipes_lib.models.generation import set_stop_tokens
@@ -32,12 +32,12 @@ from recipes_lib.training.trainers.trained_model import load_policy, load_verifi
 def main(run: Run) -> None:
     """Train ``config.model`` on the pairs of ``config.data``; write model, run record and report."""
     config = run.config
-    # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
+    # Tokenise prompts and answers, once per machine, before the process group is initialised.
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_pair_data(config, tokenizer, local_rank=run.launch.local_rank)
     args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
     objective = build_objective(args, config.preference, data.record.get("eval"))
-    # A prompt is computed once for both answers, where model and kernel keep the answers apart.
+    # Both answers of a pair share one copy of the prompt, if model and kernel isolate them.
     model_config = load_verified_config(config, tokenizer, data.longest)
     attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
     model = load_policy(config, attention.implementation, args, run.launch)
@@ -45,7 +45,7 @@ def main(run: Run) -> None:
     attention = prove_pair_attention(config, attention, model)
     run.record(data=data.record, pairs=asdict(attention))
 
-    # The reference is the policy at its start, or another model.
+    # The reference is the policy at its start, or `ref_model_name_or_path`.
     stored, data = prepare_reference(config, objective, data, model, attention, args)
     collate = build_pair_collator(tokenizer, attention)
     trainer = DPOTrainer(

@@ -1,4 +1,4 @@
-"""Evaluate a model on benchmarks by lm-eval: scores with standard errors, and every answer.
+"""Evaluate a model on benchmarks of lm-eval: scores with standard errors, and all answers.
 
 accelerate launch recipes/eval.py --config recipes/configs/gpt2-124m/eval.yaml
 

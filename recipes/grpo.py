@@ -12,7 +12,7 @@ import sys
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("grpo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("grpo", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
@@ -31,7 +31,7 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 def main(run: Run) -> None:
     """Train ``config.model`` on groups of sampled answers to the prompts of ``config.data``."""
     config = run.config
-    # What is asked.
+    # Prompts, and their share of each generation.
     tokenizer = load_tokenizer(config.model, config.tokens)
     prompts = load_prompt_data(config, tokenizer)
     load_verified_config(config, tokenizer, prompts.max_length)
@@ -39,7 +39,7 @@ def main(run: Run) -> None:
     run.record(data=prompts.record, answers_per_generation=plan.answers_per_generation)
     args = build_training_arguments(config, run.launch, has_eval=True)
 
-    # The other answers to a prompt stand in for a critic.
+    # The mean reward of a prompt's answers replaces a critic.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
     rewards = load_rewards(config.rewards, device=str(args.device), place=choose_placement(args, run.launch))
     trainer = PolicyTrainer(config, args, models, rewards, prompts, tokenizer)

@@ -5,7 +5,7 @@ python recipes/lora.py --config recipes/configs/llama3-8b/lora_4bit.yaml --lora_
 
 `--help` lists every key, `--print-config` shows their values and where each comes from. The same command resumes
 a stopped run. `recipes merge --adapter DIR --output DIR` merges the adapter into its base model. The code is that of
-recipes/sft.py: only the weights differ that are trained.
+recipes/sft.py.
 """
 
 import sys
@@ -13,7 +13,7 @@ import sys
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("lora", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("lora", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from sft import main
 

@@ -12,7 +12,7 @@ import sys
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("ppo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("ppo", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from recipes_lib.data.prompts import load_prompt_data
 from recipes_lib.models.loading import load_tokenizer
@@ -30,14 +30,14 @@ from recipes_lib.training.trainers.trained_model import load_verified_config
 def main(run: Run) -> None:
     """Train ``config.model`` on sampled answers to the prompts of ``config.data``."""
     config = run.config
-    # What is asked.
+    # Prompts.
     tokenizer = load_tokenizer(config.model, config.tokens)
     prompts = load_prompt_data(config, tokenizer)
     load_verified_config(config, tokenizer, prompts.max_length)
     run.record(data=prompts.record)
     args = build_training_arguments(config, run.launch, has_eval=True)
 
-    # The reference is the policy at its start; the critic estimates the value of answers.
+    # The reference is the policy at its start; the critic estimates values of tokens.
     models = load_actor_critic(config, args, run.launch, tokenizer, prompts.terminators)
     place = choose_placement(args, run.launch)
     rewards = load_rewards(config.rewards, device=str(args.device), shared=models.reward, place=place)

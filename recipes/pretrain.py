@@ -12,7 +12,7 @@ import sys
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("pretrain", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("pretrain", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.tokens.token_data import prepare_tokens
@@ -35,7 +35,7 @@ from recipes_lib.training.trainers.trained_model import load_language_model, loa
 def main(run: Run) -> None:
     """Pretrain ``config.model`` on the tokens of ``config.data``; write model, run record and report."""
     config = run.config
-    # Documents become tokens on disk, once; from then on it is known which rows every step will take.
+    # Tokenise documents to disk, once; the rows of every step are then known in advance.
     tokenizer = load_tokenizer(config.model, config.tokens)
     num_tokens = count_run_tokens(config, run.launch.data_size)
     tokens = prepare_tokens(config, lambda _: tokenizer, local_rank=run.launch.local_rank, num_tokens=num_tokens)
@@ -43,7 +43,7 @@ def main(run: Run) -> None:
     run.record(data=rows.record)
     args = build_training_arguments(config, run.launch, has_eval=bool(rows.held_out), num_steps=rows.plan.num_steps)
 
-    # The kernel must isolate documents (unless configured), and the loss head must equal the model's own loss.
+    # Documents of a row must not attend to each other (unless `cross_document_attention`).
     isolated = not config.pretraining.cross_document_attention
     model_config = load_verified_config(config, tokenizer, rows.plan.max_length)
     context = join_context(run.launch, args)
@@ -62,6 +62,7 @@ def main(run: Run) -> None:
         processing_class=tokenizer,
         observer=build_observer(config, rows, args, model, tokenizer, collate, context=context),
     )
+    # Verify isolation with the loaded weights, and that the loss head returns the model's own loss.
     if isolated or attention.layout == "flat":
         prove_isolation(trainer.model_wrapped, attention.layout)
     verify_loss_head(trainer.model_wrapped)

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("reward", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("reward", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from recipes_lib.data.pairs.preference_sets import UnfinishedAnswers, load_pair_data
 from recipes_lib.models.heads.scoring import RewardModel
@@ -32,18 +32,18 @@ from recipes_lib.training.trainers.trained_model import load_scorer, load_verifi
 def main(run: Run) -> None:
     """Train a score head on ``config.model`` with the pairs of ``config.data``; write model, run record and report."""
     config = run.config
-    # Rows of any layout become tokens of a prompt and two answers, once, before the processes meet.
+    # Tokenise prompts and answers, once per machine, before the process group is initialised.
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_pair_data(config, tokenizer, local_rank=run.launch.local_rank)
     args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
-    # A prompt is computed once for both answers, where model and kernel keep the answers apart.
+    # Both answers of a pair share one copy of the prompt, if model and kernel isolate them.
     model_config = load_verified_config(config, tokenizer, data.longest)
     attention = choose_pair_attention(config, model_config, args, max_length=data.max_length)
     model = load_scorer(config, attention.implementation, args, run.launch, tokenizer, data.audit.terminators)
     attention = prove_pair_attention(config, attention, model)
     run.record(data=data.record, pairs=asdict(attention))
 
-    # The score is read at the token that ends an answer, in training and ever after.
+    # The score is read at the last token of an answer, in training and in inference.
     collate = build_pair_collator(tokenizer, attention)
     objective = build_reward_objective(args, config.preference)
     trainer = RewardTrainer(
@@ -58,7 +58,7 @@ def main(run: Run) -> None:
         observer=build_observer(config, data, args, model, tokenizer, collate, objective.score),
     )
     trainer.train(resume_from_checkpoint=run.choose_checkpoint())
-    # Its scale travels with it; the verdict says whether it may serve.
+    # Save mean and standard deviation of scores with the model, and check its quality gates.
     reward_model = RewardModel(model, tokenizer)
     settle_scale(reward_model, data.train)
     export_model(trainer, run.output_dir)

@@ -12,7 +12,7 @@ import sys
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("rloo", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("rloo", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from grpo import main
 

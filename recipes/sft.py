@@ -12,7 +12,7 @@ import sys
 from recipes_lib.boundary import parse_or_exit, run_command
 
 if __name__ == "__main__":
-    CONFIG = parse_or_exit("sft", sys.argv[1:])  # A wrong key is answered at once: torch is imported below.
+    CONFIG = parse_or_exit("sft", sys.argv[1:])  # Before torch is imported: errors appear at once.
 
 from recipes_lib.data.packed.collators import PackedCollator
 from recipes_lib.data.packed.training_data import load_training_data
@@ -36,16 +36,16 @@ from recipes_lib.training.trainers.trained_model import load_language_model, loa
 def main(run: Run) -> None:
     """Fine-tune ``config.model``, or an adapter of it, on ``config.data``; write it, run record and report."""
     config = run.config
-    # Rows of any layout become packed tokens with a loss mask, once, before the processes meet.
+    # Tokenise and pack rows with their loss mask, once per machine, before the process group is initialised.
     tokenizer = load_tokenizer(config.model, config.tokens)
     data = load_training_data(config, tokenizer, local_rank=run.launch.local_rank)
     run.record(data=data.record)
     args = build_training_arguments(config, run.launch, has_eval=bool(data.held_out))
-    # The kernel must keep packed documents apart, and the loss head must give the model's own loss.
+    # Packed documents must not attend to each other.
     model_config = load_verified_config(config, tokenizer, data.longest)
     context, packing = join_context(run.launch, args), config.tokens.packing
     attention = choose_attention(config.model, model_config, args, packing=packing, flattens=True, context=context)
-    if config.adapter.use_peft:  # Over the model's own weights, which are frozen, and quantised if asked for.
+    if config.adapter.use_peft:  # The base model is frozen, and quantised if configured.
         model = load_policy(config, attention.implementation, args, run.launch)
         run.record(adapter=describe_adapter(model))
     else:
@@ -65,6 +65,7 @@ def main(run: Run) -> None:
         observer=build_observer(config, data, args, model, tokenizer, collate, context=context),
         adapter=config.adapter,
     )
+    # Verify isolation with the loaded weights, and that the loss head returns the model's own loss.
     if packing or attention.layout == "flat":
         prove_isolation(model, attention.layout)
     verify_loss_head(model)

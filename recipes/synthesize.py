@@ -1,8 +1,8 @@
-"""Write training rows by a model: instructions, answers or texts, filtered and graded, with their provenance.
+"""Generate training rows with a model: instructions, answers or texts, filtered and graded, with provenance.
 
 python recipes/synthesize.py --config recipes/configs/qwen2.5-0.5b/synthesize.yaml
 
-The same command resumes when it was killed.
+The same command resumes a run that was killed.
 """
 
 import sys

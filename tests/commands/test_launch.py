@@ -164,12 +164,12 @@ def test_the_processes_are_held_to_what_was_asked_for(monkeypatch):
     monkeypatch.setenv("RECIPES_LAUNCHED", "")
     expect_launch(2, "FSDP")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="2 processes under FSDP were asked for; this is one of 2 under no sharding"):
+    with pytest.raises(ConfigError, match="expected 2 processes with FSDP; this process is one of 2 with no sharding"):
         verify_expected(read_launch())
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     verify_expected(read_launch())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="one of 1 under FSDP"):
+    with pytest.raises(ConfigError, match="one of 1 with FSDP"):
         verify_expected(read_launch())
 
 

@@ -56,7 +56,7 @@ def test_a_run_with_pipeline_parallelism_is_planned_for_its_pipelines(tmp_path, 
     [
         ({}, {"PIPELINE_STAGES": "4"}, "2 layers cannot be split into 4 equal chunks"),
         ({}, {"PIPELINE_STAGES": "3"}, "do not divide the number of processes"),
-        ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "not proved to convert between pipeline stages"),
+        ({"optim": "adafactor"}, {"PIPELINE_STAGES": "2"}, "conversion of its states between pipeline stages"),
     ],
 )
 def test_what_pipeline_parallelism_lacks_is_told(tmp_path, tiny_tokenizer_dir, keys, variables, words) -> None:

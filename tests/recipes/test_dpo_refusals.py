@@ -97,7 +97,9 @@ def test_a_reference_that_reads_other_tokens_is_refused(recipe, tmp_path, tiny_m
     assert run_here(recipe, config) == 2
     line = next(number for number, text in enumerate(config.read_text().splitlines(), 1) if "ref_model" in text)
     said = capsys.readouterr().err
-    assert said.startswith(f"{config}:{line}: {tmp_path / 'other'} has 600 tokens and the policy 512")
+    assert said.startswith(
+        f"{config}:{line}: {tmp_path / 'other'} has a vocabulary of 600 tokens and the policy one of 512"
+    )
 
 
 def test_a_reference_that_is_no_whole_model_is_refused_by_its_own_key(recipe, tmp_path, tiny_model_dir, capsys):

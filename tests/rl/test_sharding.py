@@ -51,7 +51,7 @@ def test_deepspeed_is_refused_by_the_recipe_before_anything_is_loaded(tmp_path, 
     with mock.patch.dict(os.environ, {"ACCELERATE_USE_DEEPSPEED": "true"}):
         assert recipes.run_recipe("ppo", keys) == 2
     told = capsys.readouterr().err
-    assert "recipes/ppo.py and a launch with DeepSpeed: DeepSpeed trains one model; these recipes" in told
+    assert "recipes/ppo.py and a launch with DeepSpeed: DeepSpeed supports one model; these recipes" in told
     assert "accelerate_configs/fsdp2.yaml" in told
     assert not (tmp_path / "out").exists()
 

@@ -26,7 +26,7 @@ from recipes_lib.training.run import RECORDED, Run, describe_process, fingerprin
 @pytest.fixture(autouse=True)
 def rendezvous(monkeypatch):
     """What a launcher tells its processes; one alone does not look at it."""
-    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -356,7 +356,7 @@ def test_a_directory_that_was_renamed_meanwhile_is_told_and_the_run_goes_on_when
     run = start_run(make_config(there), ONE)
     checkpoint = leave_checkpoint(there, 5)
     there.rename(away)
-    with pytest.raises(ConfigError, match="it is gone: something has renamed"), run.recording_its_end():
+    with pytest.raises(ConfigError, match="is missing: it was renamed"), run.recording_its_end():
         (there / "metrics.jsonl").write_text("")
     assert not there.exists()
     away.rename(there)
@@ -369,7 +369,7 @@ def test_a_checkpoint_that_holds_more_than_tensors_is_refused_by_name(tmp_path):
     checkpoint = leave_checkpoint(tmp_path, 5, run={key: facts[key] for key in RECORDED})
     (checkpoint / "optimizer.pt").write_bytes(pickle.dumps(Path("an object")))
     run = start_run(config, ONE)
-    refused = pytest.raises(ConfigError, match="checkpoint-5: is not loaded: a file in it holds more")
+    refused = pytest.raises(ConfigError, match="checkpoint-5: was not loaded: a file in it contains")
     with refused as caught, run.recording_its_end():
         torch.load(run.resume_from / "optimizer.pt", weights_only=True)
     assert "delete the checkpoint" in caught.value.problems[0].remedy
@@ -404,7 +404,7 @@ def test_a_lost_record_is_rebuilt_from_the_newest_checkpoint(tmp_path, what):
     record = json.loads((tmp_path / "run.json").read_text())
     assert {key: record[key] for key in RECORDED} == {key: before[key] for key in RECORDED}
     (tmp_path / "run.json").unlink()
-    with pytest.raises(ConfigError, match="learning_rate was 1e-05 in the run that this directory holds"):
+    with pytest.raises(ConfigError, match="learning_rate was 1e-05 in the run of this directory"):
         start_run(make_config(tmp_path, learning_rate=1.0), ONE)
 
 
@@ -415,7 +415,7 @@ def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
     (tmp_path / "run.json").write_text("")
     with pytest.raises(ConfigError, match=r"run\.json: is not as it was written: `stage` is missing") as caught:
         start_run(make_config(tmp_path), ONE)
-    assert caught.value.problems[0].remedy == "put the file back, or choose another output_dir"
+    assert caught.value.problems[0].remedy == "restore the file, or choose another output_dir"
 
 
 @pytest.mark.parametrize("content", ['{"name": "my project"}', None])
@@ -527,7 +527,7 @@ def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_any
     start_run(make_config(tmp_path / "several"), TWO)
     assert capsys.readouterr().err.startswith(f"process 0 of 2: {socket.gethostname()}, cpu\n")
     monkeypatch.setenv("RECIPES_LAUNCHED", "4 ")
-    with pytest.raises(ConfigError, match="4 processes under no sharding were asked for"):
+    with pytest.raises(ConfigError, match="expected 4 processes with no sharding"):
         start_run(make_config(tmp_path / "another"), TWO)
     assert "process 0 of 2" in capsys.readouterr().err
     monkeypatch.delenv("RECIPES_LAUNCHED")
@@ -537,4 +537,4 @@ def test_each_of_several_processes_says_which_it_is_and_where_before_it_does_any
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     start_run(make_config(tmp_path / "idle"), ONE)
     assert "process 0 of 1" in (told := capsys.readouterr().err)
-    assert "the only one of 8 GPUs in use (`recipes launch` takes all)" in told
+    assert "one of 8 GPUs; the others are idle (`recipes launch` uses all)" in told

@@ -1,4 +1,4 @@
-"""Collective operations on Python objects and the ranks of this process, also where no process group exists."""
+"""Collective operations on Python objects, and ranks; all work without a process group, as for one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Group = distributed.ProcessGroup | None
 
 
 def is_distributed() -> bool:
-    """Return whether there is a process group; one process alone has none."""
+    """Return whether there is a process group; a single process has none."""
     return distributed.is_initialized()
 
 
@@ -29,21 +29,21 @@ def get_world_size(group: Group = None) -> int:
 
 
 def barrier() -> None:
-    """Return when every process has called."""
+    """Block until every process has called."""
     if is_distributed():
         distributed.barrier()
 
 
 def new_host_group() -> Group:
-    """Return a group of all ranks for the collectives of another thread than training's; all ranks must call.
+    """Create a gloo group of all ranks, for collectives of a background thread; all ranks must call.
 
-    It communicates over host memory, which no kernel waits for.
+    NCCL collectives of two threads could be enqueued in a different order on each rank, and would block each other.
     """
     return distributed.new_group(backend="gloo") if is_distributed() else None
 
 
 def gather_objects(value: T, group: Group = None) -> list[T]:
-    """Return the value of every rank, in their order; all ranks of ``group`` must call."""
+    """Return the values of all ranks in rank order; all ranks of ``group`` must call."""
     if not is_distributed():
         return [value]
     gathered: list[Any] = [None] * get_world_size(group)
@@ -52,7 +52,7 @@ def gather_objects(value: T, group: Group = None) -> list[T]:
 
 
 def broadcast_object(value: T, group: Group = None, source: int = 0) -> T:
-    """Return the value of the rank ``source`` of ``group``; all ranks of ``group`` must call."""
+    """Return the value of rank ``source`` of ``group``; all ranks of ``group`` must call."""
     shared: list[Any] = [value]
     if is_distributed():
         distributed.broadcast_object_list(shared, group=group, group_src=source)
@@ -64,7 +64,7 @@ def compute_on_main(compute: Callable[[], T]) -> T:
     """Return what ``compute`` returns on rank 0; all ranks must call.
 
     Raises:
-        UserError: Rank 0 raised it: every rank raises it, so that none waits for the others.
+        UserError: Rank 0 raised it; every rank raises it, so that none waits in a later collective.
     """
     found: T | UserError | None = None
     if get_rank() == 0:
@@ -79,12 +79,12 @@ def compute_on_main(compute: Callable[[], T]) -> T:
 
 
 def sum_over_processes(values: Sequence[float], group: Group = None) -> list[float]:
-    """Return the elementwise sum of every rank's ``values``; all of ``group`` must call. Integers stay exact."""
+    """Return the elementwise sum of ``values`` over ranks, exact for integers; all ranks of ``group`` must call."""
     return [sum(column) for column in zip(*gather_objects(list(values), group), strict=True)]
 
 
 def sum_tensor(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` after adding up those of all ranks in place; all ranks must call."""
+    """Sum ``tensor`` over all ranks in place and return it; all ranks must call."""
     if is_distributed():
         distributed.all_reduce(tensor)
     return tensor

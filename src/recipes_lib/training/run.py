@@ -40,12 +40,7 @@ from recipes_lib.models.loading import find_commit
 from recipes_lib.models.model_files import find_missing, list_model_files
 from recipes_lib.processes import explain_lost_connection
 from recipes_lib.stopping import STOP
-from recipes_lib.training.checkpoints.manifest import (
-    clear_leftovers,
-    find_last_complete,
-    read_complete,
-    supersede,
-)
+from recipes_lib.training.checkpoints.manifest import clear_leftovers, find_last_complete, read_complete, supersede
 from recipes_lib.training.checkpoints.resume import (
     BATCH_KEYS,
     EXTENDABLE,
@@ -87,13 +82,13 @@ class Run:
     """A started run.
 
     Attributes:
-        config: The configuration, with gradient accumulation adjusted to the world size and the activation
-            checkpointing that ``auto`` has chosen.
+        config: The configuration, with gradient accumulation adjusted to the world size, and
+            ``activation_checkpointing: auto`` resolved.
         output_dir: Directory of all files of the run.
-        launch: How this process was launched.
-        resume_from: The complete checkpoint to resume from unless it is damaged; ``None`` at the beginning.
-        finished: True when the run had already reached its end, and its model is whole.
-        facts: What ``run.json`` holds; kept here too, so that it is whole whatever becomes of the file meanwhile.
+        launch: Launch state of this process.
+        resume_from: Complete checkpoint to resume from unless it is damaged; ``None``: begin at step 0.
+        finished: Whether the run is already done and its model complete.
+        facts: Contents of ``run.json``; kept in memory, so that a damaged or deleted file is written again in full.
     """
 
     config: RecipeConfig
@@ -104,7 +99,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
 
     def choose_checkpoint(self) -> Path | None:
-        """Return the checkpoint to resume from, read through; ``None``: at the beginning. Every process must call.
+        """Verify and return the checkpoint to resume from; ``None``: begin at step 0. All ranks must call.
 
         Raises:
             ConfigError: As ``agree_on_checkpoint``.
@@ -123,70 +118,71 @@ class Run:
 
     @contextmanager
     def recording_its_end(self) -> Iterator[None]:
-        """Record the final status of the block: one of ``STATUSES``, ``interrupted``, ``failed`` or ``done``.
+        """Context that records its final status: one of ``STATUSES``, ``interrupted``, ``failed`` or ``done``.
 
         Raises:
             LostPeerError: A connection was lost because another process has ended.
-            ConfigError: The machine refused something, such as room on the disk, or the output directory is gone.
+            ConfigError: The system refused an operation (a full disk, for example), or files of the run are missing.
         """
         WATCHDOG.on_stall = lambda reason: self._record_end(STATUSES[EXIT_STALLED], reason)
         try:
             yield
-            self.record(status="done", finished=_now(), model_files=list_model_files(self.output_dir), **self._tell())
+            files = list_model_files(self.output_dir)
+            self.record(status="done", finished=_now(), model_files=files, **self._summarise())
         except BaseException as error:
             STOP.close()
             cause = self._explain(error)
-            otherwise = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
-            status = STATUSES.get(getattr(cause, "exit_code", EXIT_BUG), otherwise)
+            default = "interrupted" if isinstance(cause, KeyboardInterrupt) else "failed"
+            status = STATUSES.get(getattr(cause, "exit_code", EXIT_BUG), default)
             self._record_end(status, f"{type(cause).__name__}: {cause}")
             raise cause from (error.__cause__ if cause is error else error)
 
     def _explain(self, error: BaseException) -> BaseException:
-        """Return the root cause of ``error`` if another rank ended the run, else ``error``."""
+        """Return a user error in place of ``error`` if its cause is known, else ``error``."""
         if (lost := explain_lost_connection(error)) is not None:
             return LostPeerError(lost)
         if not isinstance(error, Exception) or isinstance(error, UserError | DivergedError):
             return error
         if isinstance(error, OSError) and not self.output_dir.is_dir():
-            found = "it is gone: something has renamed or deleted it, or its disk was unmounted"
-            return ConfigError(Problem(str(self.output_dir), found, "bring it back and run the same command"))
+            found = "is missing: it was renamed or deleted, or its disk was unmounted"
+            return ConfigError(Problem(str(self.output_dir), found, "restore it and run the same command"))
         if isinstance(error, FileNotFoundError) and Path(str(error.filename)).is_relative_to(self.output_dir):
-            found = "it is gone: something has renamed or deleted it while the run used it"
+            found = "is missing: it was renamed or deleted while the run used it"
             remedy = "run the same command: it resumes from the newest complete checkpoint"
             return ConfigError(Problem(str(error.filename), found, remedy))
-        # By name, since no pickle is read here: torch's `weights_only` found another object than tensors.
+        # torch's ``weights_only`` found objects other than tensors. Compared by name, to import no pickle here.
         if type(error).__name__ == "UnpicklingError":
-            found = f"is not loaded: a file in it holds more than tensors ({str(error).splitlines()[0]})"
+            found = f"was not loaded: a file in it contains objects other than tensors ({str(error).splitlines()[0]})"
             remedy = "delete the checkpoint: the same command resumes from the one before it"
             return ConfigError(Problem(str(self.resume_from or self.output_dir), found, remedy))
         refusal = explain_refusal(error)
         return ConfigError(refusal) if refusal else error
 
-    def _tell(self) -> dict[str, Any]:
-        """What happened on the way, and what it began with, which may have been fetched on the way."""
+    def _summarise(self) -> dict[str, Any]:
+        """Summary of ``metrics.jsonl``, rollbacks, and the model's commit, which is known once it was downloaded."""
         model = self.config.model
         events = [event for event in read_lines(self.output_dir / METRICS_FILE) if event]
-        ends = {event.get("kind"): event for event in events}
-        told: dict[str, Any] = {
-            "stopped_early": ends.get("stop"),
-            "best_model": ends.get("best"),
+        last_events = {event.get("kind"): event for event in events}
+        summary: dict[str, Any] = {
+            "stopped_early": last_events.get("stop"),
+            "best_model": last_events.get("best"),
             "measured": measure_run(events) if self.facts.get("planned") else None,
         }
-        # Files that somebody has changed or moved meanwhile neither undo a run that is done nor hide why one has ended.
+        # Files that were changed or moved meanwhile must not replace the final status of the run by an error.
         with suppress(DataError):
-            told["rollbacks"] = [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made]
-        # A path that is no folder any more is an invalid Hub id (``HFValidationError``).
+            summary["rollbacks"] = [asdict(rollback) for rollback in read_rollbacks(self.output_dir).made]
+        # A deleted local folder is looked up as a Hub id, which is invalid (``HFValidationError``, a ``ValueError``).
         with suppress(ValueError):
-            told["model_commit"] = find_commit(str(model.model_name_or_path), model.model_revision)
-        return told
+            summary["model_commit"] = find_commit(str(model.model_name_or_path), model.model_revision)
+        return summary
 
     def _record_end(self, status: str, reason: str) -> None:
         """Record why the run ended, in reserved space if the disk is full; failures here are not raised."""
         facts = {"status": status, "finished": _now(), "error": reason}
         try:
-            self.record(**facts, **self._tell())
+            self.record(**facts, **self._summarise())
         except OSError:
-            # Without what happened on the way, and in the room that the lock file has kept for these few lines.
+            # Without the summary, in the space that truncating the lock file releases.
             with suppress(OSError):
                 for file in _CLAIMS:
                     file.truncate(0)
@@ -196,19 +192,18 @@ class Run:
 def start_run(config: RecipeConfig, launch: Launch) -> Run:
     """Open the output directory, verify its configuration, and find the checkpoint to resume from.
 
-    With another number of processes the run resumes with the batch that it had. ``Run.choose_checkpoint`` reads what is
-    found, when the processes have met and can share that.
+    On another world size, the run resumes with its global batch size. There is no process group yet:
+    ``Run.choose_checkpoint`` later verifies the checkpoint on all ranks.
 
     Raises:
-        ConfigError: The launch is another one than was asked for, or this machine has no GPU for it.
-        ConfigError: A tracker or the optimizer is not installed, or the launch file does not go with the recipe.
-        ConfigError: The processes could not meet (``verify_rendezvous``).
-        ConfigError: The directory cannot be written.
-        ConfigError: Another process runs in it.
-        ConfigError: It holds checkpoints or the model of a run whose configuration computes something else, and no
-            checkpoint that both would have made; the differing keys are named.
+        ConfigError: As ``verify_rendezvous``, ``verify_expected`` and ``verify_accelerator``: the launch is incomplete,
+            differs from the requested one, or needs GPUs that this machine lacks.
+        ConfigError: A tracker or the optimizer is not installed, or recipe and launch file are incompatible.
+        ConfigError: The directory cannot be written, or another process runs in it.
+        ConfigError: It contains a run with other keys that affect the result, without a checkpoint that both runs would
+            have written; the error names the keys.
         ConfigError: The run is done, its model is missing or damaged, and no checkpoint is left to write it from.
-        ConfigError: The checkpoint cannot be loaded by these processes, or they cannot share its batch.
+        ConfigError: The world size cannot load the checkpoint, or cannot divide its global batch.
     """
     if max(launch.world_size, torch.cuda.device_count()) > 1:
         sys.stderr.write(f"{describe_process(launch)}\n")
@@ -216,9 +211,11 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     verify_expected(launch)
     verify_trackers(config)
     verify_combination(config, launch)
-    verify_accelerator(launch, is_available=torch.accelerator.is_available())
+    on_cpus = config.training.get("use_cpu") or launch.layout.uses_cpu
+    num_gpus = 0 if on_cpus else torch.cuda.device_count()
+    verify_accelerator(launch, is_available=torch.accelerator.is_available(), num_gpus=num_gpus)
     verify_optimizer(config)
-    # Upstream's bars for loading and saving would tear the progress line, once a process.
+    # Upstream's progress bars for loading and saving, one per process, would interrupt the progress line.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     output_dir = _open(Path(config.training["output_dir"]), launch)
     resume_from = find_last_complete(output_dir)
@@ -232,13 +229,13 @@ def start_run(config: RecipeConfig, launch: Launch) -> Run:
     if resume_from and (differing or not finished) and not set(differing) & set(BATCH_KEYS):
         config = _resume_batch(config, launch, resume_from, say)
     if differing:
-        # With the batch that it had, both are planned for the processes of now.
+        # After ``_resume_batch``, both schedules are computed with the same global batch size.
         resume_from = find_common_checkpoint(config, previous["config"], differing, launch.data_size)
         if resume_from is None:
             raise ConfigError(*_explain_differences(output_dir, previous["config"], effective, differing))
         finished = False
         if launch.is_main:
-            # The longer run will write its own checkpoints of those steps; these have other learning rates.
+            # Later checkpoints were trained with other learning rates; the extended run writes its own.
             supersede(output_dir, after_step=int(resume_from.name.rpartition("-")[2]))
     checkpointing = ""
     if not finished:
@@ -287,8 +284,7 @@ def _has_model(
     """Return whether the model of a finished run is complete; if not, log from which checkpoint it is rewritten.
 
     Raises:
-        ConfigError: No checkpoint is left to write it from, and to train it once more may cost what the user would not
-            spend.
+        ConfigError: No checkpoint is left to write it from. Training again without asking could be expensive.
     """
     names = record.get("model_files")
     missing = find_missing(output_dir, filter(is_inside, names) if isinstance(names, list) else ())
@@ -296,7 +292,7 @@ def _has_model(
         return True
     if resume_from is None:
         found = f"the run is done, {missing}, and there is no checkpoint to write the model from"
-        remedy = f"put it back, or delete {output_dir / RUN_FILE} to train the model once more"
+        remedy = f"restore it, or delete {output_dir / RUN_FILE} to train the model again"
         raise ConfigError(Problem(str(output_dir), found, remedy))
     say(f"the run is done, but {missing}: the model is written again from {resume_from.name}")
     return False
@@ -306,36 +302,36 @@ def _claim(output_dir: Path) -> None:
     """Lock the directory until this process ends; without effect on file systems without locks.
 
     Raises:
-        ConfigError: Another process is in it.
+        ConfigError: The directory cannot be written, or another process has the lock.
     """
-    # Opened to be written, as a lock over a network wants it, and written once: a run that is done stays as it is.
+    # NFS grants exclusive locks on writable files only. Mode "a" leaves the file of a finished run unchanged.
     try:
         file = (output_dir / LOCK_FILE).open("a", encoding="utf-8")
     except OSError as error:
         found = f"cannot be written: {error.strerror}"
         raise ConfigError(Problem(str(output_dir), found, "choose another output_dir")) from error
-    # Of the process alone: what it forks, such as a data loader's worker that outlives it, does not hold it.
+    # A lock of this process only: forked data loader workers, which may outlive it, do not inherit it.
     is_ours = try_lock(file, of_process=True)
     if is_ours is None:
         return
     if not is_ours:
         remedy = f"wait until it has ended, stop it (`fuser {file.name}` names it), or choose another output_dir"
         raise ConfigError(Problem(str(output_dir), "another process runs in it", remedy))
-    with suppress(OSError, AttributeError):  # A full disk is told of by who writes to it; macOS cannot reserve.
+    with suppress(OSError, AttributeError):  # A full disk fails a later write; macOS has no ``posix_fallocate``.
         if os.fstat(file.fileno()).st_size < _RESERVED_BYTES:
             os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
     _CLAIMS.append(file)
 
 
 def fingerprint_config(config: RecipeConfig, world_size: int = 1) -> str:
-    """Hash the keys that affect the result, 16 hex digits; of the batch only the global batch size counts."""
+    """Return a hash of the keys that affect the result, 16 hex digits; of batch keys, only the global size counts."""
     flat = {name: value for name, value in flatten_config(config).items() if name not in BATCH_KEYS}
     flat["rows_per_step"] = count_rows_per_step(config.training, world_size)
-    deciding = {name: value for name, value in flat.items() if _decides(name)}
-    return hashlib.sha256(json.dumps(deciding, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    relevant = {name: value for name, value in flat.items() if _affects_result(name)}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _decides(key: str) -> bool:
+def _affects_result(key: str) -> bool:
     return not any(fnmatchcase(key, pattern) for pattern in read_harmless())
 
 
@@ -352,30 +348,32 @@ def describe_hardware() -> dict[str, Any]:
 
 def describe_process(launch: Launch) -> str:
     """Return rank, host and device of this process; every process logs it before loading."""
-    device = torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", launch.local_rank)
+    # Several processes on CPUs may outnumber the GPUs of the machine.
+    has_gpu = torch.cuda.is_available() and launch.local_rank < torch.cuda.device_count()
+    device = torch.device("cuda", launch.local_rank) if has_gpu else torch.device("cpu")
     name = f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else "cpu"
-    told = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
+    text = f"process {launch.rank} of {launch.world_size}: {socket.gethostname()}, {name}"
     if launch.world_size == 1 and torch.cuda.device_count() > 1:
-        told += f", the only one of {torch.cuda.device_count()} GPUs in use (`recipes launch` takes all)"
+        text += f", one of {torch.cuda.device_count()} GPUs; the others are idle (`recipes launch` uses all)"
     if launch.part is not None:
-        return f"{told}, pipeline stage {launch.part.stage} of {launch.part.num_stages}"
-    return f"{told}, {launch.engine}" if launch.engine else told
+        return f"{text}, pipeline stage {launch.part.stage} of {launch.part.num_stages}"
+    return f"{text}, {launch.engine}" if launch.engine else text
 
 
 def _find_differences(previous: Mapping[str, Any], now: Mapping[str, Any], launch: Launch) -> list[str]:
     """Return the keys that affect the result and have changed."""
     before = previous.get("config", {})
     plain_now = json.loads(json.dumps(now, default=str))
-    names = {name for name in before.keys() | plain_now.keys() if _decides(name)}
+    names = {name for name in before.keys() | plain_now.keys() if _affects_result(name)}
     if count_rows_per_step(now, launch.data_size) == previous.get("rows_per_step"):
-        # The same batch, cut otherwise.
+        # The same global batch, divided differently over ranks and micro-batches.
         names -= set(BATCH_KEYS)
     return sorted(name for name in names if before.get(name) != plain_now.get(name))
 
 
 def _resume_batch(config: RecipeConfig, launch: Launch, checkpoint: Path, say: Callable[[str], None]) -> RecipeConfig:
     record = read_complete(checkpoint)
-    assert record is not None, "it was complete a moment ago"
+    assert record is not None, "find_last_complete has just read it"
     verify_checkpoint_fits(record, str(checkpoint), launch)
     config, line = keep_batch(config, launch, record)
     if line:
@@ -388,11 +386,11 @@ def _explain_differences(
 ) -> list[Problem]:
     remedy = "choose another output_dir, or run the command it was started with"
     if set(differing) <= EXTENDABLE:
-        remedy = "no checkpoint is left from before the learning rates part; " + remedy
+        remedy = "no checkpoint is left from before the learning rates differ; " + remedy
     return [
         Problem(
             f"{output_dir / RUN_FILE}",
-            f"{name} was {before.get(name)!r} in the run that this directory holds and is {now.get(name)!r} now",
+            f"{name} was {before.get(name)!r} in the run of this directory and is now {now.get(name)!r}",
             remedy,
         )
         for name in differing
@@ -400,23 +398,23 @@ def _explain_differences(
 
 
 def read_run_record(output_dir: Path) -> dict[str, Any]:
-    """Return what ``run.json`` says of a run; nothing when it is not there or torn."""
+    """Return the contents of ``run.json``; empty if it is missing or damaged."""
     with suppress(DataError):
         return read_record(output_dir / RUN_FILE)
     return {}
 
 
 def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]:
-    """Return the record of the run in a directory; of one that was lost, what its newest checkpoint holds of it.
+    """Return the record of the run in a directory, from ``run.json`` or else from its newest checkpoint.
 
-    Nothing comes from a directory without checkpoints whose record is missing or was cut off: the run begins.
+    Empty, so that a new run begins, for a directory without checkpoints whose record is missing or truncated.
 
     Raises:
-        ConfigError: The record is lost and the checkpoint holds none of it; or without a checkpoint there is a file of
-            that name that no recipe wrote.
+        ConfigError: Neither ``run.json`` nor the newest checkpoint has a valid record.
+        ConfigError: There is no checkpoint, and ``run.json`` was not written by a recipe.
     """
     path, found = output_dir / RUN_FILE, read_run_record(output_dir)
-    remedy = "put the file back, or choose another output_dir"
+    remedy = "restore the file, or choose another output_dir"
     try:
         verify_fields(found, RECORDED, str(path), remedy=remedy)
         return found
@@ -433,7 +431,7 @@ def _read_previous(output_dir: Path, resume_from: Path | None) -> dict[str, Any]
 
 
 def _fill_in(record: dict[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with those keys of ``now`` that came with later versions: until then runs computed by their defaults."""
+    """Add the defaults of keys that did not exist in the version that wrote the record."""
     if not record or record["stage"] not in RECIPE_NAMES:
         return record
     keys = load_table(record["stage"]).keys

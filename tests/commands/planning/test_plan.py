@@ -334,7 +334,7 @@ def test_a_price_makes_a_cost_of_the_time(plan_other) -> None:
         ("sft", ["--num_gpus=8"], {}, "write --num_processes"),
         ("sft", [], {"max_length": None}, "write `max_length: ...`"),
         ("sft", ["--schedule", "a.png"], {}, "remove it"),
-        ("grpo", ["--hardware", "zero3"], {}, "DeepSpeed trains one model; these recipes"),
+        ("grpo", ["--hardware", "zero3"], {}, "DeepSpeed supports one model; these recipes"),
         ("sft", ["--hardware", "nothing"], {}, "there is no launch file"),
         ("sft", ["--pipeline_stages", "2", "--num_processes", "4"], {}, "only pretraining supports pipeline"),
         ("sft", ["--hardware", "fsdp2_tp", "--num_processes", "6"], {}, "not `num_processes` together"),

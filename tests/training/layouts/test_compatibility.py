@@ -228,20 +228,20 @@ CASES: list[tuple[tuple[dict[str, Any], dict[str, Any]], list[tuple[dict[str, An
 # What else trips the row of those keys.
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     *(({"recipe": recipe}, TENSORS, "does not support adapters") for recipe in ("reward", "dpo", "distill")),
-    ({"recipe": "pretrain"}, TENSORS | {"pipeline": name_pipeline(4, "gpipe")}, "do not fill the device mesh"),
+    ({"recipe": "pretrain"}, TENSORS | {"pipeline": name_pipeline(4, "gpipe")}, "device mesh needs another number"),
     (
         {"recipe": "pretrain"},
         pipeline(2, "gpipe", "FSDP", fsdp_activation_checkpointing=True),
         "does not shard pipeline stages",
     ),
-    ({"recipe": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would add different noise"),
-    ({"recipe": "sft", "torch_compile": True}, TENSORS, "would add different noise"),
-    ({"recipe": "sft", "eval_tasks": "[core]"}, ROWS_SHARED, "one process answers"),
-    ({"recipe": "sft", "eval_tasks": "[core]"}, ZERO, "one process answers"),
+    ({"recipe": "sft", "neftune_noise_alpha": 5.0}, TENSORS, "would draw different noise"),
+    ({"recipe": "sft", "torch_compile": True}, TENSORS, "would draw different noise"),
+    ({"recipe": "sft", "eval_tasks": "[core]"}, ROWS_SHARED, "benchmarks run on one process"),
+    ({"recipe": "sft", "eval_tasks": "[core]"}, ZERO, "benchmarks run on one process"),
     (
         {"recipe": "pretrain", "eval_tasks": "[core]", "gradient_accumulation_steps": 4},
         pipeline(),
-        "one process answers",
+        "benchmarks run on one process",
     ),
     *(({"recipe": recipe}, ROWS_SHARED, "more than tokens and labels") for recipe in ("reward", "dpo", "distill")),
     *(({"recipe": recipe}, HEADS_SHARED, "more than tokens and labels") for recipe in ("reward", "dpo", "distill")),
@@ -251,14 +251,14 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         HEADS_SHARED,
         "would read different rows",
     ),
-    ({}, HEADS_SHARED | {"deepspeed_config": {"zero_stage": 2}}, "is proved with ZeRO-3"),
-    ({"recipe": "sft", "torch_compile": True}, HEADS_SHARED, "compute the same under context parallelism"),
+    ({}, HEADS_SHARED | {"deepspeed_config": {"zero_stage": 2}}, "is tested with ZeRO-3"),
+    ({"recipe": "sft", "torch_compile": True}, HEADS_SHARED, "not tested with context parallelism"),
     ({}, mesh(dp_replicate=2, cp=2), "with tensor parallelism or replication"),
-    ({"recipe": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "compute the same under context parallelism"),
-    ({}, cut("fp8"), "8-bit layers take whole tensors"),
-    ({}, cut(fsdp_activation_checkpointing=True), "reads neither"),
-    (RLOO, ZERO, "DeepSpeed trains one model"),
-    (PPO | {"use_transformers_continuous_batching": True}, FSDP, "the policy's own modules"),
+    ({"recipe": "sft", "neftune_noise_alpha": 5.0}, ROWS_SHARED, "not tested with context parallelism"),
+    ({}, cut("fp8"), "8-bit layers do not support tensor"),
+    ({}, cut(fsdp_activation_checkpointing=True), "ignores both"),
+    (RLOO, ZERO, "DeepSpeed supports one model"),
+    (PPO | {"use_transformers_continuous_batching": True}, FSDP, "generates in another thread"),
     *((DISTIL | {key: 0.5}, ZERO, "outside of the forward") for key in WEIGHTS if key != "attention_weight"),
     (DISTIL | {"attention_weight": 0.5, "attn_implementation": "eager"}, ZERO, "outside of the forward"),
 ]
@@ -294,7 +294,7 @@ def test_every_row_has_its_case() -> None:
 
 @pytest.mark.parametrize(("row", "case"), list(zip(BLOCKED, CASES, strict=True)), ids=ROWS)
 def test_what_trips_a_row_and_what_beside_it_does_not(row: Any, case: Any, tmp_path: Path, monkeypatch) -> None:
-    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     (keys, document), neighbours = case
     config = read(keys, tmp_path)

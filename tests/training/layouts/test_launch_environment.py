@@ -66,6 +66,7 @@ def test_a_pipeline_is_read_from_its_variables(schedule, num_chunks):
         ({"PARALLELISM_CONFIG_CP_SIZE": "-4"}, "CP_SIZE: '-4' is not a whole number from 1 on"),
         ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "three"}, "ZERO_STAGE: 'three' is not a whole number from 0 on"),
         ({"ACCELERATE_GRADIENT_CLIPPING": "nan"}, "CLIPPING: 'nan' is not a number from 0 on"),
+        ({"ACCELERATE_MIXED_PRECISION": "int8"}, "mixed_precision: there is no precision 'int8'"),
     ],
 )
 def test_what_is_no_layout_is_refused(variables, words):
@@ -76,14 +77,14 @@ def test_what_is_no_layout_is_refused(variables, words):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: is 2, and there is no RANK, MASTER_ADDR, MASTER_PORT"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: is 2, and RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not set"),
         ({"MASTER_PORT": "x"}, "MASTER_PORT: 'x' is not a port"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT: '65536' is not a port"),
         ({"RANK": "2"}, "RANK: is 2, and the ranks of 2 processes end at 1"),
     ],
 )
 def test_one_of_several_processes_must_be_told_where_they_meet(variables, words, monkeypatch):
-    whole = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    whole = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in whole.items():
         monkeypatch.setenv(name, value)
     verify_rendezvous(read_launch())
@@ -98,7 +99,7 @@ def test_one_of_several_processes_must_be_told_where_they_meet(variables, words,
 
 
 def test_processes_that_do_not_know_each_other_are_refused():
-    with pytest.raises(ConfigError, match="each would train a model of its own"):
+    with pytest.raises(ConfigError, match="each would train its own model"):
         verify_launch(launch(world_size=2), num_processes=1, distributed_type="NO")
 
 
@@ -119,6 +120,27 @@ def test_a_machine_without_gpus_is_told_of_a_launch_file_for_cpus_before_anythin
     # Who names a device knows what is there.
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     verify_accelerator(launch(world_size=8, engine=engine), is_available=False)
+
+
+def test_a_process_without_a_gpu_of_its_own_is_refused_before_torch_fails(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_TORCH_DEVICE", raising=False)
+    last = Launch(rank=5, local_rank=1, world_size=8, engine="")
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK: is 1, and this process sees 1 GPU\n.*CUDA_VISIBLE_DEVICES"):
+        verify_accelerator(last, is_available=True, num_gpus=1)
+    verify_accelerator(last, is_available=True, num_gpus=2)
+    verify_accelerator(last, is_available=True)
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_srun_or_mpirun_that_do_not_know_each_other_are_refused(name, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, "1")
+    verify_rendezvous(read_launch())
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ConfigError, match=f"{name}: 4 processes were started without WORLD_SIZE"):
+        verify_rendezvous(read_launch())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    verify_rendezvous(read_launch())
 
 
 def test_fsdp_is_several_gpus_until_accelerate_shards(monkeypatch):
@@ -158,9 +180,9 @@ def test_a_model_that_was_not_cut_after_all_is_refused():
     """accelerate trains it whole on each of those processes, in silence."""
     cut = Launch(rank=0, local_rank=0, world_size=2, engine="FSDP", layout=Layout(sizes={"tp": 2}))
     verify_engine(cut, "MULTI_GPU", tensor_size=2, is_in_shards=True)
-    with pytest.raises(ConfigError, match="cut into 2, and the model's are in 1"):
+    with pytest.raises(ConfigError, match="expected 2 tensor-parallel ranks, and the model has 1"):
         verify_engine(cut, "MULTI_GPU", tensor_size=1)
-    with pytest.raises(ConfigError, match="cut into 1, and the model's are in 2"):
+    with pytest.raises(ConfigError, match="expected 1 tensor-parallel ranks, and the model has 2"):
         verify_engine(launch(world_size=2, engine="FSDP"), "FSDP", tensor_size=2)
 
 

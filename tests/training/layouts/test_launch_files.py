@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from tests.test_accelerate_configs import FILES, read_environment
 
-from recipes_lib.errors import ConfigError
+from recipes_lib.errors import ConfigError, UserError
 from recipes_lib.training.layouts.launch_environment import (
+    Launch,
     name_variables,
     plan_launch,
     read_launch,
@@ -74,6 +77,81 @@ def test_so_is_one_that_says_everything(
         assert (launch.layout.zero_stage, launch.layout.gathers_on_save) == (3, True)
         assert (launch.layout.accumulation, launch.layout.clipping) == (4, 0.5)
         assert launch.layout.offloads_optimizer
+
+
+def test_keys_of_fsdp_without_their_prefix_are_read_as_accelerate_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = {**MULTI_GPU, "fsdp_config": {"version": 2, "offload_params": True, "fsdp_state_dict_type": "FULL"}}
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump(document))
+    compare(file, monkeypatch)
+    layout = read_launch(name_variables(document)).layout
+    assert (layout.fsdp_version, layout.offloads_weights, layout.state_dict_type) == (2, True, "FULL")
+
+
+STAGE_3: dict[str, Any] = {
+    "stage": 3,
+    "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    "overlap_comm": True,
+    "reduce_bucket_size": "auto",
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+
+
+def read_deepspeed(content: Any, folder: Path) -> Launch:
+    file = folder / "ds config.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    document = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": str(file)}}
+    return read_launch(name_variables(document))
+
+
+def test_a_deepspeed_file_is_read_as_accelerate_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of transformers' documentation, but for its optimizer; and what accelerate makes of it."""
+    plugins = pytest.importorskip("accelerate.utils")
+    content = {
+        "zero_optimization": STAGE_3,
+        "bf16": {"enabled": "auto"},
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.5,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    launch = read_deepspeed(content, tmp_path)
+    plugin = plugins.DeepSpeedPlugin(hf_ds_config=str(tmp_path / "ds config.json"))
+    assert (launch.engine, launch.precision, launch.layout.accumulation) == ("DEEPSPEED", "no", None)
+    assert launch.layout.zero_stage == plugin.zero_stage == 3
+    assert launch.layout.clipping == plugin.deepspeed_config["gradient_clipping"] == 0.5
+    assert launch.layout.gathers_on_save is plugin.zero3_save_16bit_model is True
+    assert launch.layout.offloads_optimizer is (plugin.offload_optimizer_device == "cpu") is True
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds config.json"))
+    assert read_launch().layout == launch.layout
+
+
+def test_what_a_deepspeed_file_leaves_out_is_deepspeeds_default(tmp_path: Path) -> None:
+    launch = read_deepspeed({"zero_optimization": {}, "fp16": {"enabled": True}}, tmp_path)
+    layout = launch.layout
+    assert (launch.precision, layout.zero_stage, layout.accumulation, layout.clipping) == ("fp16", 0, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "`deepspeed_config_file` of the launch file"),
+        ("[]", "holds a list and not an object"),
+        ({"fp16": {"enabled": True}}, "`zero_optimization` is"),
+        ({"zero_optimization": 3}, "`zero_optimization` is"),
+        ({"zero_optimization": STAGE_3, "fp16": True}, "`fp16` is"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}}, "`offload_optimizer` is"),
+        ({"zero_optimization": STAGE_3, "optimizer": {"type": "AdamW"}}, "delete `optimizer` from the file"),
+        ({"zero_optimization": STAGE_3, "scheduler": {"type": "WarmupLR"}}, "delete `scheduler` from the file"),
+        ({"zero_optimization": STAGE_3, "train_batch_size": 32}, "delete `train_batch_size` from the file"),
+    ],
+)
+def test_a_deepspeed_file_that_would_train_something_else_is_refused(content: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"ds config\.json") as caught:
+        read_deepspeed(content, tmp_path)
+    assert words in str(caught.value)
 
 
 def test_the_number_of_processes_is_the_launchers() -> None:

@@ -235,7 +235,7 @@ def packages(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_of_every_optimizer_upstream_has_the_missing_package_is_named(packages, name):
     if name.endswith(("lomo", "layerwise")):
-        with pytest.raises(ConfigError, match="inside the backward pass"):
+        with pytest.raises(ConfigError, match="during the backward pass"):
             verify({"optim": name} | ACCEPTED)
         return
     handler = read_handler(name)
@@ -284,12 +284,12 @@ def test_what_is_accepted_is_built_and_what_is_refused_is_not(tmp_path, name):
     [
         ({"optim": "galore_adamw", "optim_target_modules": None}, "optim_target_modules"),
         ({"optim": "apollo_adamw", "optim_target_modules": None}, "optim_target_modules"),
-        ({"optim": "galore_adafactor", "weight_decay": 0.1}, "does not hand weight_decay"),
+        ({"optim": "galore_adafactor", "weight_decay": 0.1}, "does not pass weight_decay"),
         ({"optim": "galore_adamw", "save_strategy": "steps"}, "cannot resume from a checkpoint"),
         ({"optim": "apollo_adamw", "save_strategy": "epoch"}, "cannot resume from a checkpoint"),
         ({"optim": "grokadamw", "save_strategy": "steps"}, "cannot resume from a checkpoint"),
         ({"optim": "schedule_free_adamw", "lr_scheduler_type": "cosine"}, "lr_scheduler_type: constant"),
-        ({"optim": "schedule_free_sgd", "warmup_steps": 0.03}, "not by a share"),
+        ({"optim": "schedule_free_sgd", "warmup_steps": 0.03}, "not a fraction"),
         ({"optim": "muon", "optim_args": "momentum=0.9"}, "muon takes no arguments"),
     ],
 )
@@ -320,7 +320,7 @@ def test_pretraining_warms_up_by_its_own_schedule(packages):
     packages["all"] = True
     training = ACCEPTED | {"optim": "schedule_free_adamw", "warmup_steps": 0.01}
     verify(training, recipe="pretrain")
-    with pytest.raises(ConfigError, match="not by a share"):
+    with pytest.raises(ConfigError, match="not a fraction"):
         verify(training)
 
 
@@ -329,7 +329,7 @@ def test_a_group_that_deepspeed_has_flattened_is_told_as_such():
     flat = torch.nn.Parameter(torch.zeros(10))
     (row,) = describe_groups(torch.optim.AdamW([flat], lr=3e-4, weight_decay=0.1), build("llama-tied"))
     assert (row.num_parameters, row.weight_decay, row.learning_rate) == (10, 0.1, 3e-4)
-    assert row.parameters == ("this process's share of what DeepSpeed has flattened",)
+    assert row.parameters == ("this rank's partition of DeepSpeed's flattened parameters",)
 
 
 @pytest.mark.parametrize("decay_embeddings", [True, False])
@@ -354,5 +354,5 @@ def test_the_planned_groups_are_those_of_the_run(tiny_model_dir, tmp_path, optim
     names = [row.optimizer for row in built] if optim == "muon" else [optim] * len(built)
     assert planned == [replace(row, optimizer=name) for row, name in zip(built, names, strict=True)]
     line = format_group(planned[0])
-    assert f"{planned[0].num_parameters:,} numbers in {planned[0].num_tensors} tensors" in line
+    assert f"{planned[0].num_parameters:,} parameters in {planned[0].num_tensors} tensors" in line
     assert "rate 1.0e-03" in line

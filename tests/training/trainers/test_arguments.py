@@ -98,15 +98,24 @@ def test_bf16_is_used_where_the_hardware_has_it_and_the_recipe_does_not_say(
         ({}, "fp8", (False, False)),
         ({}, "bf16", (True, False)),
         ({"bf16": True}, "fp16", (True, False)),
-        ({"bf16": False}, "fp16", (False, False)),
+        ({"bf16": False}, "fp16", (False, True)),
+        ({"fp16": False}, "bf16", (True, False)),
     ],
 )
 def test_a_recipe_that_says_nothing_leaves_a_launch_file_its_precision(
     tmp_path, monkeypatch, given, launched, expected
 ):
-    monkeypatch.setattr(arguments, "supports_bf16", lambda: True)
-    precision = resolve_precision(make_config(tmp_path, **given), launched)
-    assert (precision["bf16"], precision["fp16"]) == expected
+    for hardware in (True, False):
+        monkeypatch.setattr(arguments, "supports_bf16", lambda hardware=hardware: hardware)
+        precision = resolve_precision(make_config(tmp_path, **given), launched)
+        assert (precision["bf16"], precision["fp16"]) == expected
+
+
+@pytest.mark.parametrize("scheduler", ["reduce_lr_on_plateau", "greedy"])
+def test_what_upstream_refuses_is_told_at_its_key(tmp_path, scheduler):
+    config = make_config(tmp_path, lr_scheduler_type=scheduler)
+    with pytest.raises(ConfigError, match=f"lr_scheduler_type.* {scheduler} requires an eval strategy"):
+        build_training_arguments(config, ONE, has_eval=False)
 
 
 @pytest.mark.parametrize("given", [{}, {"bf16": True}])
@@ -148,13 +157,13 @@ def test_without_a_gpu_and_torchao_every_reason_is_told(monkeypatch):
         verify_fp8("fp8")
     told = str(error.value)
     assert "pip install torchao" in told
-    assert "here is no GPU" in told
+    assert "this machine has no GPU" in told
 
 
 @pytest.mark.usefixtures("hopper")
 def test_an_older_gpu_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(ConfigError, match=r"here is a GPU of compute capability 8\.0"):
+    with pytest.raises(ConfigError, match=r"this machine has a GPU of compute capability 8\.0"):
         verify_fp8("fp8")
 
 

@@ -244,7 +244,7 @@ def test_it_is_told_once_that_chosen_answers_become_unlikely(tiny_model_dir, tmp
         logs = {"loss": 0.5, "logps/chosen_shift": shift}
         trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, logs)
     (line,) = [line for line in recorder.lines if not line.startswith("attention: ")]
-    assert line.startswith("step 2: chosen answers have lost 0.60 nats a token")
+    assert line.startswith("step 2: the log-probability of chosen answers has dropped by 0.60 nats per token")
 
 
 def test_losses_without_a_reference_compute_none(tiny_model_dir, tmp_path, monkeypatch):

@@ -81,6 +81,14 @@ def test_the_rows_of_a_step_are_those_of_all_groups(tiny_model_dir, tmp_path, la
     assert trainer.get_total_train_batch_size(trainer.args) == 2 * 3 * num_groups
 
 
+def test_a_run_whose_rows_are_all_dropped_is_refused(tiny_model_dir, tmp_path):
+    """Upstream ends it at step 0, and the model that was loaded would be exported."""
+    keys = {"per_device_train_batch_size": 64, "dataloader_drop_last": True}
+    trainer, _ = make_trainer(tiny_model_dir, tmp_path, make_packs(), **keys)
+    with pytest.raises(ConfigError, match="dataloader_drop_last: drops all rows"):
+        trainer.train()
+
+
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 

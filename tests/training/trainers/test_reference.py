@@ -67,7 +67,8 @@ def build(tmp_path, pairs, run="run", key=KEY) -> ReferenceLogps:
 
 
 def settle(stored, oracle, batch_size=7):
-    stored.settle(oracle.model, oracle, batch_size=batch_size, dtype=torch.float32, progress=TrainingProgress())
+    progress = TrainingProgress()
+    stored.load_or_compute(oracle.model, oracle, batch_size=batch_size, dtype=torch.float32, progress=progress)
 
 
 def reseal(folder: Path, name: str, logps: np.ndarray) -> None:
@@ -240,7 +241,7 @@ def test_a_folder_that_cannot_be_written_is_explained(tmp_path, pairs):
 
 
 def test_missing_numbers_after_a_step_are_refused_with_the_way_out():
-    with pytest.raises(ConfigError, match=r"(?s)stands at step 7.*restore the folder, or start again"):
+    with pytest.raises(ConfigError, match=r"(?s)weights of step 7 cannot.*restore the folder, or start again"):
         refuse_missing(7)
 
 
@@ -330,7 +331,7 @@ def test_a_run_goes_on_with_its_own_copy_and_not_without_it(tiny_model_dir, tmp_
     assert go_on() == recorder.steps[2:]
     assert len(computed) == 1
     shutil.rmtree(tmp_path / "run" / "reference")
-    with pytest.raises(ConfigError, match="the run stands at step 2"):
+    with pytest.raises(ConfigError, match="the weights of step 2 cannot"):
         go_on()
 
 

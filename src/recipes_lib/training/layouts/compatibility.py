@@ -20,7 +20,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.launch_environment import Launch
 
 Keys = Mapping[str, Any]
-"""Keys of a recipe that are in effect; one that is absent has upstream's default."""
+"""Keys of a recipe that are in effect; an absent key has upstream's default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Blocked:
     """A combination that would fail late, or silently compute something else.
 
     Attributes:
-        launch: What the launch file says, or the launch itself, in Markdown.
-        is_launched: Whether a launch is such.
-        why: What would happen.
+        launch: Description of the launch, in Markdown.
+        is_launched: Predicate of affected launches.
+        why: Consequence of the combination.
         remedy: What to do instead.
-        keys: Of the recipe; it is told at the first of them that is set. Without any it is told of the launch file.
-        recipe_text: The condition on the recipe, in Markdown; empty: one of ``keys`` is set, or any recipe if none.
-        recipes: Recipes that it is about; empty: all of them.
-        is_asked: Whether keys of a recipe are such; ``None``: where one of ``keys`` is set, or always without any.
+        keys: Keys of the recipe; the problem names the first one that is set, or the launch file if there are none.
+        recipe_text: Description of the recipe, in Markdown; empty: one of ``keys`` is set, or any recipe.
+        recipes: Affected recipes; empty: all.
+        is_asked: Predicate of affected keys; ``None``: one of ``keys`` is set, or always without ``keys``.
     """
 
     launch: str
@@ -59,17 +59,17 @@ class Blocked:
         """Return the problem of an affected recipe: key, reason, and remedy.
 
         Args:
-            keys: Of the recipe.
+            keys: Keys of the recipe that are in effect.
             config: The recipe.
-            file: The launch file, as it is to be called.
+            file: Name of the launch file in the problem.
         """
         if not self.keys:
-            asked = f"recipes/{config.recipe}.py and a launch with {self.launch}" if self.recipes else self.launch
-            return Problem(file, f"{asked}: {self.why}", self.remedy)
+            subject = f"recipes/{config.recipe}.py and a launch with {self.launch}" if self.recipes else self.launch
+            return Problem(file, f"{subject}: {self.why}", self.remedy)
         key = next((key for key in self.keys if keys.get(key)), self.keys[0])
-        said = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
+        subject = f"`{key}: {keys[key]}`" if key in keys else f"`{key}`, which is not given,"
         where = config.provenance.get(key, "default")
-        found = f"{said} and a launch with {self.launch}: {self.why}"
+        found = f"{subject} and a launch with {self.launch}: {self.why}"
         return Problem(key if where == "default" else where, found, self.remedy)
 
 
@@ -78,9 +78,9 @@ BITSANDBYTES: Final = (
     *("paged_ademamix_32bit", "paged_ademamix_8bit", "lion_8bit", "lion_32bit", "paged_lion_32bit", "paged_lion_8bit"),
     *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
 )
-"""Values of ``optim`` that are bitsandbytes'."""
+"""Values of ``optim`` that bitsandbytes implements."""
 STOCHASTIC_ADAMW: Final = "adamw_bf16_stochastic"
-"""The value of ``optim`` that trains bfloat16 weights with ``StochasticAdamW``."""
+"""Value of ``optim`` that selects ``StochasticAdamW``."""
 _NOT_SHARDED: Final = (*BITSANDBYTES, "adafactor", STOCHASTIC_ADAMW, "adamw_torch_4bit")
 
 
@@ -98,14 +98,14 @@ def _count_batches(keys: Keys) -> int:
 
 
 def _trains_few_bits(keys: Keys, launch: Launch) -> bool:
-    """Whether 16-bit weights are trained with a compute dtype of fewer bits."""
+    """Whether 16-bit weights are trained with mixed precision, for which accelerate converts them to ``float32``."""
     is_all_float32 = launch.precision == "no" and keys.get("bf16") is False and not keys.get("fp16")
     return keys.get("dtype") in ("bfloat16", "float16") and not keys.get("use_peft") and not is_all_float32
 
 
 def _copies_policy(keys: Keys, _: Launch) -> bool:
-    """Whether a frozen copy of the whole policy exists beside it; ``prepare_reference`` makes it."""
-    # A new adapter changes nothing yet, unless its initialisation took a part of the base weights.
+    """Whether the reference is a frozen copy of the whole policy, as ``prepare_reference`` decides."""
+    # A new adapter is the identity, but PiSSA and OLoRA subtract its product from the base weights.
     has_base = (
         keys.get("use_peft")
         and not keys.get("adapter_name_or_path")
@@ -120,7 +120,7 @@ def _has_precision(name: str) -> Callable[[Launch], object]:
 
 
 def _has_axis(*axes: str) -> Callable[[Launch], object]:
-    """Whether the device mesh has one of these axes."""
+    """Return the condition that the device mesh has one of these axes."""
     return lambda launch: set(axes) & set(launch.layout.sizes)
 
 
@@ -168,7 +168,7 @@ _LAUNCHES: Final[Mapping[str, Callable[[Launch], object]]] = {
         launch.engine or launch.context_size > 1 or _has_pipeline(launch)
     ),
 }
-"""Condition on a launch, as ``compatibility.yaml`` names it."""
+"""Conditions on a launch by their names in ``compatibility.yaml``."""
 _ASKED: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
     "trains 16-bit weights": _trains_few_bits,
     "copies the policy": _copies_policy,
@@ -182,7 +182,7 @@ _ASKED: Final[Mapping[str, Callable[[Keys, Launch], object]]] = {
         _count_batches(keys) % launch.layout.pipeline_stages
     ),
 }
-"""Condition on keys and launch, as ``compatibility.yaml`` names it."""
+"""Conditions on keys and launch by their names in ``compatibility.yaml``."""
 
 
 def _build_asked(entry: Mapping[str, Any], named: Sequence[str]) -> Callable[[Keys, Launch], object] | None:
@@ -194,7 +194,7 @@ def _build_asked(entry: Mapping[str, Any], named: Sequence[str]) -> Callable[[Ke
 
 
 def _build(entry: Mapping[str, Any]) -> Blocked:
-    """Build an entry of ``compatibility.yaml``; its comment says how they are read."""
+    """Build an entry of ``compatibility.yaml``, whose first comment describes the fields."""
     keys = tuple(entry.get("keys", "").split())
     conditions = [_LAUNCHES[name] for name in entry["if"].split(", ")]
     return Blocked(
@@ -214,7 +214,7 @@ BLOCKED: Final = tuple(
     for entries in read_lists(Path(__file__).with_name("compatibility.yaml")).values()
     for entry in entries
 )
-"""Every combination that is refused."""
+"""All incompatible combinations."""
 
 
 def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch file") -> None:
@@ -222,11 +222,11 @@ def verify_combination(config: RecipeConfig, launch: Launch, file: str = "launch
 
     Args:
         config: The recipe.
-        launch: How it is started.
-        file: The launch file, as it is to be called.
+        launch: The launch.
+        file: Name of the launch file in the error.
 
     Raises:
-        ConfigError: One or more rows of ``BLOCKED`` apply.
+        ConfigError: At least one row of ``BLOCKED`` applies; the error lists all.
 
     Source: ``tests/training/layouts/test_compatibility.py``.
     """

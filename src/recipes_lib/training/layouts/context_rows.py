@@ -1,4 +1,4 @@
-"""Context parallelism in the trainers: the tokens of a rank, and its attention index."""
+"""Context parallelism in the trainers: process group, tokens of a rank, and indices of its keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from recipes_lib.training.layouts.launch_environment import Launch
 
 
 def join_context(launch: Launch, args: TrainingArguments) -> ContextParallelGroup | None:
-    """Build the context-parallel group of this process; ``None`` if every rank has its own rows. All ranks must call.
+    """Build the context-parallel group of this process, ``None`` without context parallelism; all ranks must call.
 
     Args:
-        launch: How they were started.
-        args: Of the trainer; the process group exists.
+        launch: The launch.
+        args: From ``build_training_arguments``, which has initialised the process group.
     """
     if launch.context_size == 1:
         return None
@@ -39,33 +39,32 @@ def join_context(launch: Launch, args: TrainingArguments) -> ContextParallelGrou
 
 
 def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_heads: bool) -> dict[str, Any]:
-    """Local part of a batch: one piece from the head of each row and one from its tail.
+    """Return the local part of a batch: two of the ``2n`` pieces of each row, for ``n`` context-parallel ranks.
 
-    A row is split into twice as many pieces as ranks. With causal attention, the first piece attends to the fewest
-    tokens and the last to the most; pairing them balances the work. With Ulysses it is balanced in any case.
+    With causal attention, the first piece of a row attends to the fewest tokens and the last to the most. Rank ``r``
+    has pieces ``r`` and ``2n - 1 - r``, which balances the work; Ulysses uses the same pieces without need.
 
     Args:
-        batch: As ``PackedCollator`` makes it in the layout ``rows``; alike on all processes that share it.
-        rank: Of this process among them.
-        num_processes: That share it.
+        batch: From ``PackedCollator`` with the layout ``rows``, ``(B, L)``; the same on all ranks of the group.
+        rank: Rank of this process in its context-parallel group.
+        num_processes: Size of the group.
         by_heads: As ``ContextParallelGroup``.
 
     Returns:
-        The tokens of this process, ``(B, 2 * L / 2n)``: ``input_ids``, ``position_ids``, ``labels``, and ``targets``,
-        the label of the token behind each, which may be another process's; ``target_positions``, where those are that
-        are not ignored; ``num_tokens`` of the whole batch on the first process and 0 on the others. Besides, for the
-        attention: ``cu_seq_lens_q``, ``cu_seq_lens_k``,
-        ``max_length_q`` and ``max_length_k`` of what attends together, and ``context_index``, where among the gathered
-        tokens the keys of each stand: by heads those of whole documents, which are the queries too.
+        Local tokens ``(B, 2 * ceil(L / 2n))``: ``input_ids``, ``position_ids`` and ``labels``. Loss: ``targets``, the
+        label of each token's successor, which another rank may hold; ``target_positions``, indices of targets that are
+        not ignored; ``num_tokens`` of the whole batch on rank 0, and 0 on other ranks. Attention: ``cu_seq_lens_q``,
+        ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k`` of the runs of queries, and ``context_index``, the
+        indices of their keys among the gathered tokens. With Ulysses, a run is a whole document.
     """
-    # The index is computed on the host, wherever the loader placed the batch.
+    # Indices are computed on the host, so that building them does not synchronise with the device.
     batch = {name: batch[name].cpu() for name in ("input_ids", "position_ids", "labels", "num_tokens")}
     length = batch["input_ids"].shape[1]
     piece = -(-length // (2 * num_processes))
     padding = 2 * num_processes * piece - length
-    # Padding is a separate document.
-    restarted = torch.arange(padding).expand(len(batch["input_ids"]), -1)
-    positions = torch.cat([batch["position_ids"], restarted], dim=1)
+    # Padding is a separate document: its positions restart at 0.
+    padding_positions = torch.arange(padding).expand(len(batch["input_ids"]), -1)
+    positions = torch.cat([batch["position_ids"], padding_positions], dim=1)
     labels = functional.pad(batch["labels"], (0, padding), value=IGNORE_INDEX)
     whole = {
         "input_ids": functional.pad(batch["input_ids"], (0, padding)),
@@ -84,22 +83,21 @@ def shard_batch(batch: Mapping[str, Any], rank: int, num_processes: int, *, by_h
 
 def _find_keys(positions: Any, attending: Sequence[tuple[int, int]], num_processes: int) -> dict[str, Any]:
     """Keys of each run of queries; a run is the part of a document in one ``attending`` piece of a row."""
-    # Pieces of a row in order, as all-gathered rank by rank.
+    # Rank that holds each of the 2n pieces of a row.
     owners = [min(at, 2 * num_processes - 1 - at) for at in range(2 * num_processes)]
     row = np.arange(positions.shape[1])
     piece = len(row) // len(owners)
-    # Where each token of a row stands among the gathered ones: rank by rank, of each rank row by row, of each row the
-    # piece from the head and then that from the tail.
+    # Index of each token of row 0 among the all-gathered tokens, ordered by rank, then row, then head and tail piece.
     number, offset = row // piece, row % piece
     place = np.array(owners)[number] * len(positions) * 2 * piece + np.where(number < num_processes, 0, piece) + offset
     queries, keys, index = [0], [0], []
     for at, line in enumerate(positions):
-        bounds = np.append(np.flatnonzero(line == 0), len(line))  # Positions start at 0 with each document.
+        bounds = np.append(np.flatnonzero(line == 0), len(line))  # Position 0 begins a document.
         for start, stop in attending:
             for first, behind in itertools.pairwise(bounds):
                 begin, end = max(first, start), min(behind, stop)
                 if begin < end:
-                    # Causal from the end: the last query sees all keys, the one before it one fewer.
+                    # The kernel aligns causal masks at the end: the last query attends to all keys of its run.
                     queries.append(end - begin)
                     keys.append(end - first)
                     index.append(place[first:end] + at * 2 * piece)
@@ -108,6 +106,6 @@ def _find_keys(positions: Any, attending: Sequence[tuple[int, int]], num_process
         "cu_seq_lens_k": torch.tensor(keys).cumsum(0, dtype=torch.int32),
         "max_length_q": int(max(queries)),
         "max_length_k": int(max(keys)),
-        # An empty batch, a placeholder during a batch ramp, has no keys.
+        # ``concatenate`` needs one array: an empty placeholder of a batch-size ramp has no keys.
         "context_index": torch.from_numpy(np.concatenate([*index, row[:0]])),
     }

@@ -19,14 +19,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def settle_precision(accelerator: Accelerator, model: nn.Module | None = None) -> None:
-    """Make FSDP2 reduce gradients and return losses in ``float32``; call it before any model is prepared.
+    """Make FSDP2 reduce gradients and return losses in ``float32``; must precede the preparation of any model.
 
-    accelerate's default is the narrow dtype everywhere: losses and log-probabilities would have three digits, and so
-    would the reduction of gradients. Only matrix products should be narrow, as under autocast.
+    accelerate's default is the compute dtype for outputs and reductions too: in bfloat16, losses, log-probabilities and
+    summed gradients would have three digits. Only matrix products should have the compute dtype, as under autocast.
 
     Args:
-        accelerator: Of the run; without FSDP2, or in full precision, nothing changes.
-        model: That accelerate will prepare; ``shard`` sees to those that it is given.
+        accelerator: Accelerator of the run; without FSDP2, or in full precision, nothing changes.
+        model: Model that accelerate will prepare; for other models, ``shard`` does the same.
 
     Source: ``tests/training/layouts/test_fsdp.py``.
     """
@@ -38,22 +38,21 @@ def settle_precision(accelerator: Accelerator, model: nn.Module | None = None) -
 
 
 def shard(accelerator: Accelerator, model: Any) -> Any:
-    """Return a model sharded in the same way as accelerate shards the trained one: layer by layer.
+    """Return a model sharded layer by layer, as accelerate shards the trained one; all ranks must call.
 
     Args:
-        accelerator: Of FSDP2, its precision settled.
-        model: On the host; where loading is sparing, with weights on the main process alone.
+        accelerator: Accelerator with FSDP2, after ``settle_precision``.
+        model: Model on the host; with ``cpu_ram_efficient_loading``, only rank 0 has its weights.
     """
     plugin = accelerator.state.fsdp_plugin
-    named = plugin.transformer_cls_names_to_wrap
+    class_names = plugin.transformer_cls_names_to_wrap
     if plugin.mixed_precision_policy is not None:
         _widen_outputs(model)
     try:
         return fsdp2_prepare_model(accelerator, model)
     finally:
-        # Otherwise accelerate would search the next model, possibly of another architecture, for the layers of this
-        # one.
-        plugin.transformer_cls_names_to_wrap = named
+        # accelerate stores the layer classes it finds, and would search a model of another architecture for them.
+        plugin.transformer_cls_names_to_wrap = class_names
 
 
 def shard_head(head: nn.Module, trunk: nn.Module) -> None:
@@ -61,36 +60,36 @@ def shard_head(head: nn.Module, trunk: nn.Module) -> None:
 
     Source: ``tests/distributed/test_ppo.py``.
     """
-    like = _list_groups(trunk)[0]
-    fully_shard(head, mesh=like.mesh_info.mesh, mp_policy=_build_policy(None), offload_policy=like.offload_policy)
+    group = _list_groups(trunk)[0]
+    fully_shard(head, mesh=group.mesh_info.mesh, mp_policy=_build_policy(None), offload_policy=group.offload_policy)
 
 
 def shard_chunk(chunk: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Shard a chunk of a pipeline stage, layer by layer, over the ranks with the same stage; in place.
 
-    Gradients are reduced over these ranks. A layer gathered by a micro-batch stays gathered to the end of the step: a
-    gather per micro-batch would multiply the traffic (torchtitan does the same for FSDP in a pipeline).
+    A layer gathered by a micro-batch stays gathered until the end of the step: an all-gather per micro-batch would
+    multiply the communication (torchtitan does the same for FSDP in a pipeline).
 
     Args:
-        chunk: No two have a weight in common.
-        layers: Of the chunk.
-        mesh: The processes, along one dimension; of a larger mesh where tensor parallelism has sharded the chunk.
-        compute_dtype: Of products, in which weights are gathered.
+        chunk: Chunk of the model, without weights in common with other chunks.
+        layers: Decoder layers of the chunk.
+        mesh: One-dimensional mesh of the ranks with this stage; with tensor parallelism, a slice of a larger mesh.
+        compute_dtype: Dtype of matrix products and of gathered weights.
 
     Source: ``tests/distributed/test_pipeline_shards.py``.
     """
     policy = _build_policy(None if compute_dtype == torch.float32 else compute_dtype)
     for module in (*layers, chunk):
-        of_module = replace(policy, output_dtype=torch.float32) if module is chunk else policy
-        sharded = fully_shard(module, mesh=mesh, mp_policy=of_module, reshard_after_forward=False)
-        # The loss is divided by the targets of all replicas: gradients are summed, not averaged.
+        module_policy = replace(policy, output_dtype=torch.float32) if module is chunk else policy
+        sharded = fully_shard(module, mesh=mesh, mp_policy=module_policy, reshard_after_forward=False)
+        # The loss is already divided by the targets of all replicas: gradients are summed, not averaged.
         sharded.set_gradient_divide_factor(1.0)
-        # gloo supports no other reduction.
+        # A divide factor selects ``PREMUL_SUM``, which gloo does not support.
         sharded.set_force_sum_reduction_for_comms(True)
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Return whether any weight of a model is sharded."""
+    """Return whether any weight of a model is a ``DTensor``, by FSDP2 or tensor parallelism."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -100,34 +99,35 @@ def get_local(tensor: Tensor) -> Tensor:
 
 
 def get_whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor; every process with a shard of it must call."""
+    """Return the full tensor; all ranks with a shard of it must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(model: Any) -> bool:
-    """Return whether FSDP2 shards a model."""
+    """Return whether a model was sharded by FSDP2."""
     return isinstance(model, FSDPModule)
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather all weights of a sharded model on every process within the context, in the compute dtype; all must enter.
+    """Context in which every rank has all weights of a sharded model, in the compute dtype; all ranks must enter.
 
-    Forward passes inside need no communication, so each process can make a different number of them.
+    Forward passes inside need no communication, so ranks may run different numbers of them.
 
     Source: ``tests/training/layouts/test_fsdp.py``, ``tests/distributed/test_ppo.py``.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     groups = _list_groups(model)
-    # A unit would drop its weights behind its forward pass, and gather them again for the next one.
-    before = [group.post_forward_mesh_info for group in groups]
+    # By default, a unit reshards its weights after each forward pass.
+    mesh_infos = [group.post_forward_mesh_info for group in groups]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
     try:
         yield
     finally:
-        for group, mesh_info in zip(groups, before, strict=True):
+        # ``set_reshard_after_forward`` changes this attribute, and torch has no getter for the previous value.
+        for group, mesh_info in zip(groups, mesh_infos, strict=True):
             group.post_forward_mesh_info = mesh_info
         reshard(model)
 
@@ -139,13 +139,9 @@ def _list_groups(model: nn.Module) -> list[FSDPParamGroup]:
 
 
 def compute_total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the global norm of all tensors over all shards; a plain scalar.
-
-    Tensors on the same device mesh are combined first, because torch has no operation across meshes.
-    """
-    totals: list[Any] = [get_total_norm(some) for some in _group_by_mesh(tensors)]
-    # The norm of norms is the norm of all.
-    norms = [get_whole(total) for total in totals]
+    """Return the global L2 norm of all tensors over all shards, as a scalar that is not a ``DTensor``."""
+    # The norm over the groups' norms is the norm over all tensors.
+    norms = [get_whole(get_total_norm(group)) for group in _group_by_mesh(tensors)]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -153,45 +149,45 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, total_no
     """Scale gradients in place so that their norm is at most ``max_norm``.
 
     Args:
-        parameters: Each has a gradient; on whichever meshes.
-        max_norm: The bound.
-        total_norm: Of all gradients; a plain scalar.
+        parameters: Parameters with gradients, on any device meshes.
+        max_norm: Upper bound of the norm.
+        total_norm: Norm of all gradients, from ``compute_total_norm``.
     """
-    for some in _group_by_mesh(parameters):
-        clip_grads_with_norm_(some, max_norm, total_norm)
+    for group in _group_by_mesh(parameters):
+        clip_grads_with_norm_(group, max_norm, total_norm)
 
 
 def _group_by_mesh(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by device mesh: torch has no list operation across meshes."""
-    together: dict[DeviceMesh | None, list[Tensor]] = {}
+    """Group tensors by device mesh: foreach operations of torch do not support several meshes."""
+    groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
-        together.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
-    return together.values()
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return groups.values()
 
 
 def prepare_frozen(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return a frozen model, sharded like the trained one, with the same compute dtype."""
+    """Return a frozen model with the sharding and compute dtype of the trained one; all ranks must call."""
     if accelerator.is_fsdp2:
         sharded: nn.Module = shard(accelerator, model)
         return sharded
     prepared: nn.Module = accelerator.prepare_model(model, device_placement=True, evaluation_mode=True)
-    # accelerate keeps references to prepared models, for its own checkpoints.
+    # accelerate appends every prepared model to the models that its own checkpoints contain.
     accelerator._models.pop()
     return prepared
 
 
 def _build_policy(param_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Mixed-precision policy of every unit: outputs stay narrow, because the next layer would cast them down again."""
+    """Mixed-precision policy of every unit. Outputs keep the compute dtype: the next layer would cast them back."""
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
 
 
 def _widen_outputs(model: nn.Module) -> None:
-    """Make the outermost model return ``float32``, as accelerate does for an unsharded one; layers are unchanged."""
+    """Convert the outputs of the root module to ``float32``, as accelerate does without FSDP."""
     model.register_forward_hook(lambda _module, _inputs, output: convert_to_fp32(output))
 
 
 def reshard(model: nn.Module) -> None:
-    """Restore the shards on every process; FSDP2 leaves some weights gathered after a forward pass."""
+    """Reshard all units: the root unit keeps its weights gathered after a forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -13,20 +13,34 @@ from typing import Any, Final, TypeVar
 import yaml
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import read_record, verify_fields
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.shipped import LAUNCH_FILES
 
 _EXPECTED: Final = "RECIPES_LAUNCHED"
-"""Launch verification: what ``recipes launch`` expects, world size and engine."""
+"""World size and engine that ``recipes launch`` expects of the processes it starts."""
 _LEFT_TO_LOADING: Final = "RECIPES_SHARDED_WHEN_LOADED"
-"""Set where accelerate's own sharding was switched off, since transformers shards the model while it loads it."""
+"""Set when accelerate's FSDP was disabled because this library or transformers shards the model."""
 _ON_CPUS: Final = "FSDP and DeepSpeed need an accelerator on every process; on CPUs use accelerate_configs/cpu_ddp.yaml"
 _DIMENSIONS: Final = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _PIPELINE_STAGES: Final = "PIPELINE_STAGES"
 """Launch files of accelerate have no pipeline keys: ``recipes launch`` sets the number of stages here."""
 _SCHEDULE: Final = "PIPELINE_SCHEDULE"
 SCHEDULES: Final = ("1f1b", "gpipe", "interleaved")
-"""In which order the micro-batches of a step go through a pipeline; the first is taken where nothing is said."""
+"""Pipeline schedules; the first is the default."""
+
+_PRECISION: Final = "ACCELERATE_MIXED_PRECISION"
+_PRECISIONS: Final = ("no", "bf16", "fp16", "fp8")
+_DEEPSPEED_FILE: Final = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_DEEPSPEED_VARIABLES: Final = {
+    "deepspeed_config_file": _DEEPSPEED_FILE,
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+}
+"""Key of ``deepspeed_config`` in a launch file -> environment variable that accelerate sets."""
 
 _VARIABLES: Final = {
     # Expandable segments: packed rows differ in length, so freed memory is reused in other sizes.
@@ -35,7 +49,7 @@ _VARIABLES: Final = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
-"""Of the processes of a launch, unless the user has set them."""
+"""Defaults of environment variables of the launched processes."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -45,20 +59,19 @@ class Layout:
     """Parallelism of a launch file; missing values are accelerate's defaults.
 
     Attributes:
-        uses_cpu: Whether the file asks for CPUs; processes that torch's launcher started are not told.
+        uses_cpu: Whether the file sets ``use_cpu``; always False in processes started by torchrun.
         fsdp_version: 1 or 2.
-        state_dict_type: ``SHARDED_STATE_DICT`` or another of FSDP's.
-        recomputes: Whether FSDP recomputes activations.
-        offloads_weights: Whether FSDP keeps weights on the host.
-        sizes: Processes along each dimension of the mesh (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) that
-            has more than one.
-        zero_stage: Of DeepSpeed.
+        state_dict_type: FSDP state dict type, such as ``SHARDED_STATE_DICT``.
+        recomputes: Whether FSDP applies activation checkpointing.
+        offloads_weights: Whether FSDP offloads weights to the host.
+        sizes: Size of each mesh dimension (``dp_replicate``, ``dp_shard``, ``tp``, ``cp``, ``sp``) above 1.
+        zero_stage: ZeRO stage of DeepSpeed.
         gathers_on_save: Whether ZeRO-3 gathers weights on saving.
-        accumulation: ``gradient_accumulation_steps`` of DeepSpeed; ``None`` leaves it to the recipe.
-        clipping: ``gradient_clipping`` of DeepSpeed; ``None`` leaves it to the recipe.
-        offloads_optimizer: Whether DeepSpeed updates on the host.
-        pipeline_stages: Processes of a pipeline, each with a part of the layers; 1 is none.
-        schedule: One of ``SCHEDULES``.
+        accumulation: ``gradient_accumulation_steps`` of DeepSpeed; ``None``: the recipe's.
+        clipping: ``gradient_clipping`` of DeepSpeed; ``None``: the recipe's ``max_grad_norm``.
+        offloads_optimizer: Whether DeepSpeed updates weights on the host.
+        pipeline_stages: Pipeline stages; 1: no pipeline parallelism.
+        schedule: Pipeline schedule, one of ``SCHEDULES``.
     """
 
     uses_cpu: bool = False
@@ -81,12 +94,12 @@ class Launch:
     """State of the launch in this process, from the launcher (accelerate, torchrun, SLURM through either).
 
     Attributes:
-        rank: Index of this process among all.
-        local_rank: Index of this process on its machine.
+        rank: Global rank of this process.
+        local_rank: Rank of this process on its machine.
         world_size: Number of processes.
-        engine: ``FSDP``, ``DEEPSPEED`` or empty: the sharding that the launch file asked accelerate for.
+        engine: Requested sharding: ``FSDP``, ``DEEPSPEED`` or empty.
         precision: ``mixed_precision`` of the launch file: ``no``, ``bf16``, ``fp16`` or ``fp8``.
-        layout: What else the launch file says.
+        layout: Parallelism of the launch file.
     """
 
     rank: int
@@ -98,12 +111,12 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """True on the one process that writes files and prints."""
+        """Whether this process has rank 0, which writes files and logs."""
         return self.rank == 0
 
     @property
     def tensor_size(self) -> int:
-        """Size of the tensor-parallel group; 1: no tensor parallelism."""
+        """Size of a tensor-parallel group; 1: no tensor parallelism."""
         return self.layout.sizes.get("tp", 1)
 
     @property
@@ -113,12 +126,12 @@ class Launch:
 
     @property
     def context_size(self) -> int:
-        """Size of the context-parallel group; 1: no context parallelism."""
+        """Size of a context-parallel group; 1: no context parallelism."""
         return self.layout.sizes.get("cp", 1) * self.layout.sizes.get("sp", 1)
 
     @property
     def shares_by_heads(self) -> bool:
-        """Whether context parallelism is Ulysses (all-to-all of heads) instead of an all-gather of keys."""
+        """Whether context parallelism is Ulysses (all-to-all over heads) instead of an all-gather of keys."""
         return "sp" in self.layout.sizes
 
     @property
@@ -129,17 +142,16 @@ class Launch:
     @property
     def data_size(self) -> int:
         """Number of data-parallel ranks; a tensor, context or pipeline group counts as one."""
-        # A launch that does not fill one group is rejected by the next check.
+        # At least 1: ``verify_combination`` rejects a world size below the size of one group.
         return max(1, self.world_size // (self.tensor_size * self.context_size * self.layout.pipeline_stages))
 
     @property
     def data_rank(self) -> int:
         """Data-parallel rank of this process, or of its group."""
         if self.layout.pipeline_stages > 1:
-            # Ranks of a pipeline are far apart, so that ranks with the same stage, which reduce gradients, are
-            # neighbours.
+            # Mesh (pipeline, data, tensor): ranks with the same stage, which reduce gradients, are adjacent.
             return self.rank // self.tensor_size % self.data_size
-        # Ranks of a tensor or context group are neighbours, and take the same rows.
+        # Ranks of a tensor- or context-parallel group are adjacent, and take the same rows.
         return self.rank * self.data_size // self.world_size
 
     @property
@@ -153,55 +165,97 @@ class Launch:
 
 
 def read_launch(variables: Mapping[str, str] | None = None) -> Launch:
-    """Read the launch from the environment; one process without variables of a launcher.
+    """Read the launch from environment variables; without those of a launcher, it is a single process.
 
     Args:
-        variables: Those of another process, such as the one that a launch file would start; ``None`` is this one's.
+        variables: Environment of a planned process, from ``name_variables``; ``None``: that of this process.
 
     Raises:
-        ConfigError: A number is none, or there is no such schedule of a pipeline.
+        ConfigError: A variable is not a number in its range, or the precision or pipeline schedule is unknown.
+        DataError: DeepSpeed's JSON file cannot be read.
     """
-    told = os.environ if variables is None else variables
+    env = dict(os.environ if variables is None else variables)
+    if (deepspeed_file := env.get(_DEEPSPEED_FILE, "none")) != "none":
+        env |= _read_deepspeed_file(Path(deepspeed_file))
     engine = ""
-    if _is_true(told, "ACCELERATE_USE_FSDP") or _is_true(told, _LEFT_TO_LOADING):
+    if _is_true(env, "ACCELERATE_USE_FSDP") or _is_true(env, _LEFT_TO_LOADING):
         engine = "FSDP"
-    if _is_true(told, "ACCELERATE_USE_DEEPSPEED"):
+    if _is_true(env, "ACCELERATE_USE_DEEPSPEED"):
         engine = "DEEPSPEED"
+    precision = env.get(_PRECISION, "no").lower()
+    if precision not in _PRECISIONS:
+        found, remedy = f"there is no precision {precision!r}", f"write {', '.join(_PRECISIONS)}"
+        raise ConfigError(Problem("mixed_precision", found, remedy))
     return Launch(
-        rank=_read_number(told, "RANK", 0),
-        local_rank=_read_number(told, "LOCAL_RANK", 0),
-        world_size=_read_number(told, "WORLD_SIZE", 1, least=1),
+        rank=_read_number(env, "RANK", 0),
+        local_rank=_read_number(env, "LOCAL_RANK", 0),
+        world_size=_read_number(env, "WORLD_SIZE", 1, least=1),
         engine=engine,
-        precision=told.get("ACCELERATE_MIXED_PRECISION", "no").lower(),
-        layout=_read_layout(told),
+        precision=precision,
+        layout=_read_layout(env),
     )
 
 
-def _read_layout(told: Mapping[str, str]) -> Layout:
-    schedule = told.get(_SCHEDULE, SCHEDULES[0]).lower()
+def _read_layout(env: Mapping[str, str]) -> Layout:
+    schedule = env.get(_SCHEDULE, SCHEDULES[0]).lower()
     if schedule not in SCHEDULES:
         raise ConfigError(Problem(_SCHEDULE, f"there is no schedule {schedule!r}", f"write {' or '.join(SCHEDULES)}"))
-    sizes = {name: _read_number(told, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
+    sizes = {name: _read_number(env, f"PARALLELISM_CONFIG_{name.upper()}_SIZE", 1, least=1) for name in _DIMENSIONS}
     accumulation, clipping = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
     return Layout(
-        uses_cpu=_is_true(told, "ACCELERATE_USE_CPU"),
-        fsdp_version=_read_number(told, "FSDP_VERSION", 1, least=1),
-        state_dict_type=told.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
-        recomputes=_is_true(told, "FSDP_ACTIVATION_CHECKPOINTING"),
-        offloads_weights=_is_true(told, "FSDP_OFFLOAD_PARAMS"),
+        uses_cpu=_is_true(env, "ACCELERATE_USE_CPU"),
+        fsdp_version=_read_number(env, "FSDP_VERSION", 1, least=1),
+        state_dict_type=env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"),
+        recomputes=_is_true(env, "FSDP_ACTIVATION_CHECKPOINTING"),
+        offloads_weights=_is_true(env, "FSDP_OFFLOAD_PARAMS"),
         sizes={name: size for name, size in sizes.items() if size > 1},
-        zero_stage=_read_number(told, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
-        gathers_on_save=_is_true(told, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
-        accumulation=None if told.get(accumulation, "auto") == "auto" else _read_number(told, accumulation, 1, least=1),
-        clipping=None if told.get(clipping, "auto") in ("auto", "none") else _read_number(told, clipping, 1.0),
-        offloads_optimizer=told.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
-        pipeline_stages=_read_number(told, _PIPELINE_STAGES, 1, least=1),
+        zero_stage=_read_number(env, "ACCELERATE_DEEPSPEED_ZERO_STAGE", 2),
+        gathers_on_save=_is_true(env, "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
+        accumulation=None if env.get(accumulation, "auto") == "auto" else _read_number(env, accumulation, 1, least=1),
+        clipping=None if env.get(clipping, "auto") in ("auto", "none") else _read_number(env, clipping, 1.0),
+        offloads_optimizer=env.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none",
+        pipeline_stages=_read_number(env, _PIPELINE_STAGES, 1, least=1),
         schedule=schedule,
     )
 
 
-def _read_number(told: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:
-    text = told.get(name, str(default))
+def _read_deepspeed_file(path: Path) -> dict[str, str]:
+    """Read a JSON file of DeepSpeed as the environment variables of a launch file without one.
+
+    Raises:
+        DataError: It is not a JSON object with ``zero_optimization``.
+        ConfigError: It would replace keys of the recipe.
+
+    Source: accelerate ``DeepSpeedPlugin.__post_init__``, transformers ``deepspeed_optim_sched``.
+    """
+    remedy = "correct the file, or `deepspeed_config_file` of the launch file"
+    fields = {"zero_optimization": dict, "fp16": dict | None, "bf16": dict | None}
+    document = read_record(path, fields, remedy=remedy)
+    zero = document["zero_optimization"]
+    verify_fields(zero, {"offload_optimizer": dict | None}, f"{path}: zero_optimization", remedy=remedy)
+    # DeepSpeed would use its own optimizer, schedule and batch in place of the recipe's.
+    problems = [
+        Problem(f"{path}: {name}", "it would replace keys of the recipe", f"delete `{name}` from the file")
+        for name in ("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu")
+        if document.get(name, "auto") != "auto"
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    values = {
+        # Without the key, accelerate sets 1, and DeepSpeed does not clip.
+        "gradient_accumulation_steps": document.get("gradient_accumulation_steps", 1),
+        "gradient_clipping": document.get("gradient_clipping", 0.0),
+        "zero_stage": zero.get("stage", 0),
+        "offload_optimizer_device": (zero.get("offload_optimizer") or {}).get("device", "none"),
+        "zero3_save_16bit_model": zero.get("stage3_gather_16bit_weights_on_model_save", False),
+    }
+    variables = {_DEEPSPEED_VARIABLES[name]: str(value) for name, value in values.items() if value != "auto"}
+    enabled = [name for name in ("fp16", "bf16") if (document.get(name) or {}).get("enabled") is True]
+    return variables | ({_PRECISION: enabled[0]} if enabled else {})
+
+
+def _read_number(env: Mapping[str, str], name: str, default: _Number, least: int = 0) -> _Number:
+    text = env.get(name, str(default))
     try:
         number = type(default)(text)  # ``int`` refuses "1.5", which ``float`` takes.
         is_right = number >= least and math.isfinite(number)
@@ -227,8 +281,8 @@ def name_pipeline(stages: int, schedule: str) -> dict[str, str]:
     return {_PIPELINE_STAGES: str(stages), _SCHEDULE: schedule}
 
 
-def _is_true(told: Mapping[str, str], name: str) -> bool:
-    return told.get(name, "").lower() in {"1", "true"}
+def _is_true(env: Mapping[str, str], name: str) -> bool:
+    return env.get(name, "").lower() in {"1", "true"}
 
 
 def read_environment() -> Mapping[str, str]:
@@ -237,12 +291,12 @@ def read_environment() -> Mapping[str, str]:
 
 
 def keep_from_accelerate(launch: Launch) -> None:
-    """Disable the parallelism of accelerate that this library implements; accelerate only starts the processes.
+    """Disable accelerate's tensor, context and pipeline parallelism, which this library implements.
 
-    accelerate 1.15 does not apply tensor parallelism to a loaded model, and does not support transformers' classes for
-    one that is sharded while it is loaded. It would shard a pipeline stage over all ranks, not over those that hold it.
-    Under context parallelism it would drop the attention masks, for torch's ring under FSDP and for sdpa under
-    DeepSpeed, so that packed documents see each other; and DeepSpeed doubles gradients at ZeRO-1 and 2.
+    accelerate 1.15 does not apply tensor parallelism to a loaded model, and does not support models that transformers
+    shards during loading. It would shard a pipeline stage over all ranks instead of those with the stage. Its context
+    parallelism drops attention masks (ring attention under FSDP, sdpa under DeepSpeed), so packed documents would
+    attend to each other, and under DeepSpeed it doubles gradients at ZeRO-1 and 2.
     """
     if launch.engine == "FSDP" and (launch.tensor_size > 1 or launch.layout.pipeline_stages > 1):
         os.environ[_LEFT_TO_LOADING] = "true"
@@ -252,20 +306,18 @@ def keep_from_accelerate(launch: Launch) -> None:
 
 
 def keep_engine_in_process() -> None:
-    """Configure vLLM to run in this process and send no usage data; before it is imported."""
+    """Configure vLLM to run in this process and send no usage data; must precede its import."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
 
 
 def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] | None = None) -> None:
-    """Set the expected world size and sharding for the processes that this one starts.
-
-    Also sets the options of the GPU allocator and of NCCL's flight recorder.
+    """Set environment variables of the processes to start: the expected launch, GPU allocator and NCCL options.
 
     Args:
-        num_processes: Over all machines.
-        engine: As ``Launch`` has it.
-        pipeline: From ``name_pipeline``.
+        num_processes: World size.
+        engine: ``engine`` of ``Launch``.
+        pipeline: Variables of ``name_pipeline``.
     """
     os.environ[_EXPECTED] = f"{num_processes} {engine}"
     os.environ.update(pipeline or {})
@@ -274,137 +326,143 @@ def expect_launch(num_processes: int, engine: str, pipeline: Mapping[str, str] |
 
 
 def verify_expected(launch: Launch) -> None:
-    """Raise in a process whose launch differs from the expected one; first of all checks, without communication.
+    """Raise if the launch of this process differs from that of ``expect_launch``; needs no communication.
 
     Raises:
-        ConfigError: There are more or fewer processes than ``recipes launch`` asked for, or something else shards them.
+        ConfigError: World size or engine differ.
     """
     if (expected := os.environ.get(_EXPECTED)) is None:
         return
     num_processes, _, engine = expected.partition(" ")
     if (int(num_processes), engine) != (launch.world_size, launch.engine):
         found = (
-            f"{num_processes} processes under {engine or 'no sharding'} were asked for; this is one of "
-            f"{launch.world_size} under {launch.engine or 'no sharding'}"
+            f"expected {num_processes} processes with {engine or 'no sharding'}; this process is one of "
+            f"{launch.world_size} with {launch.engine or 'no sharding'}"
         )
-        raise ConfigError(Problem("launch", found, "see whether all machines were started, with the same launch file"))
+        remedy = "check that all machines were started with the same launch file"
+        raise ConfigError(Problem("launch", found, remedy))
 
 
 def verify_rendezvous(launch: Launch) -> None:
-    """Raise if one of several processes cannot meet the others, before it loads anything.
+    """Raise if this process cannot join the process group, before it loads anything.
 
     Raises:
-        ConfigError: Its rank is out of range, or the address of the rendezvous is missing.
+        ConfigError: A variable of the launcher is missing, the rank is out of range, or the port invalid.
+        ConfigError: ``srun`` or ``mpirun`` started several processes that do not know each other.
     """
     if launch.world_size == 1:
+        if "WORLD_SIZE" not in os.environ:
+            _verify_single_process()
         return
     problems = []
-    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
-        found = f"is {launch.world_size}, and there is no {', '.join(missing)}"
+    # Without LOCAL_RANK, accelerate would not join the processes of a GPU run.
+    if missing := [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        found = f"is {launch.world_size}, and {', '.join(missing)} is not set"
         remedy = "start by `recipes launch`, `accelerate launch` or torchrun, or unset WORLD_SIZE for one process"
         problems.append(Problem("WORLD_SIZE", found, remedy))
     elif launch.rank >= launch.world_size:
         found = f"is {launch.rank}, and the ranks of {launch.world_size} processes end at {launch.world_size - 1}"
-        problems.append(Problem("RANK", found, "give every process a rank of its own, from 0 on"))
+        problems.append(Problem("RANK", found, "give every process another rank, from 0 on"))
     if (port := os.environ.get("MASTER_PORT")) and not (port.isdecimal() and 1 <= int(port) < 2**16):
         problems.append(Problem("MASTER_PORT", f"{port!r} is not a port", "write a number from 1 to 65535"))
     if problems:
         raise ConfigError(*problems)
 
 
-def verify_accelerator(launch: Launch, *, is_available: bool) -> None:
-    """Raise for a sharded run on a machine without the accelerator that it needs, before anything is loaded.
+def _verify_single_process() -> None:
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if (size := os.environ.get(name, "")).isdecimal() and int(size) > 1:
+            found = f"{size} processes were started without WORLD_SIZE: each would train its own model"
+            remedy = (
+                "start one process per machine, `recipes launch` or torchrun; or set WORLD_SIZE=1 for separate runs"
+            )
+            raise ConfigError(Problem(name, found, remedy))
+
+
+def verify_accelerator(launch: Launch, *, is_available: bool, num_gpus: int = 0) -> None:
+    """Raise if this machine lacks accelerators that the launch needs, before anything is loaded.
 
     Args:
-        launch: What the launcher asked for.
+        launch: The requested launch.
         is_available: Whether torch finds an accelerator.
+        num_gpus: CUDA devices that torch finds; 0 for a run on CPUs.
 
     Raises:
-        ConfigError: The launch file asked for FSDP or DeepSpeed, which need one.
+        ConfigError: The launch file asks for FSDP or DeepSpeed, and there is no accelerator.
+        ConfigError: There are GPUs, but fewer than processes on this machine.
     """
-    if launch.engine and not is_available and "ACCELERATE_TORCH_DEVICE" not in os.environ:
+    if "ACCELERATE_TORCH_DEVICE" in os.environ:
+        return
+    if launch.engine and not is_available:
         found = f"the launch file asks for {launch.engine}, and torch finds no GPU on this machine"
         raise ConfigError(Problem("launch", found, _ON_CPUS))
+    if 0 < num_gpus <= launch.local_rank:
+        found = f"is {launch.local_rank}, and this process sees {num_gpus} GPU{'s' if num_gpus > 1 else ''}"
+        remedy = "start one process per GPU, each with all GPUs of the machine visible (CUDA_VISIBLE_DEVICES)"
+        raise ConfigError(Problem("LOCAL_RANK", found, remedy))
 
 
 def verify_launch(launch: Launch, num_processes: int, distributed_type: str) -> None:
     """Raise if accelerate has silently changed the launch.
 
     Args:
-        launch: What the launcher asked for.
-        num_processes: ``accelerate``'s number of processes, after its state exists.
-        distributed_type: ``accelerate``'s ``DistributedType`` value, such as ``NO`` or ``MULTI_GPU``; FSDP on several
-            GPUs is ``MULTI_GPU`` still.
+        launch: The requested launch.
+        num_processes: World size of accelerate's state.
+        distributed_type: Value of accelerate's ``DistributedType``, such as ``NO`` or ``MULTI_GPU``; for FSDP it is
+            still ``MULTI_GPU``.
 
     Raises:
-        ConfigError: Fewer processes work together than were started, so that each would train a copy of its own.
-        ConfigError: The launch file asked for FSDP or DeepSpeed and accelerate is running without it.
+        ConfigError: The process group has another number of processes than were started.
+        ConfigError: The launch file asks for FSDP or DeepSpeed, and accelerate runs without it.
     """
     if num_processes != launch.world_size:
-        raise ConfigError(
-            Problem(
-                "launch",
-                f"{launch.world_size} processes were started but accelerate joined {num_processes}: "
-                "each would train a model of its own",
-                "on a machine without GPUs set use_cpu: true in the launch file and distributed_type: MULTI_GPU, "
-                "or start with `torchrun --nproc_per_node N`",
-            )
-        )
-    # accelerate uses FSDP only with several accelerators, and only once its Accelerator is built; other code that loads
-    # a model can build it earlier.
+        found = f"accelerate joined {num_processes} of {launch.world_size} processes: each would train its own model"
+        remedy = "on a machine without GPUs use accelerate_configs/cpu_ddp.yaml, or `torchrun --nproc_per_node N`"
+        raise ConfigError(Problem("launch", found, remedy))
+    # accelerate switches to FSDP only with several accelerators, and only in ``Accelerator.__init__``, which loading a
+    # model may call earlier.
     becomes = "FSDP" if launch.engine == "FSDP" and distributed_type not in ("NO", "MULTI_CPU") else distributed_type
     if launch.engine and becomes != launch.engine:
-        raise ConfigError(
-            Problem(
-                "launch",
-                f"the launch file asks for {launch.engine} but accelerate is running {distributed_type}",
-                _ON_CPUS,
-            )
-        )
+        found = f"the launch file asks for {launch.engine} but accelerate is running {distributed_type}"
+        raise ConfigError(Problem("launch", found, _ON_CPUS))
 
 
 def verify_engine(launch: Launch, distributed_type: str, *, tensor_size: int = 1, is_in_shards: bool = False) -> None:
-    """Raise if the run is not sharded by the launched engine, once accelerate has chosen one.
+    """Raise if the sharding of a run differs from the launch, once the ``Accelerator`` exists.
 
     Args:
-        launch: What the launcher asked for.
-        distributed_type: Of the finished ``Accelerator``.
-        tensor_size: Processes that share the tensors of the model.
-        is_in_shards: Whether it is sharded already, without accelerate.
+        launch: The requested launch.
+        distributed_type: ``distributed_type`` of the ``Accelerator``.
+        tensor_size: Tensor-parallel ranks of the loaded model.
+        is_in_shards: Whether the model was sharded without accelerate.
 
     Raises:
-        ConfigError: The launch file asked for FSDP or DeepSpeed and there is none, or the other way round.
-        ConfigError: It asked for tensors to be shared by another number of processes.
+        ConfigError: The engine differs.
+        ConfigError: The size of tensor-parallel groups differs.
     """
+    remedy = f"start by `accelerate launch --config_file` and a file of {LAUNCH_FILES}/"
     if tensor_size != launch.tensor_size:
-        found = f"tensors were to be cut into {launch.tensor_size}, and the model's are in {tensor_size}"
-        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
+        found = f"expected {launch.tensor_size} tensor-parallel ranks, and the model has {tensor_size}"
+        raise ConfigError(Problem("launch", found, remedy))
     engine = distributed_type if distributed_type in ("FSDP", "DEEPSPEED") else ""
     if is_in_shards and not engine:
         engine = "FSDP"
     if engine != launch.engine:
         found = f"{launch.engine or 'no sharding'} was launched and accelerate is running {distributed_type}"
-        raise ConfigError(Problem("launch", found, "start by `accelerate launch --config_file` and one of our files"))
+        raise ConfigError(Problem("launch", found, remedy))
 
 
 ENGINES: Final = ("FSDP", "DEEPSPEED")
-"""What shards a model, as ``distributed_type`` of a launch file and as accelerate's ``DistributedType``."""
+"""Values of accelerate's ``distributed_type`` that shard a model."""
 _PARTS: Final = ("fsdp_config", "deepspeed_config", "parallelism_config")
-_OF_DEEPSPEED: Final = {
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-}
 
 
 def read_launch_file(path: Path) -> dict[str, Any]:
     """Return the contents of a launch file.
 
     Raises:
-        ConfigError: It is no YAML in UTF-8, no mapping, does not say in words what kind of launch it is, counts no
-            processes, or a part of it is no mapping.
+        ConfigError: It is not a YAML mapping in UTF-8, ``distributed_type`` or ``num_processes`` is missing or invalid,
+            or a section is not a mapping.
     """
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -427,28 +485,30 @@ def read_launch_file(path: Path) -> dict[str, Any]:
 
 
 def name_variables(document: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
-    """Return the environment variables of the main process of a launch, for ``read_launch``.
+    """Return the environment variables that a launch would set for rank 0, for ``read_launch``.
 
     Args:
-        document: Of the launch file.
-        num_processes: Over all machines; ``None`` as the file says.
+        document: From ``read_launch_file``.
+        num_processes: World size; ``None``: that of the file.
 
     Source: accelerate ``prepare_multi_gpu_env``, ``prepare_deepspeed_cmd_env``;
     ``tests/training/layouts/test_launch_files.py`` compares both.
     """
     variables: dict[str, Any] = {
         "WORLD_SIZE": document.get("num_processes", 1) if num_processes is None else num_processes,
-        "ACCELERATE_MIXED_PRECISION": document.get("mixed_precision") or "no",
+        _PRECISION: document.get("mixed_precision") or "no",
         "ACCELERATE_USE_CPU": document.get("use_cpu", False),
     }
     kind = document["distributed_type"]
     if kind in ENGINES:
         variables[f"ACCELERATE_USE_{kind}"] = "true"
     if kind == "FSDP":
-        variables |= {str(name).upper(): value for name, value in (document.get("fsdp_config") or {}).items()}
+        # As accelerate, also without the prefix `fsdp_`, as files of older versions have it.
+        given = {str(name).removeprefix("fsdp_"): value for name, value in (document.get("fsdp_config") or {}).items()}
+        variables |= {f"FSDP_{name.upper()}": value for name, value in given.items()}
     if kind == "DEEPSPEED":
         given = document.get("deepspeed_config") or {}
-        variables |= {_OF_DEEPSPEED[name]: value for name, value in given.items() if name in _OF_DEEPSPEED}
+        variables |= {variable: given[name] for name, variable in _DEEPSPEED_VARIABLES.items() if name in given}
     variables |= {str(name).upper(): value for name, value in (document.get("parallelism_config") or {}).items()}
     return {name: str(value) for name, value in variables.items()}
 
@@ -456,15 +516,15 @@ def name_variables(document: Mapping[str, Any], num_processes: int | None = None
 def plan_launch(
     file: Path | None, num_processes: int | None = None, pipeline: Mapping[str, str] | None = None
 ) -> Launch:
-    """Return the launch state of the main process, before the launch.
+    """Return the launch state that rank 0 would have.
 
     Args:
-        file: The launch file; ``None``: processes that are started without one.
-        num_processes: Over all machines; ``None`` as the file says, or 1.
-        pipeline: From ``name_pipeline``; ``None``: there is none.
+        file: The launch file; ``None``: a launch without one.
+        num_processes: World size; ``None``: that of the file, or 1.
+        pipeline: From ``name_pipeline``; ``None``: no pipeline parallelism.
 
     Raises:
-        ConfigError: The file is none, or a number in it or the schedule; there would be no process.
+        ConfigError: As ``read_launch_file`` and ``read_launch``, or ``num_processes`` is below 1.
     """
     if num_processes is not None and num_processes < 1:
         raise ConfigError(Problem("--num_processes", f"is {num_processes}", "write 1 or more"))

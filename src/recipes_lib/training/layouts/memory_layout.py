@@ -1,4 +1,4 @@
-"""Memory layout of a launch: models it supports, choice of activation checkpointing, planned memory and time."""
+"""Memory layout of a launch: activation checkpointing, planned memory and time, supported models."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from recipes_lib.training.optim.compilation import choose_liger
 
 
 def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeConfig, str]:
-    """Resolve ``activation_checkpointing: auto``; return the run, and the choice with its reason in words.
+    """Resolve ``activation_checkpointing: auto``; return the run, and the choice with its reason for the log.
 
-    On a GPU it is the fastest kind whose planned memory fits; otherwise none, because host memory is larger than the
-    needs of CPU training. Without a plan, every layer is recomputed.
+    On a GPU, the choice is the fastest mode whose planned memory fits, or every layer if memory cannot be planned; on a
+    CPU, it is no checkpointing, because CPU runs are small.
 
     Args:
-        config: The run; with anything but ``auto`` it stays, and there are no words.
-        launch: How its processes hold the model. All ranks have GPUs of one size: each chooses for itself.
+        config: The run; without ``auto``, it is returned unchanged with an empty reason.
+        launch: The launch. Each rank chooses for itself, which assumes GPUs with equal memory.
     """
     if config.read("activation_checkpointing") != AUTO:
         return config, ""
@@ -50,18 +50,18 @@ def choose_checkpointing(config: RecipeConfig, launch: Launch) -> tuple[RecipeCo
 def plan_run(config: RecipeConfig, launch: Launch, device_name: str) -> dict[str, float] | None:
     """Return the planned memory and time of a process for ``run.json``; ``None`` without a GPU or a plan.
 
-    ``memory_bytes`` is PyTorch's allocation, ``step_seconds`` an optimizer step of full rows, which is omitted for GPUs
-    of unknown peak and for reinforcement learning.
+    ``memory_bytes`` is the peak memory allocated by PyTorch. ``step_seconds`` is the time of an optimizer step of full
+    rows; it is omitted for GPUs of unknown peak throughput and for reinforcement learning.
 
     Args:
         config: The run, after ``choose_checkpointing``.
-        launch: How its processes hold the model.
-        device_name: Of its GPU.
+        launch: The launch.
+        device_name: Name of the GPU.
     """
     if (size := _find_device_memory(config)) is None or not _has_length(config):
         return None
     planned: dict[str, float] = {}
-    # As above: an unknown architecture trains without a plan, and a new GPU has no known peak.
+    # Planning is optional: an unknown architecture may raise any error, and a new GPU has no known peak.
     with suppress(Exception):
         planned["memory_bytes"] = _plan(config, launch, size).allocated
         if config.recipe not in RL_RECIPES:
@@ -81,21 +81,22 @@ def _has_length(config: RecipeConfig) -> bool:
 
 def _plan(config: RecipeConfig, launch: Launch, size: int) -> MemoryPlan:
     layout = build_layout(launch, launch.engine, config.read("gradient_accumulation_steps"))
-    # Liger's kernels save less for the backward pass, and are on wherever they can be used.
+    # Liger's kernels, the default where supported, save fewer activations.
     kernels = choose_liger(config, launch, is_cuda=True)
     config = config.with_training(kernels)
     return plan_memory(config, find_planned_model(config), layout, device_bytes=size)
 
 
 def build_layout(launch: Launch, name: str, num_batches: int) -> Layout:
-    """Return how the ranks of a launch share a model.
+    """Return how a launch divides a model over ranks, for ``plan_memory``.
 
     Args:
-        launch: Of ``plan_launch``.
-        name: Of the launch file.
-        num_batches: Micro-batches of an optimizer step.
+        launch: The launch, read or planned (``plan_launch``).
+        name: Name of the launch file, for the plan's text.
+        num_batches: Micro-batches per optimizer step.
     """
     layout, stages = launch.layout, launch.layout.pipeline_stages
+    # Number of shards of weights (ZeRO-3), gradients (ZeRO-2) and optimizer states (ZeRO-1); 0: on the host.
     zero = {"FSDP": 3, "DEEPSPEED": layout.zero_stage}.get(launch.engine, 0)
     size = launch.world_size // (launch.tensor_size * stages * layout.sizes.get("dp_replicate", 1))
     weights, gradients, states = (size if zero >= least else 1 for least in (3, 2, 1))

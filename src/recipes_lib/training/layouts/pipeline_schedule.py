@@ -18,11 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from recipes_lib.models.heads.loss_head import LossHeadOutput, add_loss_head
 from recipes_lib.models.inference import find_device
-from recipes_lib.models.parallel.pipeline_parallel import (
-    AbsentModule,
-    build_pipeline_mesh,
-    split_into_chunks,
-)
+from recipes_lib.models.parallel.pipeline_parallel import AbsentModule, build_pipeline_mesh, split_into_chunks
 from recipes_lib.models.parallel.pipeline_part import PipelinePart
 from recipes_lib.training.collectives import broadcast_object, get_rank, get_world_size
 from recipes_lib.training.layouts.fsdp import compute_total_norm, get_local, has_shards, reshard, shard_chunk
@@ -37,9 +33,9 @@ class PipelineGroups:
     """Process groups of this rank.
 
     Attributes:
-        pipeline: The stages of its pipeline, in their order.
-        replicas: Those that hold the same weights and take other rows; sliced from the mesh of tensor parallelism.
-        ends: First and last stage of its pipeline, which share tied embeddings; the others are not in it.
+        pipeline: Ranks of the same pipeline, in stage order.
+        replicas: Ranks with the same weights and other rows, as a one-dimensional slice of the device mesh.
+        ends: First and last rank of the pipeline, which have copies of tied embeddings; ranks between are not members.
     """
 
     pipeline: ProcessGroup
@@ -49,15 +45,15 @@ class PipelineGroups:
 
 @functools.cache
 def build_pipeline_groups(num_stages: int, tensor_size: int = 1) -> PipelineGroups:
-    """Build the groups of this rank; every rank must call, with the same numbers.
+    """Build the groups of this rank; all ranks must call, with equal arguments.
 
     Args:
-        num_stages: Pipeline stages; the process group exists, and has a multiple of them.
+        num_stages: Number of pipeline stages; divides the world size.
         tensor_size: Tensor-parallel ranks of each stage.
     """
     mesh, num_pipelines = build_pipeline_mesh(num_stages, tensor_size), get_world_size() // num_stages
     last = num_pipelines * (num_stages - 1)
-    # Creation of a group is collective: every rank takes part in each.
+    # ``new_group`` is collective over the world: every rank creates the groups of all pipelines.
     ends = [distributed.new_group(sorted({first, last + first})) for first in range(num_pipelines)]
     return PipelineGroups(mesh.get_group("pp"), mesh["fsdp"], ends[get_rank() % num_pipelines])
 
@@ -67,14 +63,14 @@ _SCHEDULES: Final[Mapping[str, Any]] = {
     "gpipe": pipelining.ScheduleGPipe,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
 }
-_OF_LAST: Final = ("labels", "target_positions", "loss_head")
-"""What a batch holds for the last chunk alone."""
+_LOSS_INPUTS: Final = ("labels", "target_positions", "loss_head")
+"""Inputs of the last chunk only."""
 
 
 class Chunk(nn.Module):
-    """A chunk in the form for torch's schedules: hidden states from the previous chunk, everything else from the batch.
+    """Adapts a chunk to torch's schedules: hidden states come from the previous chunk, other inputs from the batch.
 
-    Every stage has the batch, so positions and document boundaries are never sent.
+    Every stage loads the batch, so positions and document boundaries are never sent.
     """
 
     def __init__(
@@ -100,8 +96,8 @@ class Chunk(nn.Module):
         """Return the hidden states after this chunk, ``(B, L, D)``, or the summed loss of the last chunk.
 
         Args:
-            states: Behind the chunk before; ``None`` where this is the first one.
-            at: Number of the micro-batch; ``int64 (1,)``.
+            states: Hidden states of the previous chunk, ``(B, L, D)``; ``None`` for the first chunk.
+            at: Index of the micro-batch, ``int64 (1,)``.
         """
         inputs = dict(self.batches[int(at)])
         if not self.is_first:
@@ -110,17 +106,17 @@ class Chunk(nn.Module):
         with self._autocast():
             if self.is_last:
                 self.results.append(self.model(**inputs, use_cache=False))
-                # Gradients with respect to logits are never used.
+                # Without targets there is no loss, only logits, whose gradients are never used.
                 loss: Tensor = self.results[-1].get("nll_sum", torch.zeros(()))
                 return loss
-            inputs = {name: value for name, value in inputs.items() if name not in _OF_LAST}
+            inputs = {name: value for name, value in inputs.items() if name not in _LOSS_INPUTS}
             hidden: Tensor = self.model.base_model(**inputs, use_cache=False).last_hidden_state
-        # The next stage expects this dtype: under autocast, residual sums have the dtype of the weights.
+        # The next stage receives into a buffer of this dtype; autocast may return another one.
         return hidden.to(self._dtype)
 
 
 class Pipeline(nn.Module):
-    """The model formed by all stages: outputs and gradients are those of the whole model.
+    """Model distributed over pipeline stages; outputs and gradients equal those of the whole model.
 
     Source: torch ``torch.distributed.pipelining``; ``tests/training/layouts/test_pipeline_schedule.py``,
     ``tests/distributed/test_pipeline.py``.
@@ -134,13 +130,13 @@ class Pipeline(nn.Module):
         schedule: str,
         autocast: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """Connect the stages; every process must call.
+        """Wrap the chunks of this rank; all ranks must call.
 
         Args:
-            model: This process's part, from ``build_pipeline_stage_class``, where it will be trained.
-            mesh: With whom it is connected.
+            model: This rank's part of the model, from ``build_pipeline_stage_class``, on its device.
+            mesh: Process groups of this rank.
             schedule: One of ``SCHEDULES`` of ``training/layouts/launch_environment.py``.
-            autocast: Gives the context in which a forward pass runs.
+            autocast: Factory of the context of forward passes.
         """
         super().__init__()
         self.model, self.config = model, model.config
@@ -151,21 +147,21 @@ class Pipeline(nn.Module):
             Chunk(chunk, is_first=number == 0, is_last=number == last, autocast=autocast) for number, chunk in numbered
         )
         self._mesh, self._schedule = mesh, schedule
-        self._dtype = model.dtype  # Dtype of hidden states; FSDP2 may temporarily hold weights in another one.
-        self._built: tuple[Any, Any] | None = None  # Key and buffers of the last schedule.
+        self._dtype = model.dtype  # Of hidden states. Read once: FSDP2 changes the dtype of gathered weights.
+        self._built: tuple[Any, Any] | None = None  # Key (micro-batches, shape) and the schedule built for it.
         self._scale: Tensor | float = 1.0
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """Embedding of the last stage, if it is tied to that of the first stage; otherwise ``None``."""
+        """The last stage's copy of a tied embedding; ``None`` on other stages and for untied models."""
         is_copy = self.part.is_last and not self.part.is_first and self.model.is_tied
         return self.model.get_input_embeddings().weight if is_copy else None
 
     def shard(self, compute_dtype: torch.dtype) -> None:
-        """Shard this stage over its replicas, layer by layer, before an optimizer uses its weights.
+        """Shard this stage over its replicas, layer by layer; must precede the optimizer.
 
         Args:
-            compute_dtype: Of matrix products.
+            compute_dtype: Dtype of matrix products.
         """
         for chunk in self.chunks:
             layers = [layer for layer in chunk.model.base_model.layers if not isinstance(layer, AbsentModule)]
@@ -173,64 +169,64 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def forward(self, **inputs: Any) -> Any:
-        """Return the output of the whole model for a batch, on every rank of the pipeline; all of them must call.
+        """Return the output of the whole model for a batch, on every rank of the pipeline; all ranks must call.
 
         Args:
-            **inputs: As a model with a loss head takes them; the same on all stages.
+            **inputs: Inputs of a model with a loss head, the same on all stages.
 
         Returns:
             ``LossHeadOutput`` with ``loss_head=True``, else ``loss`` and ``logits``.
         """
         inputs.pop("use_cache", None)
-        results = self._give([inputs], self._hand_through)
+        results = self._run_with([inputs], self._run_forward)
         reshard(self)
-        own = _to_host(results[0]) if results else {}
-        found = broadcast_object(own, self._mesh.pipeline, source=self.part.num_stages - 1)
+        output = _to_host(results[0]) if results else {}
+        output = broadcast_object(output, self._mesh.pipeline, source=self.part.num_stages - 1)
         kind: Any = LossHeadOutput if inputs.get("loss_head") else CausalLMOutput
         device = inputs["input_ids"].device
-        return kind(**{name: value.to(device) for name, value in found.items()})
+        return kind(**{name: value.to(device) for name, value in output.items()})
 
     def compute_gradients(self, batches: Sequence[Batch], num_targets: Tensor | int) -> Sequence[Any]:
-        """Run all micro-batches of a step forward and backward; add the gradients to the parameters'.
+        """Run all micro-batches of a step forward and backward, and accumulate gradients.
 
-        They cover the rows of this pipeline: ``reduce_gradients`` comes next.
+        Gradients are those of this pipeline's rows; call ``reduce_gradients`` next.
 
         Args:
-            batches: Of one shape, without ``num_tokens``.
-            num_targets: What the summed loss is divided by.
+            batches: Micro-batches of one shape, without ``num_tokens``.
+            num_targets: Divisor of the summed loss: targets of the step over all pipelines.
 
         Returns:
-            ``LossHeadOutput`` of each micro-batch, where the last chunk is here; elsewhere nothing.
+            ``LossHeadOutput`` of each micro-batch on the rank of the last chunk; empty on other ranks.
         """
-        # Torch's schedules call the loss function with one micro-batch: each adds its share of the mean of the step.
+        # The loss function of torch's schedules takes one micro-batch: it returns its share of the step's mean.
         self._scale = 1 / num_targets
-        return self._give([{**batch, "loss_head": True} for batch in batches], self._run_schedule)
+        return self._run_with([{**batch, "loss_head": True} for batch in batches], self._run_schedule)
 
     def reduce_gradients(self) -> None:
-        """Reduce the gradients of all replicas, and of tied embeddings over both ends; every process must call."""
+        """Sum gradients over replicas, and those of tied embeddings over first and last stage; all ranks must call."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        # FSDP2 has already reduced those of shards.
+        # FSDP2 has already reduced gradients of sharded parameters.
         if self._mesh.replicas.size() > 1 and not has_shards(self.model):
             group = self._mesh.replicas.get_group()
-            # All begun before the first is waited for, so that they overlap.
-            waiting = [distributed.all_reduce(part, group=group, async_op=True) for part in gradients]
-            for work in waiting:
+            # All are enqueued before the first wait, so that they overlap.
+            works = [distributed.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]
+            for work in works:
                 work.wait()
         is_end = self.part.is_first or self.part.is_last
         if self.part.num_stages > 1 and is_end and self.model.is_tied:
             gradient = self.model.get_input_embeddings().weight.grad
-            # Both ends have the same rows of it.
+            # Both copies are sharded alike, so local shards correspond.
             distributed.all_reduce(get_local(gradient), group=self._mesh.ends)
 
     def measure_norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the norm of tensors over all stages; every process must call, with its counted tensors."""
-        # Stages have different weights: their squares add up.
+        """Return the norm over all stages of each rank's ``tensors``, which exclude copies; all ranks must call."""
+        # Stages have different weights: squared norms add up.
         squares = compute_total_norm(tensors).float().square().to(self._device)
         distributed.all_reduce(squares, group=self._mesh.pipeline)
         return squares.sqrt()
 
-    def _give(self, batches: Sequence[Batch], run: Callable[[Sequence[Batch]], None]) -> Sequence[Any]:
-        """Set the batches for the chunks that ``run`` calls; return the output of the last chunk, if it is here."""
+    def _run_with(self, batches: Sequence[Batch], run: Callable[[Sequence[Batch]], None]) -> Sequence[Any]:
+        """Call ``run`` with ``batches`` set on all chunks; return outputs of the last chunk, empty on other ranks."""
         for chunk in self.chunks:
             chunk.batches, chunk.results = batches, []
         run(batches)
@@ -239,8 +235,8 @@ class Pipeline(nn.Module):
             chunk.batches, chunk.results = (), []
         return results
 
-    def _hand_through(self, batches: Sequence[Batch]) -> None:
-        """Run one batch forward; each chunk starts when it has the states of the previous one."""
+    def _run_forward(self, batches: Sequence[Batch]) -> None:
+        """Run one batch forward, chunk by chunk over the stages."""
         size, shape = self.part.num_stages, batches[0]["input_ids"].shape
         states = None
         for number, chunk in zip(self.part.chunks, self.chunks, strict=True):
@@ -260,7 +256,7 @@ class Pipeline(nn.Module):
         self._built[1].step(at=numbers, return_outputs=False, **target)
 
     def _build_schedule(self, num_batches: int, shape: torch.Size) -> Any:
-        # With given shapes, torch need not run the model once to infer them.
+        # Given shapes of inputs and outputs, torch does not run the model to infer them.
         options: dict[str, Any] = {"dtype": self._dtype, "device": "meta", "requires_grad": True}
         states, loss = torch.empty(*shape, self.config.hidden_size, **options), torch.empty((), **options)
         stages = [
@@ -279,7 +275,7 @@ class Pipeline(nn.Module):
             stages[0] if len(stages) == 1 else stages,
             num_batches,
             loss_fn=lambda nll_sum, _: nll_sum * self._scale,
-            # Else torch divides by the number of micro-batches, whose losses are shares already.
+            # By default, torch divides gradients by the number of micro-batches; the losses are shares already.
             scale_grads=False,
         )
 
@@ -302,8 +298,8 @@ def choose_trainer(launch: Launch) -> type[PretrainTrainer]:
 class PipelineTrainer(PretrainTrainer):
     """``PretrainTrainer`` for pipeline parallelism.
 
-    All micro-batches of an optimizer step run through the stages in one schedule, in the first of upstream's calls for
-    them. Only the rank with the last chunk knows the loss and counts it; on all others it is 0.
+    All micro-batches of an optimizer step run in one schedule, during the first of upstream's ``training_step`` calls.
+    Only the rank of the last chunk has the loss; on other ranks it is 0.
 
     Source: ``tests/distributed/test_pipeline.py``, ``docs/decisions/0015-pipeline.md``.
     """
@@ -311,10 +307,10 @@ class PipelineTrainer(PretrainTrainer):
     model_wrapped: Any
 
     def __init__(self, *, model: Any, **kwargs: Any) -> None:
-        """Connect the stages.
+        """Build the pipeline and initialise the trainer.
 
         Args:
-            model: This process's part.
+            model: This rank's part of the model.
             **kwargs: As ``PretrainTrainer``.
         """
         launch, args = self.launch, kwargs["args"]
@@ -322,7 +318,7 @@ class PipelineTrainer(PretrainTrainer):
         self._mesh = build_pipeline_groups(layout.pipeline_stages, launch.tensor_size)
         self.pipeline = Pipeline(model, self._mesh, schedule=layout.schedule, autocast=build_autocast(args))
         if launch.engine == "FSDP":
-            # Before upstream checks for sharding.
+            # Before ``super().__init__``, which verifies that the model is sharded.
             self.pipeline.shard(get_compute_dtype(args))
         super().__init__(model=model, **kwargs)
         self.model_wrapped = self.pipeline
@@ -332,20 +328,20 @@ class PipelineTrainer(PretrainTrainer):
         )
 
     def add_loss_head(self) -> None:
-        """Do nothing: only the last chunk has a projection, and its own loss head."""
+        """Do nothing: ``Chunk`` attaches the loss head to the last chunk."""
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
     ) -> tuple[list[Batch], torch.Tensor | None]:
-        """Take the micro-batches of a step; every stage has counted their targets.
+        """Take the micro-batches of a step, and correct the number of targets.
 
         Raises:
             PreemptedError: As ``RecipeTrainer``.
-            DivergedError: As there.
+            DivergedError: As ``RecipeTrainer``.
         """
         batches, num_terms = super().get_batch_samples(epoch_iterator, num_batches, device)
         if num_terms is not None:
-            # The superclass has summed over all ranks, of which those of one pipeline have the same rows.
+            # The superclass sums over all ranks, but all ranks of a pipeline count the same rows.
             num_terms = self.guard.inputs.num_terms = num_terms // (
                 self.launch.layout.pipeline_stages * self.launch.tensor_size
             )
@@ -354,8 +350,8 @@ class PipelineTrainer(PretrainTrainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Return this process's share of a micro-batch's loss; the first call of a step runs all of them."""
-        # Upstream calls once for each micro-batch, and the schedule needs all of them at once.
+        """Return this rank's share of a micro-batch's loss; the first call of a step computes all of them."""
+        # Upstream calls once per micro-batch, and the schedule needs all micro-batches at once.
         losses = self.guard.inputs.losses
         if not losses:
             self._shares = self._run_step()
@@ -369,7 +365,7 @@ class PipelineTrainer(PretrainTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return the loss of a batch in evaluation; every stage gets the same."""
+        """Return the loss of a batch in evaluation, the same on every stage."""
         del inputs["num_tokens"]
         outputs = model(**inputs, loss_head=True)
         num_targets = outputs.num_targets if num_items_in_batch is None else num_items_in_batch
@@ -377,25 +373,25 @@ class PipelineTrainer(PretrainTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _run_step(self) -> Sequence[torch.Tensor]:
-        """Compute the gradients of a step; return the loss shares of its micro-batches."""
+        """Compute the gradients of a step; return the loss share of each micro-batch."""
         self.pipeline.train()
         inputs = self.guard.inputs
         batches: list[Any] = [self._prepare_inputs(dict(batch)) for batch in inputs.batches]
         num_tokens = [batch.pop("num_tokens") for batch in batches]
         assert inputs.num_terms is not None
-        sums = self.pipeline.compute_gradients(batches, inputs.num_terms)
+        outputs = self.pipeline.compute_gradients(batches, inputs.num_terms)
         self.pipeline.reduce_gradients()
-        # Tensor-parallel ranks have the same loss: only one of them counts it.
-        if not sums or self.launch.tensor_rank:
+        # Tensor-parallel ranks compute the same loss: only rank 0 of a group counts it.
+        if not outputs or self.launch.tensor_rank:
             return [torch.zeros((), device=self.args.device) for _ in batches]
-        for tokens, found in zip(num_tokens, sums, strict=True):
-            self.observer.counter.add(tokens, found.num_targets, found.num_correct)
-        # The guard takes the mean over all ranks, of which those that know the loss are a part.
+        for tokens, output in zip(num_tokens, outputs, strict=True):
+            self.observer.counter.add(tokens, output.num_targets, output.num_correct)
+        # The guard averages losses over all ranks, most of which return 0.
         scale = self.accelerator.num_processes / inputs.num_terms
-        return [found.nll_sum.detach() * scale for found in sums]
+        return [output.nll_sum.detach() * scale for output in outputs]
 
     def measure_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm over all stages."""
+        """Return the joint norm over all stages; all ranks must call."""
         return self.pipeline.measure_norm(tensors)
 
     def list_counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -403,12 +399,12 @@ class PipelineTrainer(PretrainTrainer):
         return [parameter for parameter in parameters if parameter is not self.pipeline.tied_copy]
 
     def get_evaluation_model(self) -> nn.Module:
-        """Return the whole model."""
+        """Return the pipeline, which evaluates over all stages."""
         return self.pipeline
 
     # transformers 5.23 does not know pipeline parallelism, and would wrap a pipeline stage in DDP.
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
-        """Prevent accelerate from averaging gradients of different stages over all processes."""
+        """Return the pipeline instead of a DDP module, which would average gradients of different stages."""
         return self.pipeline
 
 
@@ -418,5 +414,5 @@ def _describe(pipeline: Pipeline, schedule: str, *, num_batches: int) -> str:
     chunks = f" of {part.num_chunks} chunks each" if part.num_chunks > 1 else ""
     return (
         f"pipeline: {part.num_stages} stages{chunks} by {schedule}, {num_batches} micro-batches a step; the bubble "
-        f"adds {bubble:.0%} of compute time. Samples are not written, since no process has the whole model"
+        f"adds {bubble:.0%} of compute time. Samples are not written, because no process has the whole model"
     )

@@ -24,14 +24,14 @@ _SAMPLES: Final = ("ppo", "rloo", "grpo")
 
 
 def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any] | None:
-    """Return the options of ``nn.Module.compile`` for the layers; ``None`` leaves them eager.
+    """Return the options of ``nn.Module.compile`` for the layers; ``None``: eager execution.
 
-    Pretraining on a GPU is compiled, unless ``torch_compile`` is set or there is no C compiler, which Triton needs. fp8
-    runs are also compiled: without compilation, torchao's 8-bit products are slower than bf16.
+    If ``torch_compile`` is not set, two kinds of runs are compiled: pretraining on a GPU, if there is a C compiler for
+    Triton; and fp8, because torchao's uncompiled 8-bit products are slower than bf16.
 
     Args:
         config: The recipe: ``torch_compile``, ``torch_compile_backend``, ``torch_compile_mode``.
-        launch: Under tensor, context and pipeline parallelism nothing is compiled.
+        launch: The launch; under tensor, context and pipeline parallelism, the default is not to compile.
         is_cuda: Whether the run is on a GPU.
 
     Raises:
@@ -39,32 +39,32 @@ def choose_compilation(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -
     """
     training, is_fp8 = config.training, launch.precision == "fp8"
     options = {name: training.get(f"torch_compile_{name}") for name in ("backend", "mode")}
-    asked = training.get("torch_compile")
-    if asked is None and any(options.values()):
-        asked = True
-    if asked is False and is_fp8:
+    is_compiled = training.get("torch_compile")
+    if is_compiled is None and any(options.values()):
+        is_compiled = True
+    if is_compiled is False and is_fp8:
         found = "fp8 without torch.compile is slower than bf16"
         raise ConfigError(Problem("torch_compile", found, "delete the line, or use another launch file"))
-    if asked is None:
-        can_be_compiled = is_cuda and _has_whole_layers(launch) and find_compiler() is not None
-        asked = is_fp8 or (can_be_compiled and config.recipe == _COMPILED_BY_DEFAULT)
-    return {name: value for name, value in options.items() if value is not None} if asked else None
+    if is_compiled is None:
+        is_supported = is_cuda and _has_whole_layers(launch) and find_compiler() is not None
+        is_compiled = is_fp8 or (is_supported and config.recipe == _COMPILED_BY_DEFAULT)
+    return {name: value for name, value in options.items() if value is not None} if is_compiled else None
 
 
 def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict[str, Any]:
-    """Return upstream's ``use_liger_kernel`` and ``liger_kernel_config``: on if supported.
+    """Return upstream's ``use_liger_kernel`` and ``liger_kernel_config``; the default is to use Liger if supported.
 
-    Liger's cross-entropies stay off, because the loss head computes the loss without full logits.
+    Liger's cross-entropies are always disabled: the loss head computes the loss without full logits.
 
     Args:
         config: The recipe.
-        launch: Under tensor, context and pipeline parallelism the kernels are not used.
+        launch: The launch; under tensor, context and pipeline parallelism the kernels are not used.
         is_cuda: Whether the run is on a GPU.
 
     Raises:
-        ConfigError: The kernels were asked for on a GPU and are not installed, or one of the cross-entropies was.
+        ConfigError: ``use_liger_kernel: true`` on a GPU without the package, or a cross-entropy is enabled.
     """
-    asked, options = config.training.get("use_liger_kernel"), dict(config.training.get("liger_kernel_config") or {})
+    requested, options = config.training.get("use_liger_kernel"), dict(config.training.get("liger_kernel_config") or {})
     problems = [
         Problem(
             "liger_kernel_config", f"`{name}` would replace the loss head, which needs no logits", f"delete `{name}`"
@@ -73,13 +73,13 @@ def choose_liger(config: RecipeConfig, launch: Launch, *, is_cuda: bool) -> dict
         if options.get(name)
     ]
     # On a CPU they are silently disabled: they change speed on a GPU, not results.
-    if asked and is_cuda and not is_liger_kernel_available():
+    if requested and is_cuda and not is_liger_kernel_available():
         found = "it needs the package liger-kernel, which is not installed"
         problems.append(Problem("use_liger_kernel", found, "pip install liger-kernel"))
     if problems:
         raise ConfigError(*problems)
-    can_be_used = is_cuda and is_liger_kernel_available() and _has_whole_layers(launch)
-    if asked is False or not can_be_used or config.recipe in _SAMPLES:
+    is_supported = is_cuda and is_liger_kernel_available() and _has_whole_layers(launch)
+    if requested is False or not is_supported or config.recipe in _SAMPLES:
         return {"use_liger_kernel": False, "liger_kernel_config": None}
     return {"use_liger_kernel": True, "liger_kernel_config": options | dict.fromkeys(_CROSS_ENTROPIES, False)}
 
@@ -90,17 +90,17 @@ def _has_whole_layers(launch: Launch) -> bool:
 
 
 def compile_layers(model: Any, options: Mapping[str, Any]) -> int:
-    """Compile each layer of a model in place, and return their number; weights keep their names.
+    """Compile each layer of a model in place (regional compilation); return the number of layers.
 
-    Equal layers share one compilation, which takes a small part of the time of a whole model, and code outside of
-    layers (embedding, masks, loss head) causes no graph breaks.
+    Identical layers share one compilation, which is much faster than compiling the whole model, and code outside of
+    layers (embedding, masks, loss head) causes no graph breaks. Parameter names do not change.
 
     Args:
-        model: A causal language model, perhaps under an adapter.
-        options: Of ``nn.Module.compile``.
+        model: A causal language model, with or without an adapter.
+        options: Keyword arguments of ``nn.Module.compile``.
 
     Raises:
-        ConfigError: The layers are not in one list.
+        ConfigError: The layers are not in one ``nn.ModuleList``.
     """
     layers = find_layers(unwrap_adapter(model))
     for layer in layers:
@@ -116,17 +116,17 @@ class CompilationCheck(TrainerCallback):
 
         Args:
             num_layers: From ``compile_layers``.
-            progress: Where it is said.
+            progress: Receives the log line.
         """
         self._num_layers, self._progress = num_layers, progress
         self._before: int | None = _count_frames()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log it once."""
+        """Log the number after the first step."""
         if self._before is not None:
             compiled = _count_frames() - self._before
             self._before = None
-            found = f"{compiled} graphs" if compiled else "nothing: torch gave up, and the run is not faster than eager"
+            found = f"{compiled} graphs" if compiled else "no graph: torch fell back to eager mode"
             self._progress.say(f"torch.compile of {self._num_layers} layers made {found}")
 
 

@@ -19,36 +19,36 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.training.layouts.compatibility import BITSANDBYTES
 
 _DROPPED_BITS = 16
-"""A bfloat16 is the upper half of a float32."""
+"""Bits of a float32 that a bfloat16 lacks: bfloat16 is its upper half."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAX_PARAMETERS = 2**20
-"""Tensors of a model; so many seeds stand between two steps."""
+"""Upper bound of the number of tensors of a model; the seeds of consecutive steps differ by it."""
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Round ``values`` stochastically to bfloat16, so that the expectation equals the value.
 
     Args:
-        values: ``float32``, finite, of any shape. What bfloat16 represents is returned as it is.
+        values: ``float32``, finite, of any shape. Values that bfloat16 represents do not change.
         generator: On the device of ``values``.
 
     Source: Gupta et al. 2015, section 2.1; as torchao's ``_fp32_to_bf16_sr``. The expectation and its standard error
     are measured in ``tests/training/optim/test_stochastic_rounding.py``.
     """
     noise = torch.randint(2**_DROPPED_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    # Sign and exponent are above the fraction bits, so a carry gives the next number away from 0.
+    # A carry out of the dropped bits, with probability of their fraction, increments the magnitude by one ulp.
     bits: torch.Tensor = (values.view(torch.int32) + noise) & -(2**_DROPPED_BITS)
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """AdamW in float32 on bfloat16 weights with stochastic rounding; other weights are updated as by AdamW.
+    """AdamW for bfloat16 weights, with float32 arithmetic and stochastic rounding; other weights are not rounded.
 
-    A weight, its gradient and two float32 moments take 12 bytes, instead of 16 with float32 weights. The noise is a
-    function of the step number, so replicas stay equal and a resumed run is bit-identical. Only for unsharded
-    parameters. torchao's optimizers (0.18) hold the moments of bfloat16 weights in bfloat16 or fewer bits, and use the
-    global random state for noise, which differs between ranks if anything else uses it.
+    A bfloat16 weight and gradient and two float32 moments take 12 bytes, instead of 16 with float32 weights. The noise
+    is a function of step and tensor, so replicas stay equal and a resumed run is bit-identical. Parameters must not be
+    sharded. torchao's optimizers (0.18) instead store the moments of bfloat16 weights in bfloat16 or fewer bits, and
+    draw noise from the global generator, whose state may differ between ranks.
 
     Source: Loshchilov and Hutter 2019, algorithm 2; equal to ``torch.optim.AdamW`` on float32 weights in
     ``tests/training/optim/test_stochastic_rounding.py``.
@@ -92,7 +92,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             state |= {"step": 0} | {name: torch.zeros_like(parameter, dtype=torch.float32) for name in _MOMENTS}
         state["step"] += 1
         (beta1, beta2), step = group["betas"], state["step"]
-        # Algorithm 2 with decoupled decay, all of it in float32; the weights are rounded once, at the end.
+        # Algorithm 2 with decoupled decay in float32; weights are rounded only once, after the update.
         gradient, (mean, square) = parameter.grad.float(), (state[name] for name in _MOMENTS)
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -101,7 +101,7 @@ class StochasticAdamW(torch.optim.Optimizer):
         weights.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1**step))
         if parameter.dtype == torch.bfloat16:
             generator = self._generators.setdefault(parameter.device, torch.Generator(parameter.device))
-            # A seed for each step and tensor: replicas draw alike, and a resumed run as one that was not stopped.
+            # One seed per step and tensor: replicas and resumed runs draw the same noise.
             weights = round_stochastically(weights, generator.manual_seed(step * _MAX_PARAMETERS + index))
         parameter.copy_(weights)
 
@@ -109,9 +109,9 @@ class StochasticAdamW(torch.optim.Optimizer):
 class MuonAdamW(torch.optim.Optimizer):
     """torch's Muon and AdamW as one optimizer, so that schedulers, scalers and accelerate see one.
 
-    Every group has its owner under ``optimizer``: ``Muon`` or ``AdamW``. Muon's updates are scaled to the root mean
-    square of AdamW's, so both share one learning rate and one weight decay. States are those of the two optimizers: a
-    momentum (Muon), two moments and a step (AdamW).
+    The entry ``optimizer`` of each group is ``Muon`` or ``AdamW``. Muon's updates are scaled to the root mean square of
+    AdamW's, so both share one learning rate and weight decay. States are those of the two optimizers: momentum (Muon),
+    two moments and step (AdamW).
 
     Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (Muon is scalable for LLM training), section 2.2, the scale
     ``0.2 sqrt(max(rows, columns))``; numpy's singular values in ``tests/training/optim/test_muon.py``.
@@ -130,12 +130,12 @@ class MuonAdamW(torch.optim.Optimizer):
         """Build both optimizers.
 
         Args:
-            matrices: Parameters of two dimensions, for Muon; all of them decay.
-            others: AdamW's groups, each with its ``params`` and ``weight_decay``.
-            lr: Learning rate of both.
-            weight_decay: Muon's.
-            betas: AdamW's.
-            eps: AdamW's.
+            matrices: Two-dimensional parameters, updated by Muon.
+            others: Parameter groups of AdamW, with ``params`` and ``weight_decay``.
+            lr: Learning rate of both optimizers.
+            weight_decay: Weight decay of ``matrices``.
+            betas: Coefficients of AdamW's moments.
+            eps: Epsilon of AdamW.
         """
         self._owners: dict[str, torch.optim.Optimizer] = {
             "Muon": torch.optim.Muon(
@@ -143,7 +143,7 @@ class MuonAdamW(torch.optim.Optimizer):
             ),
             "AdamW": torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps),
         }
-        # Copies of the owners' groups, under this optimizer: schedulers and accelerate change what they find here.
+        # Schedulers and accelerate modify the groups of this optimizer, which are copies; ``step`` passes them back.
         groups = [group | {"optimizer": name} for name, owner in self._owners.items() for group in owner.param_groups]
         super().__init__(groups, {"lr": lr})
 
@@ -152,7 +152,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Update every parameter that has a gradient; return what ``closure`` returns."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for name, owner in self._owners.items():
-            # Loading a state and sharding a model replace groups, states and parameters of this optimizer.
+            # ``load_state_dict`` and sharding replace groups, states and parameters of this optimizer.
             owner.state = self.state
             owner.param_groups = [group for group in self.param_groups if group["optimizer"] == name]
             owner.step()
@@ -173,30 +173,30 @@ _PACKAGES: Final[tuple[tuple[str, str, str], ...]] = (
     ("torch_xla", "pip install torch_xla", "adamw_torch_xla"),
     ("torch_npu", "pip install torch_npu", "adamw_torch_npu_fused"),
 )
-"""Module, how to get it, and the values of ``optim`` that need it."""
+"""Required module, its installation command, and the values of ``optim`` that need it."""
 
 _IN_BACKWARD: Final = ("lomo", "_layerwise")
-"""Ends of the values of ``optim`` that update each weight as soon as its gradient is known."""
+"""Suffixes of values of ``optim`` that update weights during the backward pass."""
 
 _SHOWN_PARAMETERS: Final = 6
-_FLATTENED: Final = "this process's share of what DeepSpeed has flattened"
+_FLATTENED: Final = "this rank's partition of DeepSpeed's flattened parameters"
 
 _WITHOUT_RESUME: Final = ("galore", "apollo", "grokadamw")
-"""Beginnings of the values of ``optim`` whose states a checkpoint does not bring back: they are objects that it refuses
-to load, or stand where it does not look."""
+"""Prefixes of values of ``optim`` whose state cannot be restored from a checkpoint: it contains objects that
+``weights_only`` rejects, or is not in ``state_dict``."""
 
 
 def get_decay_names(model: nn.Module, *, decay_embeddings: bool) -> list[str]:
     """Return the names of the parameters with weight decay: matrices, and optionally embeddings.
 
-    Biases and norms are never decayed. A tied embedding is named once, as in ``named_parameters``.
+    Biases and norms never decay. A tied embedding is listed once, as in ``named_parameters``.
 
     Args:
-        model: With or without wrappers around it.
+        model: The model, wrapped or not.
         decay_embeddings: Whether input, position and output embeddings decay.
 
-    Source: transformers ``Trainer.get_decay_parameter_names``, which decays embeddings, and norms that it does not know
-    by name; see ``tests/training/optim/test_optimizers.py``.
+    Source: transformers ``Trainer.get_decay_parameter_names``, which also decays embeddings and norms of unknown names;
+    ``tests/training/optim/test_optimizers.py``.
     """
     embeddings = _find_embeddings(model)
     return [
@@ -213,10 +213,10 @@ def build_muon(model: nn.Module, args: TrainingArguments, *, decay_embeddings: b
 
     Muon updates two-dimensional parameters except embeddings. Stacked experts and convolutions have three dimensions:
     orthogonalising them needs a batched or reshaped iteration, which torch's Muon lacks, so AdamW updates them. A fused
-    matrix, such as GPT-2's queries, keys and values, is treated as one.
+    matrix, such as GPT-2's ``c_attn`` of queries, keys and values, is orthogonalised as one matrix.
 
     Args:
-        model: What is trained; the optimizer is built before it is wrapped, or after.
+        model: The model to train, wrapped or not.
         args: Learning rate, weight decay, and AdamW's betas and epsilon.
         decay_embeddings: As ``get_decay_names``.
     """
@@ -250,12 +250,12 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
     Works with any optimizer; weight decay is unchanged. The optimizer must not have stepped yet.
 
     Args:
-        optimizer: As built, not yet prepared by accelerate.
-        model: The one it trains; it names the parameters.
-        ratio: ``loraplus_lr_ratio``.
+        optimizer: Optimizer not yet prepared by accelerate; changed in place.
+        model: The model it trains, which provides parameter names.
+        ratio: Value of ``loraplus_lr_ratio``.
 
-    Source: Hayou et al. 2024 (LoRA+), section 4; PEFT's ``create_loraplus_optimizer`` builds groups, and decides what
-    decays, anew. ``tests/training/optim/test_optimizers_loraplus.py``.
+    Source: Hayou et al. 2024 (LoRA+), section 4; ``tests/training/optim/test_optimizers_loraplus.py``. PEFT's
+    ``create_loraplus_optimizer`` is not used: it builds new groups with its own rule of weight decay.
     """
     is_b = {id(parameter) for name, parameter in model.named_parameters() if ".lora_B." in name}
     split_groups(optimizer, is_b, lambda group: {"lr": group["lr"] * ratio})
@@ -264,12 +264,12 @@ def split_loraplus_groups(optimizer: torch.optim.Optimizer, model: nn.Module, ra
 def split_groups(
     optimizer: torch.optim.Optimizer, moved: Set[int], change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> None:
-    """Move parameters into groups of their own, with the options of those that they were in.
+    """Move parameters into new groups, which inherit the options of their previous groups.
 
     Args:
-        optimizer: As built, not yet prepared by accelerate; it must not have stepped.
-        moved: The ``id`` of each parameter.
-        change: Gives the options of a new group that differ from the old one's.
+        optimizer: Optimizer that has not stepped and is not yet prepared by accelerate; changed in place.
+        moved: ``id`` of each parameter to move.
+        change: Maps the options of a previous group to those options of the new group that differ.
     """
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if id(parameter) in moved]
@@ -280,15 +280,15 @@ def split_groups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRow:
-    """One parameter group of an optimizer, for the log.
+    """Description of a parameter group of an optimizer.
 
     Attributes:
-        optimizer: Which one updates it.
-        num_tensors: Tensors.
-        num_parameters: Numbers in them.
-        weight_decay: Share of a weight that a step at learning rate 1 takes away.
-        learning_rate: At the peak of the schedule.
-        parameters: Their names, ``*`` for the number of a layer.
+        optimizer: Name of the optimizer class that updates it.
+        num_tensors: Number of parameter tensors.
+        num_parameters: Number of scalar parameters.
+        weight_decay: Weight decay, before multiplication by the learning rate.
+        learning_rate: Peak learning rate of the schedule.
+        parameters: Distinct parameter names, with ``*`` in place of layer numbers.
     """
 
     optimizer: str
@@ -300,11 +300,11 @@ class GroupRow:
 
 
 def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[GroupRow]:
-    """Return one row per group that is not empty.
+    """Return one row per non-empty parameter group.
 
     Args:
-        optimizer: As built, or as accelerate prepared it.
-        model: The one it trains; it names the parameters.
+        optimizer: An optimizer, prepared by accelerate or not.
+        model: The model it trains, which provides parameter names.
     """
     names = {id(parameter): re.sub(r"\.\d+\.", ".*.", name) for name, parameter in model.named_parameters()}
     inner = getattr(optimizer, "optimizer", optimizer)
@@ -325,11 +325,11 @@ def describe_groups(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
 
 
 def format_group(row: GroupRow) -> str:
-    """Return a group in a line: ``AdamW: 124,318,464 numbers in 50 tensors, weight decay 0.1, rate 6.0e-04: ...``."""
+    """Return a log line: ``AdamW: 124,318,464 parameters in 50 tensors, weight decay 0.1, rate 6.0e-04: ...``."""
     shown = ", ".join(row.parameters[:_SHOWN_PARAMETERS])
     rest = len(row.parameters) - _SHOWN_PARAMETERS
     return (
-        f"{row.optimizer}: {row.num_parameters:,} numbers in {row.num_tensors} tensors, weight decay "
+        f"{row.optimizer}: {row.num_parameters:,} parameters in {row.num_tensors} tensors, weight decay "
         f"{row.weight_decay:g}, rate {row.learning_rate:.1e}: {shown}{f' and {rest} more' if rest > 0 else ''}"
     )
 
@@ -338,7 +338,7 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
     """Return the parameter groups of a run without building its optimizer.
 
     Args:
-        model: What is trained; its weights may be on the meta device.
+        model: The model to train, possibly on the meta device.
         config: The run.
     """
     optim, rate = str(config.read("optim")), config.read("learning_rate")
@@ -353,17 +353,17 @@ def plan_groups(model: nn.Module, config: RecipeConfig) -> list[GroupRow]:
         {"params": [parameter for decays, parameter in trained if decays is kind], "weight_decay": decay * kind}
         for kind in (True, False)
     ]
-    # Any optimizer would do: it only holds the groups, and allocates no state before its first step.
+    # SGD only holds the groups; no optimizer allocates state before its first step.
     optimizer = torch.optim.SGD([group for group in groups if group["params"]], lr=rate)
     return [replace(row, optimizer=optim) for row in describe_groups(optimizer, model)]
 
 
 def verify_optimizer(config: RecipeConfig) -> None:
-    """Raise for an optimizer that is not installed, or that upstream would build with other options.
+    """Raise for an optimizer that is not installed, or that is incompatible with other keys.
 
     Raises:
-        ConfigError: A package is missing; the optimizer needs another key, or leaves one unread; a run with it could
-            not be resumed; or it acts where neither accumulation nor the guards can.
+        ConfigError: A package is missing; the optimizer requires another key or ignores one; its state cannot be
+            restored from checkpoints; or it updates weights during the backward pass.
     """
     # Pretraining has its own schedule; upstream's warm-up is disabled there.
     training = {**config.training, **({"warmup_steps": 0} if config.recipe == "pretrain" else {})}
@@ -374,7 +374,7 @@ def verify_optimizer(config: RecipeConfig) -> None:
 
 def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]:
     if optim.endswith(_IN_BACKWARD):
-        found = f"{optim} updates weights inside the backward pass, before accumulation, clipping and the guards"
+        found = f"{optim} updates weights during the backward pass, before accumulation, clipping and the guards"
         yield Problem("optim", found, "use adafactor or an 8-bit optimizer to save memory")
         return
     for module, command, names in _PACKAGES:
@@ -384,17 +384,17 @@ def _find_problems(optim: str, training: Mapping[str, Any]) -> Iterator[Problem]
         found = f"a run with {optim} cannot resume from a checkpoint"
         yield Problem("optim", found, "write save_strategy: 'no', or use another optimizer")
     if optim.startswith(("galore", "apollo")) and not training.get("optim_target_modules"):
-        found = f"{optim} needs to know which matrices it projects"
+        found = f"{optim} needs the names of the matrices that it projects"
         yield Problem("optim_target_modules", found, "write optim_target_modules: all-linear")
     if optim.startswith(("galore", "apollo")) and training.get("weight_decay"):
-        found = f"upstream does not hand weight_decay to {optim}"
+        found = f"transformers does not pass weight_decay to {optim}"
         yield Problem("weight_decay", found, "write weight_decay: 0, or use another optimizer")
     if optim.startswith("schedule_free") and read_training(training, "lr_scheduler_type") != "constant":
         found = f"{optim} averages weights instead of lowering the learning rate"
         yield Problem("lr_scheduler_type", found, "write lr_scheduler_type: constant")
-    # The first steps are divided by this number: at 0.01, the first step has a hundred times the peak learning rate.
+    # The package divides the first steps by this number: 0.01 would multiply the first learning rate by 100.
     if optim.startswith("schedule_free") and 0 < read_training(training, "warmup_steps") < 1:
-        yield Problem("warmup_steps", f"{optim} warms up by steps, not by a share", "write a number of steps, or 0")
+        yield Problem("warmup_steps", f"{optim} takes a number of steps, not a fraction", "write a whole number, or 0")
     if optim == "muon" and training.get("optim_args"):
         yield Problem("optim_args", "muon takes no arguments", "delete the line")
 

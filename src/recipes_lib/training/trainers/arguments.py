@@ -1,4 +1,4 @@
-"""Training arguments: a recipe's keys as the arguments object of transformers' and TRL's trainers."""
+"""Training arguments: builds transformers' or TRL's ``TrainingArguments`` from a recipe and its launch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from recipes_lib.training.layouts.launch_environment import Launch, keep_from_ac
 from recipes_lib.training.optim.compilation import choose_compilation, choose_liger
 
 MIN_CAPABILITY: Final = (8, 9)
-"""Ada and Hopper: the first with 8-bit float products."""
+"""CUDA compute capability of Ada, the first generation with fp8 tensor cores."""
 
 _DIVISOR: Final = 16
-_OTHERWISE: Final = "use another launch file, such as accelerate_configs/single_gpu.yaml"
+"""``torch._scaled_mm`` needs matrix sizes that are multiples of this number."""
+_OTHER_LAUNCH_FILE: Final = "use another launch file, such as accelerate_configs/single_gpu.yaml"
 
 
 def verify_fp8(launched_precision: str) -> None:
@@ -37,7 +38,7 @@ def verify_fp8(launched_precision: str) -> None:
 
     Raises:
         ConfigError: torchao is not installed.
-        ConfigError: The device is no GPU with 8-bit products.
+        ConfigError: The device is not a GPU of at least ``MIN_CAPABILITY``.
 
     Source: accelerate ``AcceleratorState``, which falls back to fp16; ``tests/training/trainers/test_arguments.py``.
     """
@@ -51,8 +52,8 @@ def verify_fp8(launched_precision: str) -> None:
     if capability is None or capability < MIN_CAPABILITY:
         has = "no GPU" if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
         wanted = ".".join(map(str, MIN_CAPABILITY))
-        found = f"fp8 needs a GPU of compute capability {wanted} or higher; here is {has}"
-        problems.append(Problem("launch", found, _OTHERWISE))
+        found = f"fp8 needs a GPU of compute capability {wanted} or higher; this machine has {has}"
+        problems.append(Problem("launch", found, _OTHER_LAUNCH_FILE))
     if problems:
         raise ConfigError(*problems)
 
@@ -61,17 +62,17 @@ def verify_fp8_layers(model: nn.Module) -> None:
     """Raise if no layer of the model supports fp8.
 
     Raises:
-        ConfigError: No layer but the first and the last is an ``nn.Linear`` whose sizes are multiples of 16.
+        ConfigError: Excluding the first and last, no ``nn.Linear`` has input and output sizes that are multiples of 16.
 
     Source: accelerate ``filter_first_and_last_linear_layers``; see ``tests/training/trainers/test_arguments.py``.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not any(layer.in_features % _DIVISOR == 0 == layer.out_features % _DIVISOR for layer in linear[1:-1]):
         found = f"fp8 would change nothing: {type(model).__name__} has no inner nn.Linear with sizes in multiples of 16"
-        raise ConfigError(Problem("launch", found, f"choose another model_type, or {_OTHERWISE}"))
+        raise ConfigError(Problem("launch", found, f"choose another model_type, or {_OTHER_LAUNCH_FILE}"))
 
 
-# Rows arrive tokenised, masked and packed; upstream must not touch them again.
+# Rows are already tokenised, masked and packed: disables TRL's own preparation.
 _PREPARED: Final = {"dataset_kwargs": {"skip_prepare_dataset": True}, "packing": False, "max_length": None}
 _ARGUMENT_CLASSES: Final = {
     "sft": SFTConfig,
@@ -82,49 +83,49 @@ _ARGUMENT_CLASSES: Final = {
     "rloo": RLOOConfig,
     "grpo": GRPOConfig,
 }
-_FALLS: Final = re.compile(
+_LOWER_IS_BETTER: Final = re.compile(
     r"(?:^|[/_])(?:\w*loss|nll|kl|\w*divergence|\w*perplexity|bits_per_byte|brier_score|ece|error|[wct]er|r?mse|mae|s?mape"
     r"|unparsable|seconds)$"
 )
-"""Figures of which less is better; upstream knows of losses only."""
-_OF_RECIPE: dict[str, dict[str, Any]] = {
+"""Names of metrics of which less is better; ``TrainingArguments`` recognises names that end in ``loss`` only."""
+_RECIPE_OVERRIDES: dict[str, dict[str, Any]] = {
     "sft": _PREPARED,
     "lora": _PREPARED,
     "reward": {"max_length": None},
     "dpo": {"max_length": None},
     "distill": _PREPARED,
-    # An evaluation answers each prompt once.
+    # An evaluation samples one answer per prompt.
     "rloo": {"num_generations_eval": 1},
     "grpo": {"num_generations_eval": 1},
-    # The schedule is the trainer's own, and measured in tokens; so is the length of the run.
+    # ``PretrainTrainer`` builds its own scheduler, whose warm-up and decay are measured in tokens.
     "pretrain": {"lr_scheduler_type": "constant", "warmup_steps": 0},
 }
-_ALWAYS: dict[str, Any] = {
+_OVERRIDES: dict[str, Any] = {
     "disable_tqdm": True,
     "remove_unused_columns": False,
-    # Upstream uploads from within training, and what was not opened again; recipes_lib/publish/publishing.py does it.
+    # Upstream uploads during training, before a checkpoint is verified; recipes_lib/publish/publishing.py uploads.
     "push_to_hub": False,
-    # Upstream's default replaces a NaN loss in the log by the running mean while the weights are destroyed.
+    # Upstream's default logs the running mean in place of a NaN loss, which hides divergence.
     "logging_nan_inf_filter": False,
-    # One normaliser over all processes and micro-batches, so that gradient accumulation changes nothing.
+    # One normaliser over all ranks and micro-batches: the loss does not depend on gradient accumulation.
     "average_tokens_across_devices": True,
 }
 
 
 def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, Any]:
-    """Return ``bf16``, ``fp16`` and ``use_cpu``: what the recipe says, and bf16 where the hardware has it.
+    """Return ``bf16``, ``fp16`` and ``use_cpu``: the recipe's, else the launch file's, else bf16 on hardware with it.
 
     Args:
         config: The recipe.
-        launched: ``mixed_precision`` of the launch file; ``fp8`` and ``fp16`` apply unless the recipe sets a
-            precision.
+        launched: ``mixed_precision`` of the launch file; ``no`` leaves the choice to the hardware.
     """
     training = config.training
     bf16, fp16 = training.get("bf16"), training.get("fp16")
-    if bf16 is None and fp16 is None:
-        fp16 = launched == "fp16"
+    # accelerate applies the launch file's precision even if the arguments name none, so they must name the same.
+    if fp16 is None:
+        fp16 = launched == "fp16" and not bf16
     if bf16 is None:
-        bf16 = launched != "fp8" and not fp16 and supports_bf16()
+        bf16 = launched != "fp8" and not fp16 and (launched == "bf16" or supports_bf16())
     use_cpu = bool(training.get("use_cpu")) or not torch.accelerator.is_available()
     return {"bf16": bf16, "fp16": bool(fp16), "use_cpu": use_cpu}
 
@@ -132,71 +133,81 @@ def resolve_precision(config: RecipeConfig, launched: str = "no") -> dict[str, A
 def build_training_arguments(
     config: RecipeConfig, launch: Launch, *, has_eval: bool, num_steps: int | None = None
 ) -> TrainingArguments:
-    """Build the arguments of a run; initialises the process group.
+    """Build the arguments of a run and initialise the process group; all ranks must call.
 
     Args:
         config: The recipe.
         launch: How this process was launched.
-        has_eval: Whether there is held-out data; without it nothing is evaluated.
-        num_steps: Optimizer steps, where the recipe gives the length of the run in other units.
+        has_eval: Whether there is held-out data; otherwise evaluation is disabled.
+        num_steps: Optimizer steps, if the recipe gives the length of the run in tokens; overrides ``max_steps``.
 
     Raises:
-        ConfigError: The processes did not become the one run that was launched.
-        ConfigError: The launch file asks for fp8, which cannot be had here.
+        ConfigError: As ``verify_launch``: accelerate has silently changed the launch.
+        ConfigError: As ``verify_fp8``, ``choose_compilation`` and ``choose_liger``, or transformers refuses the keys.
     """
     verify_fp8(launch.precision)
     keep_from_accelerate(launch)
     if launch.engine == "DEEPSPEED":
-        # By their old names DeepSpeed 0.19 calls collectives of torch 2.13, several times a step.
+        # DeepSpeed 0.19 calls deprecated names of torch 2.13's collectives, several times per step.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     precision = resolve_precision(config, launch.precision)
-    arguments = {**config.training, **_OF_RECIPE.get(config.recipe, {}), **_ALWAYS, **precision}
-    # Every parameter takes part in every loss; looking for idle ones would walk the graph once more a step.
+    arguments = {**config.training, **_RECIPE_OVERRIDES.get(config.recipe, {}), **_OVERRIDES, **precision}
+    # Every parameter contributes to every loss; searching for unused ones traverses the graph once more per step.
     arguments.setdefault("ddp_find_unused_parameters", False)
     arguments["accelerator_config"] = {
-        # accelerate would join the batches of all processes of a stream, which are of unlike lengths.
+        # For a stream, accelerate would concatenate the batches of all ranks on rank 0, whose lengths differ.
         "dispatch_batches": False,
-        # From pinned memory, so that the host need not wait for a copy to end.
+        # Copies from pinned memory do not block the host.
         "non_blocking": not precision["use_cpu"] and arguments.get("dataloader_pin_memory") is not False,
     }
     is_cuda = torch.cuda.is_available() and not precision["use_cpu"]
     if is_cuda and not config.data.dataset_streaming:
-        # A micro-batch is collated while the GPU computes; a stream is one shard, which one process reads.
+        # Workers collate the next micro-batch during the computation; a stream has one shard, so no workers.
         arguments.setdefault("dataloader_num_workers", 2)
     compilation = choose_compilation(config, launch, is_cuda=is_cuda)
-    # Upstream would compile the whole model; the trainer compiles its layers.
+    # Upstream would compile the whole model; ``RecipeTrainer.train`` compiles layer by layer.
     for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
         arguments.pop(key, None)
     arguments |= choose_liger(config, launch, is_cuda=is_cuda)
     if not has_eval:
         arguments |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
     if (metric := arguments.get("metric_for_best_model")) and arguments.get("greater_is_better") is None:
-        arguments["greater_is_better"] = _FALLS.search(metric) is None
+        arguments["greater_is_better"] = _LOWER_IS_BETTER.search(metric) is None
     if num_steps is not None:
         arguments["max_steps"] = num_steps
     if arguments.get("optim") not in {None, *(optimizer.value for optimizer in OptimizerNames)}:
-        # Upstream has no such name; the trainer builds it.
+        # A name of this library (such as ``muon``): the trainer builds the optimizer.
         arguments["optim"] = "adamw_torch"
-    args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
-    # Upstream would spread the rows of one process over all GPUs that it sees by `DataParallel`: another batch than was
-    # planned, on copies of a model that is not made to be copied.
+    args = _construct(config, arguments)
+    # With several visible GPUs, upstream wraps the model of a single process in `DataParallel`: a larger batch than
+    # planned, on replicas, which the patched loss head does not support.
     args._n_gpu = min(args.n_gpu, 1)
-    # Ours among upstream's save_ keys.
+    # Keys of this library that the trainer reads from its arguments.
     args.save_keep_steps = config.checkpoints.save_keep_steps  # type: ignore[attr-defined]
     args.compilation = compilation  # type: ignore[attr-defined]
     verify_launch(launch, args.world_size, args.distributed_state.distributed_type)
     return args
 
 
+def _construct(config: RecipeConfig, arguments: dict[str, Any]) -> TrainingArguments:
+    try:
+        args: TrainingArguments = _ARGUMENT_CLASSES.get(config.recipe, TrainingArguments)(**arguments)
+    except ValueError as error:
+        # Upstream's checks of combinations, such as a plateau scheduler without evaluation.
+        key = next((name for name in config.training if name in str(error)), "training arguments")
+        raise ConfigError(Problem(config.provenance.get(key, key), str(error), "change the key")) from error
+    return args
+
+
 def get_compute_dtype(args: TrainingArguments) -> torch.dtype:
-    """Return the precision of the matrix products; under fp8 that of those which stay as they are."""
+    """Return the dtype of matrix products; under fp8, that of the layers without 8-bit products."""
     if args.bf16 or args.mixed_precision == "fp8":
         return torch.bfloat16
     return torch.float16 if args.fp16 else torch.float32
 
 
 def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a factory of autocast contexts, for models that no trainer has prepared."""
+    """Return a factory of autocast contexts, for models that accelerate has not prepared."""
     dtype = get_compute_dtype(args)
     if dtype == torch.float32:
         return contextlib.nullcontext
@@ -204,8 +215,8 @@ def build_autocast(args: TrainingArguments) -> Callable[[], contextlib.AbstractC
 
 
 def get_rounding_dtype(model: PreTrainedModel, args: TrainingArguments) -> torch.dtype:
-    """Return the coarser one of the precisions of the weights and of the products: what results are rounded to."""
+    """Return the dtype that bounds the rounding error of results: the narrower one of weights and matrix products."""
     dtype = min(model.dtype, get_compute_dtype(args), key=lambda dtype: dtype.itemsize)
-    # TF32 has the ten bits of float16's fraction. Read here, since environment and libraries switch it on too.
+    # TF32 has a 10-bit fraction, as float16. Read from torch: environment variables and libraries can enable it.
     is_tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return torch.float16 if is_tf32 else dtype

@@ -58,19 +58,19 @@ LN2_TOLERANCE: Final = 1e-4
 
 @dataclass(slots=True)
 class PreferenceObjective:
-    """The losses of ``loss_type`` with their options, and their reference.
+    """Weighted sum of the losses of ``loss_type``, with the source of reference log-probabilities.
 
-    The reference is in the batch (``ref_chosen_logp``, ``ref_rejected_logp``); without that it is
-    ``reference``; without that too, the policy with its adapter off.
+    Reference log-probabilities come from the batch (``ref_chosen_logp``, ``ref_rejected_logp``) if it has them, else
+    from ``reference``, else from the policy with its adapter disabled.
 
     Attributes:
-        names: Losses that are added.
-        weights: Of each.
-        options: What shapes them.
-        ld_alpha: Factor on what one answer of a pair is longer than the other.
-        use_weighting: Weigh each pair by how likely the policy itself would give its answers.
-        mean_held_out_tokens: Tokens of a held-out chosen answer, on average; for ``sft``.
-        reference: A frozen model with a loss head; neither trained nor saved.
+        names: Losses to add.
+        weights: Weight of each loss.
+        options: Hyperparameters of the losses.
+        ld_alpha: Weight of the tokens by which one answer is longer than the other (LD-DPO); ``None``: 1.
+        use_weighting: Whether pairs are weighted by their likelihood under the policy (WPO).
+        mean_held_out_tokens: Mean tokens of a held-out chosen answer, which normalises ``sft`` in evaluation.
+        reference: Frozen reference model with a loss head; neither trained nor saved.
     """
 
     names: Sequence[str]
@@ -83,11 +83,11 @@ class PreferenceObjective:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any of the losses has a reference."""
+        """Whether any of the losses compares the policy with a reference."""
         return not set(self.names) <= REFERENCE_FREE
 
     def score_held_out(self, model: nn.Module, batch: Batch) -> PairScores:
-        """Score a batch of held-out pairs, by themselves as if all were one batch; for the rest as ``score``."""
+        """Score a batch of held-out pairs as ``score``; ``sft`` is normalised by the mean over the whole set."""
         mean = self.mean_held_out_tokens
         return self.score(model, batch, None if mean is None else torch.tensor(mean))
 
@@ -95,9 +95,9 @@ class PreferenceObjective:
         """Score a batch of pairs.
 
         Args:
-            model: The policy, with a loss head on it.
-            batch: From ``PairCollator``.
-            mean_chosen_tokens: Tokens of a chosen answer, on average over the whole step; for ``sft``.
+            model: The policy, with a loss head.
+            batch: From ``PairCollator``; ``P`` pairs.
+            mean_chosen_tokens: Mean tokens of a chosen answer over the optimizer step, the normaliser of ``sft``.
         """
         device = find_device(model)
         outputs = model(
@@ -107,6 +107,7 @@ class PreferenceObjective:
             token_logps=True,
             with_statistics=self.use_weighting,
         )
+        # Answer of each target token, chosen answers first: outputs.logps and ids are (N,), sums over answers (2P,).
         ids, num_chosen, num_rejected = split_sequences(batch, device)
         num_pairs = len(num_chosen)
         chosen, rejected = sum_logps(outputs.logps, ids, 2 * num_pairs, ld_alpha=self.ld_alpha).view(2, -1)
@@ -156,15 +157,15 @@ class PreferenceObjective:
 def build_objective(
     args: DPOConfig, config: PreferenceConfig, held_out: Mapping[str, Any] | None = None
 ) -> PreferenceObjective:
-    """Build the objective of a run, as yet without a reference of its own.
+    """Build the objective of a run, without a reference model.
 
     Args:
-        args: Upstream's keys, with upstream's defaults.
-        config: Ours.
-        held_out: Figures of the held-out pairs, as ``PairAudit`` names them.
+        args: Keys of TRL's ``DPOConfig``.
+        config: Keys of this library.
+        held_out: Statistics of the held-out pairs, with the names of ``PairAudit``; ``None`` without any.
 
     Raises:
-        ConfigError: The losses cannot be had with these options.
+        ConfigError: ``loss_type`` and its options are incompatible.
     """
     options = PreferenceOptions(
         beta=args.beta,
@@ -184,26 +185,26 @@ def build_objective(
 
 
 def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batch: Batch, dtype: torch.dtype) -> str:
-    """Verify the first step: the policy equals its reference, so margins are 0.
+    """Verify the first step, where the policy equals its reference and all log-ratios are 0 up to rounding.
 
     Args:
-        objective: Of the run.
-        scores: Of the first batch, before any update.
-        batch: That batch.
-        dtype: Precision of the products.
+        objective: The objective of the run.
+        scores: Scores of the first batch, before any update.
+        batch: The first batch.
+        dtype: Dtype that bounds the rounding error, from ``get_rounding_dtype``.
 
     Returns:
-        What was found, in a line.
+        A line for the log.
 
     Raises:
-        DivergedError: A reward is not 0, or the loss of ``sigmoid`` is not ln 2: policy and reference differ.
+        DivergedError: A log-ratio exceeds the rounding error, or the loss of ``sigmoid`` is not ln 2.
     """
     beta, loss = objective.options.beta, float(scores.losses.detach().mean())
-    # (pairs, 2), flattened in the order of ``num_completion_tokens``: chosen and rejected in turns.
+    # (P, 2), flattened to the order of ``num_completion_tokens``: chosen and rejected alternate.
     rewards = torch.stack([scores.figures["rewards/chosen"], scores.figures["rewards/rejected"]], dim=1).flatten()
     lengths = batch["num_completion_tokens"].to(rewards.device)
     allowed = compute_rounding(lengths, dtype)
-    # What is not a number is the largest of all.
+    # argmax returns the index of a NaN if there is one.
     worst = int((rewards.abs() / allowed).argmax())
     shift, rounding = float(rewards[worst]) / beta, float(allowed[worst])
     is_sigmoid = list(objective.names) == ["sigmoid"] and objective.weights[0] == 1 and not objective.use_weighting
@@ -220,55 +221,55 @@ def verify_first_scores(objective: PreferenceObjective, scores: PairScores, batc
 
 
 MAX_DROP: Final = 0.5
-"""Drop in log-probability of the chosen answers that is logged, in nats per token."""
+"""Drop in log-probability of the chosen answers, in nats per token, above which a warning is logged."""
 
 
 class DPOTrainer(PairTrainer):
     """``PairTrainer`` with the losses of ``PreferenceObjective``.
 
-    Source: ``trl.DPOTrainer``, whose losses and gradient norms it has on the same pairs; ``tests/parity/test_dpo.py``.
+    Source: ``trl.DPOTrainer``; losses and gradient norms are equal on the same pairs (``tests/parity/test_dpo.py``).
     """
 
     def __init__(
         self, *, objective: PreferenceObjective, stored: ReferenceLogps | None, is_own_reference: bool, **kwargs: Any
     ) -> None:
-        """Put the loss head on the model and set the trainer up.
+        """Attach the loss head to the model and initialise the trainer.
 
         Args:
-            objective: The losses, and the reference unless it is ``stored``.
-            stored: Numbers of the reference, read or computed before the first step.
-            is_own_reference: Whether the reference is the model that training starts from.
-            **kwargs: As ``PairTrainer``; ``train_dataset`` holds the reference's numbers where they are ``stored``.
+            objective: The losses, and the reference model if its log-probabilities are not ``stored``.
+            stored: Reference log-probabilities of all pairs, loaded or computed before the first step.
+            is_own_reference: Whether the reference is the policy at its start.
+            **kwargs: As ``PairTrainer``; with ``stored``, ``train_dataset`` comes from ``ReferenceLogps.attach``.
         """
         self.objective: PreferenceObjective = objective
         self.stored: ReferenceLogps | None = stored
-        self._has_numbers = False
+        self._has_logps = False
         self._mean_chosen_tokens: torch.Tensor | None = None
         args = kwargs["args"]
-        # With dropout on, the policy is not its own reference.
+        # With dropout, the first log-ratios are not 0: the check is skipped.
         self._has_first_scores = not (is_own_reference and objective.needs_reference and args.disable_dropout)
         super().__init__(**kwargs)
         self.compares_rows = not COMPARING.isdisjoint(objective.names)
         add_loss_head(self.model)
         verify_loss_head(self.model)
         if objective.reference is not None:
-            # Its products in the policy's precision, or the two would differ before the first step.
+            # With the policy's compute dtype: otherwise both would differ before the first step.
             objective.reference = prepare_frozen(self.accelerator, objective.reference)
         self.add_callback(_PrepareReference(self))
         self.add_callback(_WarnOnChosenLikelihood(self.observer.progress.say))
 
     def get_batch_samples(self, *args: Any) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """Take the micro-batches of a step; ``sft`` is a mean over the tokens of all of them."""
+        """Take the micro-batches of a step, and compute the normaliser of ``sft`` over all of them."""
         batches, num_pairs = super().get_batch_samples(*args)
         if batches and "sft" in self.objective.names:
             chosen = torch.cat([batch["num_completion_tokens"][0::2][: count_pairs(batch)] for batch in batches])
             total = self.accelerator.reduce(chosen.sum().to(self.args.device), reduction="sum")
-            # Of the whole step, so that the sum over its pairs is nats a token whatever a micro-batch holds.
+            # Over the whole step: the mean over its pairs is then nats per token for any gradient accumulation.
             self._mean_chosen_tokens = total / num_pairs
         return batches, num_pairs
 
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
-        """Score a batch; the first one of a run must show that the policy is its own reference."""
+        """Score a batch of pairs; verify with the first one of a run that the policy equals its reference."""
         scores = self.objective.score(model, batch, self._mean_chosen_tokens)
         if not self._has_first_scores:
             dtype = get_rounding_dtype(self.model, self.args)
@@ -277,37 +278,37 @@ class DPOTrainer(PairTrainer):
         return scores
 
     def build_stand_ins(self) -> dict[str, Any]:
-        """As ``PairTrainer``; an uncounted pass is not the first step."""
+        """Return those of ``PairTrainer``, and skip ``verify_first_scores`` in an uncounted pass."""
         return super().build_stand_ins() | {"_has_first_scores": True}
 
     def begin(self, step: int) -> None:
-        """Load or compute the reference log-probabilities; after ``step`` steps they must exist.
+        """Load the reference log-probabilities, or compute them if ``step`` is 0; all ranks must call.
 
         Raises:
-            ConfigError: The run is resumed and they are gone.
+            ConfigError: The run is resumed and they are missing.
             DataError: They cannot be stored.
         """
         self._has_first_scores = self._has_first_scores or step > 0
-        # Behind a spike training begins again in this process, where the reference is gone and its numbers are there.
-        if self.stored is None or self._has_numbers:
+        # After a rollback, training begins again in this process, with the log-probabilities and without the model.
+        if self.stored is None or self._has_logps:
             return
         if step == 0:
-            self._settle(self.stored)
+            self._load_or_compute(self.stored)
         elif not self.stored.find():
             refuse_missing(step)
-        self._has_numbers = True
+        self._has_logps = True
         if self.objective.reference is not None:
-            # What is stored takes no memory while training. A model with a head on it refers to itself.
+            # Frees the reference's memory; the loss head's reference cycle needs the garbage collector.
             self.objective.reference = None
             gc.collect()
 
-    def _settle(self, stored: ReferenceLogps) -> None:
+    def _load_or_compute(self, stored: ReferenceLogps) -> None:
         reference: nn.Module = self.model_wrapped if self.objective.reference is None else self.objective.reference
 
         def score(rows: Sequence[Any]) -> torch.Tensor:
             return compute_answer_logps(reference, self.data_collator(list(rows)), ld_alpha=self.objective.ld_alpha)
 
-        stored.settle(
+        stored.load_or_compute(
             reference,
             score,
             batch_size=self.args.per_device_eval_batch_size,
@@ -331,16 +332,16 @@ class _WarnOnChosenLikelihood(TrainerCallback):
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
-        self._is_told = False
+        self._has_warned = False
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
         shift = (logs or {}).get("logps/chosen_shift", 0.0)
-        if shift < -MAX_DROP and not self._is_told:
-            self._is_told = True
+        if shift < -MAX_DROP and not self._has_warned:
+            self._has_warned = True
             self._say(
-                f"step {state.global_step}: chosen answers have lost {-shift:.2f} nats a token since the start; "
-                "likelihood moves to answers that nobody wrote: add `sft` to loss_type, use apo_zero, or lower "
-                "learning_rate"
+                f"step {state.global_step}: the log-probability of chosen answers has dropped by {-shift:.2f} nats per "
+                "token: likelihood moves to answers that are in no pair; add `sft` to loss_type, use apo_zero, or "
+                "lower learning_rate"
             )
 
 
@@ -352,29 +353,30 @@ def prepare_reference(
     attention: PairAttention,
     args: TrainingArguments,
 ) -> tuple[ReferenceLogps | None, PairData]:
-    """Choose the reference: stored log-probabilities, a frozen copy, or the policy without its adapter.
+    """Choose the reference: another model, a frozen copy of the policy, or the policy without its adapter.
 
-    A model of its own, and a frozen copy of the policy, go into ``objective.reference``.
+    Another model or a frozen copy is set as ``objective.reference``. All ranks must call.
 
     Args:
         config: The run.
-        objective: Its losses.
+        objective: Its objective; changed in place.
         data: Its pairs.
         model: The policy at its start, not yet wrapped.
-        attention: Kernel and layout.
-        args: Precision and output directory.
+        attention: Attention kernel and batch layout.
+        args: Compute dtype and output directory.
 
     Returns:
-        The numbers that ``precompute_ref_log_probs`` asks for, not read or computed yet, or ``None``; and the pairs,
-        with the numbers that they will have.
+        With ``precompute_ref_log_probs``, the storage of reference log-probabilities, not loaded or computed yet, else
+        ``None``; and the pairs, which return the stored log-probabilities.
 
     Raises:
-        ConfigError: The model of ``ref_model_name_or_path`` cannot be the reference of this policy.
+        ConfigError: As ``load_causal_lm``, for ``ref_model_name_or_path``.
+        ConfigError: The reference has another vocabulary size than the policy, or does not support the batch layout.
     """
     if not objective.needs_reference:
         return None, data
     is_stored = bool(getattr(args, "precompute_ref_log_probs", False))
-    # A fresh adapter changes nothing yet, unless it began with a part of the model's own weights.
+    # A new adapter is the identity, but PiSSA and OLoRA subtract its product from the base weights.
     has_base = (
         config.adapter.use_peft
         and config.adapter.adapter_name_or_path is None
@@ -388,7 +390,7 @@ def prepare_reference(
         return None, data
     rows: dict[str, PairRows] = {"train": data.train} | ({} if data.eval is None else {"eval": data.eval})
     rows |= {f"eval-{name}": pairs for name, pairs in data.eval_sets.items()}
-    keys = [data.record["key"], *(told["key"] for told in data.record.get("eval_datasets", {}).values())]
+    keys = [data.record["key"], *(record["key"] for record in data.record.get("eval_datasets", {}).values())]
     key = compute_reference_key(
         model if objective.reference is None else objective.reference,
         is_without_adapter=has_base and objective.reference is None,
@@ -405,10 +407,10 @@ def prepare_reference(
 def _load_reference(
     config: RecipeConfig, attention: PairAttention, policy: PreTrainedModel, *, max_length: int
 ) -> PreTrainedModel:
-    """The model of ``ref_model_name_or_path``, verified to score a pair as it scores each answer alone.
+    """Load the model of ``ref_model_name_or_path``, and verify that the batch layout isolates answers in it.
 
     Raises:
-        ConfigError: It cannot be loaded, has another vocabulary than the policy, or cannot take the layout.
+        ConfigError: As ``prepare_reference``.
     """
     name, revision = config.preference.ref_model_name_or_path, config.preference.ref_model_revision
     where = config.provenance.get("ref_model_name_or_path", "ref_model_name_or_path")
@@ -419,10 +421,10 @@ def _load_reference(
         raise ConfigError(*(replace(problem, where=where) for problem in error.problems)) from error
     sizes = [model.config.get_text_config().vocab_size for model in (reference, policy)]
     if sizes[0] != sizes[1]:
-        found = f"{name} has {sizes[0]:,} tokens and the policy {sizes[1]:,}: they do not read the same text"
+        found = f"{name} has a vocabulary of {sizes[0]:,} tokens and the policy one of {sizes[1]:,}"
         raise ConfigError(Problem(where, found, "name a model with the tokenizer of the policy"))
     settled = prove_pair_attention(config, attention, reference, max_length=max_length)
     if (settled.layout, settled.packing) != (attention.layout, attention.packing):
-        found = f"{name} cannot take pairs laid out as the policy can: {settled.reason}"
+        found = f"{name} does not support the batch layout of the policy: {settled.reason}"
         raise ConfigError(Problem(where, found, "write `shared_prompt: false`, or name another model"))
     return freeze(reference)

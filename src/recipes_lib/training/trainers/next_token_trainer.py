@@ -1,4 +1,4 @@
-"""Next-token training: the objective of SFT and pretraining, a mean negative log-likelihood per target."""
+"""Next-token trainers of SFT and pretraining: mean negative log-likelihood per target token."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from recipes_lib.training.optim.optimizers import StochasticAdamW, build_muon
 from recipes_lib.training.trainers.recipe_trainer import Batch, RecipeTrainer
 
 POSITIONS: Final = "target_positions"
-"""Where targets stand among the flattened ``labels[:, 1:]`` of a batch: the loader knows, and nothing waits for it."""
+"""Batch key: indices of targets in the flattened ``labels[:, 1:]``, ``int64 (N,)``, computed by the data loader."""
 
 
 class NextTokenTrainer(RecipeTrainer):
-    """``RecipeTrainer`` with the next-token objective, computed in the model's own output projection."""
+    """``RecipeTrainer`` with the next-token loss, computed by a loss head at the model's output projection."""
 
     def __init__(self, **kwargs: Any) -> None:
         """Attach the loss head to the model and initialise the trainer.
 
         Args:
-            **kwargs: As ``RecipeTrainer``; ``model`` is a causal language model, ``data_collator`` makes ``input_ids``,
-                ``labels`` and ``position_ids``, and the first token of each document is never a target.
+            **kwargs: As ``RecipeTrainer``; ``model`` is a causal language model, and ``data_collator`` returns
+                ``input_ids``, ``labels`` (without targets at first tokens of documents) and ``position_ids``.
         """
-        # Batches contain target positions: to find them on the device, the host would wait for it.
+        # The collator adds target positions: ``nonzero`` on the device would synchronise.
         kwargs["data_collator"] = functools.partial(_collate, kwargs["data_collator"])
         super().__init__(**kwargs)
         self.add_loss_head()
 
     def add_loss_head(self) -> None:
-        """Attach the loss head, so that the model returns its loss without logits."""
+        """Attach the loss head, which computes the loss without materialising the logits."""
         add_loss_head(self.model)
 
     def count_terms(self, batch: Batch) -> torch.Tensor:
-        """Return the number of targets."""
+        """Return the number of target tokens; ``int64`` scalar."""
         labels: torch.Tensor = batch["labels"]
         return labels.ne(IGNORE_INDEX).sum()
 
     def mask_batch(self, batch: Batch) -> Batch:
-        """Return the batch without targets."""
-        none = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+        """Return the batch without targets, for the collectives of other ranks only."""
+        masked = {"labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
         if POSITIONS in batch:
-            none[POSITIONS] = batch[POSITIONS][:0]
-        return {**batch, **none, "num_tokens": torch.zeros_like(batch["num_tokens"])}
+            masked[POSITIONS] = batch[POSITIONS][:0]
+        return {**batch, **masked, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
     def compute_loss(
         self,
@@ -85,23 +85,23 @@ def _collate(collate: Callable[[Any], Batch], rows: Any) -> Batch:
 
 
 KL_TO_BASE: Final = "kl_to_base"
-"""The figure of a logged step: nats a target, before the coefficient of that name."""
+"""Metric of a logged step: KL divergence to the initial model in nats per target, not multiplied by ``kl_to_base``."""
 
 
 class SFTTrainer(NextTokenTrainer):
-    """``NextTokenTrainer`` of prepared rows; with an optional adapter and KL penalty to the initial model.
+    """``NextTokenTrainer`` for prepared rows, with an optional adapter and KL penalty to the initial model.
 
-    Source: ``trl.SFTTrainer``, whose losses and gradient norms it has on the same chats
+    Source: ``trl.SFTTrainer``; losses and gradient norms are equal on the same chats
     (``tests/parity/test_trl_preparation.py``).
     """
 
     balances_experts = True
 
     def __init__(self, *, base: BaseDivergence | None = None, **kwargs: Any) -> None:
-        """Set the trainer up.
+        """Initialise the trainer.
 
         Args:
-            base: Adds the KL divergence to the starting model to the objective.
+            base: KL divergence to the initial model, added to the loss; ``None`` without ``kl_to_base``.
             **kwargs: As ``NextTokenTrainer``.
         """
         super().__init__(**kwargs)
@@ -118,7 +118,7 @@ class SFTTrainer(NextTokenTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """As ``NextTokenTrainer``; with the divergence to the base."""
+        """Return the loss of ``NextTokenTrainer``, plus the weighted divergence to the base model."""
         if self.base is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         num_tokens, labels = inputs.pop("num_tokens"), inputs.pop("labels")
@@ -131,7 +131,7 @@ class SFTTrainer(NextTokenTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def build_stand_ins(self) -> dict[str, Any]:
-        """As ``RecipeTrainer``, with the figure of the divergence."""
+        """Return those of ``RecipeTrainer``, and an empty metric of the divergence."""
         return super().build_stand_ins() | {"base_figures": TermMetrics()}
 
 
@@ -143,7 +143,7 @@ class SaveBeforeDecay(TrainerCallback):
         self._step = step
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for a checkpoint."""
+        """Request a checkpoint."""
         if state.global_step == self._step and args.save_strategy != SaveStrategy.NO:
             control.should_save = True
 
@@ -152,13 +152,13 @@ class PretrainTrainer(NextTokenTrainer):
     """``NextTokenTrainer`` over pretraining rows in a fixed order."""
 
     def __init__(self, *, config: RecipeConfig, schedule: Schedule, **kwargs: Any) -> None:
-        """Set upstream's trainer up.
+        """Initialise the trainer.
 
         Args:
-            config: The run: its ``optim``, which upstream's arguments cannot hold where it is ``muon``, and whether
-                ``weight_decay`` applies to embeddings.
-            schedule: Learning rate of each step as a share of the peak.
-            **kwargs: As ``NextTokenTrainer``; ``train_dataset`` holds every row of the run in its order.
+            config: The run: ``optim``, which may be a name that upstream's arguments reject, ``model_config`` and
+                ``decay_embeddings``.
+            schedule: Learning rate of each step as a fraction of the peak.
+            **kwargs: As ``NextTokenTrainer``; ``train_dataset`` holds all rows of the run in training order.
         """
         self.schedule = schedule
         self.optim = config.training.get("optim")
@@ -169,7 +169,7 @@ class PretrainTrainer(NextTokenTrainer):
             options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
             kwargs["optimizer_cls_and_kwargs"] = (StochasticAdamW, options)
         super().__init__(**kwargs)
-        # DeepSpeed has updated the weights by the time that it could look, and under ZeRO-3 no process has them.
+        # DeepSpeed updates the weights before the monitor's callback runs, and under ZeRO-3 they are sharded.
         if not self.is_deepspeed_enabled:
             self.add_figures(WeightMonitor(self.measure_norm, self.list_counted))
         if schedule.first_decay_step is not None:
@@ -181,24 +181,24 @@ class PretrainTrainer(NextTokenTrainer):
         return super().kept_steps() | (set() if first_decay_step is None else {first_decay_step})
 
     def find_rows(self, step: int) -> tuple[int, int]:
-        """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
+        """Return the half-open range of rows of the run that step ``step`` (from 0) takes over all ranks."""
         rows: TokenDataset = self.train_dataset  # type: ignore[assignment]
         return rows.find_rows(step)
 
     def verify_first_loss(self, loss: float) -> None:
-        """Compare the loss of random weights with its expected value."""
+        """Compare the loss of a model with random weights with its expected value."""
         if self.is_from_scratch:
             self.observer.progress.say(verify_initial_loss(self.model, loss, self.guard.inputs.batches))
 
     def build_sampler(self) -> Sampler[int]:
-        """Take the rows in order, without those that a rollback skips."""
+        """Build the sampler of rows in order, without those skipped by rollbacks."""
         rows: Any = self.train_dataset
-        # Behind a rollback upstream builds its loader again, and so comes here again.
+        # After a rollback, upstream builds the loader again, so this reads the current skips.
         rows.skips = self.guard.rollbacks.skips
         return SequentialSampler(rows)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer by name: upstream's, or Muon."""
+        """Build the optimizer of ``optim``: upstream's, or Muon."""
         if self.optim != "muon":
             return super().create_optimizer(model)
         if self.optimizer is None:
@@ -206,11 +206,11 @@ class PretrainTrainer(NextTokenTrainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LambdaLR:
-        """Build the learning-rate scheduler; the logged rate is that of the logged step."""
+        """Build the scheduler of ``schedule``, in place of upstream's ``lr_scheduler_type``."""
         if self.lr_scheduler is None:
-            driven = self.optimizer if optimizer is None else optimizer
-            assert driven is not None
-            # A function is not saved with a checkpoint, so that a longer run resumes by its own schedule.
-            self.lr_scheduler = LambdaLR(driven, lambda step: self.schedule(step))
+            scheduled = self.optimizer if optimizer is None else optimizer
+            assert scheduled is not None
+            # ``LambdaLR`` does not save plain functions: a run extended to more steps resumes with its own schedule.
+            self.lr_scheduler = LambdaLR(scheduled, lambda step: self.schedule(step))
             self._created_lr_scheduler = True
         return self.lr_scheduler

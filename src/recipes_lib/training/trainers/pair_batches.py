@@ -1,4 +1,4 @@
-"""Batches of pairs: model inputs, log-probabilities of the answers, and the choice of layout and attention."""
+"""Batches of preference pairs: model inputs, log-probabilities of answers, choice of batch layout and attention."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _ROUNDING: Final = {
     torch.float16: (5e-3, 5e-4),
     torch.bfloat16: (3e-2, 2e-3),
 }
-"""By how much two computations of an answer's log-probability differ, in nats: for the root of its tokens, and for each
-of them. Beside other rows other kernels run; measured, with three times as much allowed."""
+"""Rounding error of an answer's log-probability, in nats: coefficients of the square root of its tokens, and of its
+tokens. Different batch shapes select different kernels; values are three times the largest measured difference."""
 
 _INPUTS: Final = (
     *("input_ids", "position_ids", "token_mask"),
@@ -45,9 +45,9 @@ class PairScores:
 
     Attributes:
         losses: Loss of each pair, ``float32 (P,)``, differentiable.
-        figures: By name, ``float32 (P,)``: to be averaged over pairs.
-        num_targets: Tokens that were predicted; ``int64`` scalar, 0 where none are.
-        num_correct: Those of them that were the model's first choice; ``int64`` scalar.
+        figures: Metrics by name, ``float32 (P,)`` each, to be averaged over pairs.
+        num_targets: Predicted tokens; ``int64`` scalar, 0 for a reward model.
+        num_correct: Predicted tokens that are the model's argmax; ``int64`` scalar.
         aux_loss: Load-balancing loss of a mixture of experts; ``None`` in a dense model.
     """
 
@@ -58,9 +58,9 @@ class PairScores:
     aux_loss: Tensor | None = None
 
     def sums(self, num_pairs: int | None = None) -> dict[str, Tensor]:
-        """Return the sum over pairs, or over the first ``num_pairs``, of the loss and of every figure.
+        """Return the sum of the loss and of every metric over all pairs, or over the first ``num_pairs``; scalars.
 
-        Add them over batches, then divide.
+        For means over several batches, add the sums, then divide by the number of pairs.
         """
         return {
             name: values[:num_pairs].detach().sum() for name, values in {"loss": self.losses, **self.figures}.items()
@@ -68,17 +68,17 @@ class PairScores:
 
 
 def count_pairs(batch: Batch) -> int:
-    """Return the number of pairs in a batch that count: the first so many."""
+    """Return the number of pairs of a batch that count; they precede the others."""
     counted: int = batch.get("num_counted_pairs", len(batch["num_completion_tokens"]) // 2)
     return counted
 
 
 def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the model inputs of a batch on the model's device: tokens, and what isolates the answers.
+    """Return the model inputs of a batch on the model's device: tokens, and masks or bounds that isolate answers.
 
     Args:
-        model: With a head on it that takes a ``bool`` mask and spells it for the kernel, or a kernel that takes bounds.
-        batch: On any device.
+        model: A model with a loss or score head, which converts a ``bool`` mask (True: attends) for its kernel.
+        batch: From ``PairCollator``, on any device.
     """
     device = find_device(model)
     inputs = {name: batch[name] for name in _INPUTS if name in batch}
@@ -92,25 +92,27 @@ def read_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def compute_rounding(num_tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return by how much two computations of the same log-probability of an answer may differ, in nats; ``float32``.
+    """Return the allowed difference of two computations of an answer's log-probability, in nats; ``float32``.
 
     Args:
-        num_tokens: Of each answer.
-        dtype: Precision of the products.
+        num_tokens: Tokens of each answer, of any shape.
+        dtype: Dtype that bounds the rounding error, from ``get_rounding_dtype``.
     """
-    of_root, of_each = _ROUNDING[dtype]
-    return of_root * num_tokens.float().sqrt() + of_each * num_tokens
+    # Errors of tokens are partly independent (square root) and partly systematic (linear).
+    per_root, per_token = _ROUNDING[dtype]
+    return per_root * num_tokens.float().sqrt() + per_token * num_tokens
 
 
 def split_sequences(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return whose each answer token is, all chosen answers before all rejected ones, and the answers' lengths.
+    """Return the answer index of each answer token, chosen answers before rejected ones, and the answers' lengths.
 
     Args:
-        batch: From ``PairCollator``, which numbers the two answers of a pair one after the other.
-        device: Where they go.
+        batch: From ``PairCollator``, whose ``sequence_ids`` alternate between chosen and rejected answers.
+        device: Device of the results.
 
     Returns:
-        ``int64 (N,)`` in ``[0, 2P)``; and tokens of the chosen and of the rejected answers, ``int64 (P,)`` each.
+        Answer index of each of the ``N`` answer tokens, ``int64 (N,)`` in ``[0, 2P)``; tokens of the chosen and of the
+        rejected answers, ``int64 (P,)`` each.
     """
     sequence_ids, lengths = batch["sequence_ids"].to(device), batch["num_completion_tokens"].to(device)
     # Collator: chosen 0, rejected 1, chosen 2 ... Losses: chosen 0 to P - 1, rejected P to 2P - 1.
@@ -119,10 +121,10 @@ def split_sequences(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor,
 
 
 def compute_answer_logps(model: nn.Module, batch: Batch, *, ld_alpha: float | None) -> Tensor:
-    """Return the log-probability of each answer in nats, ``float32 (2, P)``: of the chosen ones, of the rejected ones.
+    """Return the log-probability of each answer in nats, ``float32 (2, P)``: row 0 chosen, row 1 rejected.
 
     Args:
-        model: With a loss head on it.
+        model: A causal language model with a loss head.
         batch: From ``PairCollator``.
         ld_alpha: As ``sum_logps``.
     """
@@ -138,10 +140,10 @@ class PairAttention:
     """Attention kernel and batch layout of pairs.
 
     Attributes:
-        implementation: ``attn_implementation``.
-        layout: As ``PairCollator``.
+        implementation: Value of ``attn_implementation``.
+        layout: Batch layout of ``PairCollator``.
         packing: Whether several documents share a row.
-        reason: Why prompts are not shared, or pairs not packed; empty where they are, or where that was asked for.
+        reason: Why the model does not support shared prompts or packing; empty if it does, or if it is disabled.
     """
 
     implementation: str
@@ -153,23 +155,24 @@ class PairAttention:
 def choose_pair_attention(
     config: RecipeConfig, model_config: PreTrainedConfig, args: TrainingArguments, *, max_length: int
 ) -> PairAttention:
-    """Choose the cheapest batch layout that the model supports, by its configuration.
+    """Choose the cheapest batch layout that the model supports according to its configuration.
 
     Args:
-        config: The run; ``shared_prompt`` asks for one copy of each prompt or forbids it.
-        model_config: Of the model.
-        args: Device and precision.
+        config: The run; ``shared_prompt`` requires or disables one copy of the prompt for both answers of a pair.
+        model_config: The model's configuration.
+        args: Device and compute dtype.
         max_length: Tokens of the longest prompt with one answer.
 
     Raises:
-        ConfigError: ``shared_prompt`` is true and cannot be; or the kernel cannot be had.
+        ConfigError: ``shared_prompt`` is true and the model does not support it.
+        ConfigError: As ``choose_attention``.
     """
-    obstacle, reason = "", None
+    problem, reason = "", None
     try:
         choice = choose_attention(config.model, model_config, args, packing=True)
     except ConfigError as error:
         choice = choose_attention(config.model, model_config, args, packing=False)
-        obstacle = error.problems[0].found
+        problem = error.problems[0].found
     is_flat = choice.layout == "flat"
     if config.preference.shared_prompt is not False:
         reason = supports_shared_prompt(model_config, choice.implementation, max_length=max_length)
@@ -177,23 +180,27 @@ def choose_pair_attention(
             return PairAttention(choice.implementation, "shared_flat" if is_flat else "shared")
         if config.preference.shared_prompt:
             raise _refuse(config, reason)
-    layout: PairLayout = "flat" if is_flat and not obstacle else "separate"
-    return PairAttention(choice.implementation, layout, packing=not obstacle, reason=reason or obstacle)
+    layout: PairLayout = "flat" if is_flat and not problem else "separate"
+    return PairAttention(choice.implementation, layout, packing=not problem, reason=reason or problem)
 
 
 def prove_pair_attention(
     config: RecipeConfig, attention: PairAttention, model: Any, *, max_length: int = 0
 ) -> PairAttention:
-    """Verify on the loaded model that answers and pairs are isolated; fall back if they are not.
+    """Verify on the loaded model that answers and pairs are isolated; fall back to another layout if they are not.
 
     Args:
         config: The run.
         attention: From ``choose_pair_attention``.
-        model: As it will be trained, or a reference.
-        max_length: Tokens of the longest prompt with one answer, where ``attention`` was chosen for another model.
+        model: The policy or a reference, not yet wrapped.
+        max_length: Tokens of the longest prompt with one answer, for a reference of another architecture.
+
+    Returns:
+        The verified layout, with the reason for a fallback.
 
     Raises:
-        ConfigError: ``shared_prompt`` is true and leaks; or documents see each other, and the kernel takes no others.
+        ConfigError: ``shared_prompt`` is true and answers attend to each other.
+        ConfigError: Packed documents attend to each other, and the kernel supports no other layout.
     """
     if attention.layout.startswith("shared"):
         reason = supports_shared_prompt(model.config, attention.implementation, max_length=max_length)
@@ -211,7 +218,7 @@ def prove_pair_attention(
             if attention.layout == "flat":
                 where = config.provenance.get("attn_implementation", "attn_implementation")
                 raise ConfigError(Problem(where, error.problems[0].found, "use sdpa or eager")) from error
-            # Alone in its row, a document has nobody to see.
+            # One document per row needs no isolation.
             attention = replace(attention, packing=False, reason=attention.reason or error.problems[0].found)
     return attention
 

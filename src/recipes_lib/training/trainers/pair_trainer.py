@@ -21,12 +21,12 @@ from recipes_lib.training.trainers.recipe_trainer import RecipeTrainer
 class PairTrainer(RecipeTrainer):
     """``RecipeTrainer`` whose objective is a mean over pairs.
 
-    Micro-batch size and number of ranks change nothing, in the last step of an epoch
-    too (``tests/distributed/test_pairs.py``).
+    The loss of a step, including the last of an epoch, does not depend on micro-batch size and number of ranks
+    (``tests/distributed/test_pairs.py``).
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        """Set the trainer up.
+        """Initialise the trainer.
 
         Args:
             **kwargs: As ``RecipeTrainer``; ``data_collator`` is a ``PairCollator``.
@@ -37,14 +37,14 @@ class PairTrainer(RecipeTrainer):
 
     @abstractmethod
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
-        """Score a batch."""
+        """Return losses and metrics of a batch of pairs."""
 
     def count_terms(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the number of pairs."""
+        """Return the number of pairs that count; ``int64`` scalar."""
         return torch.tensor(count_pairs(batch))
 
     def mask_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the batch with pairs that do not count."""
+        """Return the batch without pairs that count, for the collectives of other ranks only."""
         return {**batch, "num_counted_pairs": 0, "num_tokens": torch.zeros_like(batch["num_tokens"])}
 
     def compute_loss(
@@ -54,7 +54,7 @@ class PairTrainer(RecipeTrainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return this process's share of the step's mean loss of a pair."""
+        """Return this process's share of the step's mean loss per pair."""
         scores = self.score_pairs(model, inputs)
         counted = count_pairs(inputs)
         loss_sum, num_tokens = scores.losses[:counted].sum(), inputs["num_tokens"]
@@ -65,17 +65,17 @@ class PairTrainer(RecipeTrainer):
         return (loss, scores) if return_outputs else loss
 
     def build_stand_ins(self) -> dict[str, Any]:
-        """As ``RecipeTrainer``, with the metrics of pairs."""
+        """Return those of ``RecipeTrainer``, and empty metrics of pairs."""
         return super().build_stand_ins() | {"figures": TermMetrics()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardObjective:
-    """Bradley-Terry: the chosen answer should have the higher score, by the pair's ``margin`` where it has one.
+    """Bradley-Terry loss on the difference of scores, minus the pair's ``margin`` if it has one.
 
     Attributes:
-        label_smoothing: Share of pairs that are expected to be labelled the wrong way round.
-        center_coefficient: Factor on the squared sum of a pair's scores.
+        label_smoothing: Assumed share of pairs with swapped labels, in [0, 0.5).
+        center_coefficient: Weight of the squared sum of a pair's scores.
     """
 
     label_smoothing: float = 0.0
@@ -85,11 +85,12 @@ class RewardObjective:
         """Score a batch of pairs.
 
         Args:
-            model: With a score head on it.
+            model: The reward model, with a score head.
             batch: From ``PairCollator``.
         """
         device = find_device(model)
         outputs = model(**read_inputs(model, batch), last_positions=batch["last_positions"].to(device))
+        # (2P,): chosen and rejected answers alternate.
         chosen, rejected = outputs.scores[0::2], outputs.scores[1::2]
         margins: Tensor | None = batch["margin"].to(device) if "margin" in batch else None
         losses = compute_bradley_terry(
@@ -109,7 +110,7 @@ class RewardObjective:
 
 
 def build_reward_objective(args: RewardConfig, config: PreferenceConfig) -> RewardObjective:
-    """Build the objective of a run from upstream's keys and ours."""
+    """Build the objective from the keys of TRL's ``RewardConfig`` and of this library."""
     return RewardObjective(
         label_smoothing=config.label_smoothing, center_coefficient=args.center_rewards_coefficient or 0.0
     )
@@ -118,12 +119,12 @@ def build_reward_objective(args: RewardConfig, config: PreferenceConfig) -> Rewa
 class RewardTrainer(PairTrainer):
     """``PairTrainer`` with the loss of ``RewardObjective``.
 
-    Source: ``trl.RewardTrainer``, whose losses and gradient norms it has on the same pairs;
-    ``tests/parity/test_reward.py``.
+    Source: ``trl.RewardTrainer``; losses and gradient norms are equal on the same pairs
+    (``tests/parity/test_reward.py``).
     """
 
     def __init__(self, *, objective: RewardObjective, **kwargs: Any) -> None:
-        """Set the trainer up.
+        """Initialise the trainer.
 
         Args:
             objective: The loss.
@@ -133,5 +134,5 @@ class RewardTrainer(PairTrainer):
         super().__init__(**kwargs)
 
     def score_pairs(self, model: nn.Module, batch: Batch) -> PairScores:
-        """Score a batch."""
+        """Return losses and metrics of a batch of pairs."""
         return self.objective.score(model, batch)

@@ -1,4 +1,4 @@
-"""Pretraining rows: tokens on disk in the order of the run's plan, and the held-out sets."""
+"""Pretraining rows: tokens on disk in the order of the schedule, and held-out sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.planning.pretraining import PretrainingPlan, plan_pretraining
 
 _EXAMPLE_TOKENS: Final = 1 << 16
-"""How far into a held-out source documents are looked for."""
+"""Tokens of a held-out source that are searched for example documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class PretrainingRows:
     """Training and held-out rows of a pretraining run.
 
     Attributes:
-        plan: How many rows each step takes, at which rate.
-        train: Every row of the run, in its order.
-        held_out: Held-out rows by the name of their source.
-        typical_length: Tokens that attend to each other: the mean document, or a row if that is shorter.
+        plan: Rows and learning rate of each step.
+        train: All rows of the run, in training order.
+        held_out: Held-out rows by source name.
+        typical_length: Mean attention span in tokens: the mean document length, at most the row length.
         epochs: Passes over each source, by name.
         record: JSON values for ``run.json``.
     """
@@ -46,7 +46,7 @@ class PretrainingRows:
     _eval_sources: Sequence[TokenSource]
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-        """Yield the beginnings of the first held-out documents, and that all is a target, both ``(T,)``."""
+        """Yield the first held-out documents, truncated to a row: token ids ``uint32 (T,)`` and loss mask, all True."""
         for source in self._eval_sources:
             start = 0
             for length in source.read_document_lengths(0, min(source.num_tokens, _EXAMPLE_TOKENS)).tolist():
@@ -70,15 +70,15 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
     Args:
         config: The run.
         tokens: From ``prepare_tokens``.
-        world_size: Data-parallel processes.
+        world_size: Number of data-parallel ranks.
 
     Raises:
-        ConfigError: The schedule does not fit into the run, or two held-out sets have one name.
+        ConfigError: The schedule does not fit into the run, or two held-out sets have the same name.
     """
     assert config.tokens.max_length is not None
     num_windows = [source.num_tokens // config.tokens.max_length for source in tokens.train]
     num_own = len(num_windows) - tokens.num_replayed
-    # An epoch is a pass over the run's own data, with what is replayed meanwhile.
+    # An epoch is one pass over the new data, plus the rows replayed meanwhile.
     rows_per_epoch = round(sum(num_windows[:num_own]) / sum(tokens.weights[:num_own]))
     plan = plan_pretraining(config, world_size, num_windows=rows_per_epoch, weights=tokens.weights)
     order = RowOrder(num_windows, plan.phases, seed=read_seed(config))
@@ -87,8 +87,8 @@ def build_rows(config: RecipeConfig, tokens: TokenData, world_size: int) -> Pret
     epochs = dict(zip(names, order.count_epochs(plan.num_rows).tolist(), strict=True))
     eval_names = _shorten(list(tokens.eval))
     if taken := [name for name in eval_names if name in tokens.eval_sets]:
-        found = f"`eval_datasets` names a set {taken[0]!r}, as rows that are held out of a source are named"
-        raise ConfigError(Problem(config.provenance.get("eval_datasets", "eval_datasets"), found, "name it otherwise"))
+        found = f"`eval_datasets` has a set {taken[0]!r}, which is also the name of rows held out of a source"
+        raise ConfigError(Problem(config.provenance.get("eval_datasets", "eval_datasets"), found, "rename the set"))
     return PretrainingRows(
         plan=plan,
         train=TokenDataset(

@@ -15,13 +15,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Sampler
-from transformers import (
-    PreTrainedModel,
-    PrinterCallback,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from recipes_lib.config.schema import AdapterConfig
@@ -47,12 +41,7 @@ from recipes_lib.training.layouts.launch_environment import verify_engine
 from recipes_lib.training.monitoring.callbacks import EVALUATION_KEY, Observer
 from recipes_lib.training.monitoring.metrics import StepCounter
 from recipes_lib.training.optim.compilation import CompilationCheck, compile_layers, is_compiled
-from recipes_lib.training.optim.optimizers import (
-    describe_groups,
-    format_group,
-    get_decay_names,
-    split_loraplus_groups,
-)
+from recipes_lib.training.optim.optimizers import describe_groups, format_group, get_decay_names, split_loraplus_groups
 from recipes_lib.training.trainers.arguments import get_compute_dtype, verify_fp8_layers
 
 Batch = dict[str, Any]
@@ -61,20 +50,19 @@ Batch = dict[str, Any]
 class RecipeTrainer(CheckpointingTrainer):
     """transformers' ``Trainer`` with the evaluation, the guards and the checkpoints of this library.
 
-    A recipe's trainer says what its objective is a mean over (``count_terms``) and computes it (``compute_loss``): the
-    sum over the terms of an optimizer step divided by their number over all ranks and micro-batches, so that gradient
-    accumulation changes nothing (``tests/training/trainers/test_next_token_trainer.py``,
-    ``tests/distributed/test_accumulation.py``).
+    A subclass defines the terms of its objective (``count_terms``) and the loss (``compute_loss``): the sum over the
+    terms of an optimizer step divided by their number over all ranks and micro-batches. It does not depend on gradient
+    accumulation (``tests/training/trainers/test_next_token_trainer.py``, ``tests/distributed/test_accumulation.py``).
     """
 
-    # Divided by the global number of terms in compute_loss; upstream must not divide by the accumulation again.
+    # compute_loss divides by the global number of terms: upstream must not divide by gradient_accumulation_steps.
     loss_is_scaled_for_ga = True
     decay_embeddings = True
     router_aux_loss_coef = 0.0
     balances_experts = False
-    """Whether the load of a mixture of experts is balanced where neither key nor model ask for it, as in TRL's SFT."""
+    """Whether a mixture of experts is trained with its load-balancing loss by default, as in TRL's SFT."""
     compares_rows = False
-    """Whether the loss compares rows of a micro-batch, so that it depends on gradient accumulation."""
+    """Whether the loss compares rows of a micro-batch with each other, and so depends on gradient accumulation."""
     model: PreTrainedModel
     last_evaluated_step = -1
     _last_evaluation: tuple[int, dict[str, float]] = (-1, {})
@@ -96,20 +84,20 @@ class RecipeTrainer(CheckpointingTrainer):
         """Initialise upstream's trainer over rows of tokens.
 
         Args:
-            model: What is trained; nothing was wrapped yet.
+            model: The model to train, not yet wrapped by accelerate.
             args: From ``build_training_arguments``.
-            observer: What watches the run.
-            adapter: What ``model`` is under, if it is under one; every part of it must learn, and nothing else may.
-            order: Of the rows where some are replayed; ``None`` is upstream's.
-            penalty: On weights that leave their reference.
-            **options: As upstream's trainer: ``train_dataset``; ``eval_dataset``, which the hooks decide about;
-                ``data_collator``, rows to the batch that ``compute_loss`` takes; ``processing_class``, the tokenizer,
-                saved with every checkpoint.
+            observer: Evaluation hooks, guards, metrics and progress of the run.
+            adapter: Configuration of the model's adapter, if it has one; checks verify that exactly its weights train.
+            order: Order of rows with replay; ``None``: upstream's order.
+            penalty: Penalty on the distance of weights from their reference (EWC).
+            **options: Arguments of upstream's trainer: ``train_dataset``; ``eval_dataset``, which only the hooks of
+                ``observer`` read; ``data_collator``, which builds the batches of ``compute_loss``; and
+                ``processing_class``, the tokenizer, saved with every checkpoint.
         """
         self.observer = observer
         self.order, self.penalty = order, penalty
         self.adapter = adapter or AdapterConfig()
-        # Before upstream has touched a weight.
+        # Hashes the base weights before upstream can change them.
         say = observer.progress.say
         checks = [AdapterChecks(model, self.adapter, say=say)] if self.adapter.use_peft else []
         super().__init__(model=model, args=args, **options)
@@ -137,30 +125,30 @@ class RecipeTrainer(CheckpointingTrainer):
         if penalty is not None:
             penalty.prepare(self.accelerator, self.model)
             self.add_figures(penalty)
-        # Last, so that ``checkpoint-0`` is exactly what the first step starts from.
+        # Last callback: ``checkpoint-0`` then holds exactly the state before the first step.
         self.add_callback(self.guard)
 
     def add_figures(self, *callbacks: TrainerCallback) -> None:
-        """Add callbacks that add figures to a logged step, before those that were added so far."""
-        # Callbacks are called in order. The first one decides what is due. Those of the observer, which write the
-        # figures, and the trackers behind them report what the logs hold by then.
+        """Insert callbacks that add metrics to the logs of a step, before those inserted earlier."""
+        # Callbacks run in order. The first, upstream's, decides what is due. Those that add metrics must precede the
+        # observer's, which write them, and the trackers.
         self.callback_handler.callbacks[1:1] = callbacks
 
     @abstractmethod
     def count_terms(self, batch: Batch) -> torch.Tensor:
-        """Return how many terms a micro-batch adds to the objective; ``int64`` scalar."""
+        """Return the number of terms of a micro-batch in the objective; ``int64`` scalar."""
 
     @abstractmethod
     def mask_batch(self, batch: Batch) -> Batch:
-        """Return a batch with zero loss terms, which is computed for the collectives of other ranks."""
+        """Return a copy of a batch without loss terms, which takes part in the collectives of a step only."""
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the parameters that ``weight_decay`` applies to."""
+        """Return the names of the parameters with ``weight_decay``."""
         return get_decay_names(model, decay_embeddings=self.decay_embeddings)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Build the optimizer by name, and give an adapter's B matrices their rate."""
-        # Of what was sharded on loading a forward pass has left some weights whole, and their shards are to be updated.
+        """Build the optimizer of ``optim``, with LoRA+ learning rates for an adapter's B matrices."""
+        # A verification forward pass may have left weights gathered; the optimizer must hold the shards.
         reshard(self.model)
         is_new, ratio = self.optimizer is None, self.adapter.loraplus_lr_ratio
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
@@ -172,33 +160,33 @@ class RecipeTrainer(CheckpointingTrainer):
         """Train, and evaluate at the end unless the last step was evaluated or the best weights were loaded.
 
         Raises:
-            PreemptedError: On a stop request; a checkpoint of the last finished step is complete.
+            PreemptedError: A process has a stop request; a checkpoint of the last finished step is complete.
         """
         options: Any = self.args.activation_checkpointing_kwargs
         selective = read_selective(options)
         if self.args.activation_checkpointing and selective:
-            # Upstream passes YAML values only, never a function.
+            # Selective checkpointing takes a context function, which upstream's arguments cannot hold.
             self.model.activation_checkpointing_enable(**selective)
-            # Else upstream's train() would enable it once more, without the function.
+            # Otherwise upstream's train() enables it again, without the function.
             self.args.activation_checkpointing = False
         compilation = getattr(self.args, "compilation", None)
         if compilation is not None and not is_compiled(self.model):
             num_layers = compile_layers(self.model, compilation)
             self.add_callback(CompilationCheck(num_layers, self.observer.progress))
-        # DeepSpeed's engine, which upstream's train() builds, registers its own.
+        # Used by forward passes before training; DeepSpeed's engine, which upstream's train() builds, adds its own.
         remove_gather_hooks(self.model)
         with STOP.deferred(), WATCHDOG.watching(Path(str(self.args.output_dir)), is_main=self.args.process_index == 0):
             try:
                 output = self.guard.train(super().train, resume_from_checkpoint)
                 self._show_averaged_weights()
                 has_best = self.args.load_best_model_at_end and self.state.best_model_checkpoint is not None
-                # The best weights were loaded: they are evaluated, and not those of the last step.
+                # With load_best_model_at_end, the loaded weights were evaluated when they were saved.
                 if self.observer.hooks and self.last_evaluated_step != self.state.global_step and not has_best:
                     self.evaluate()
-                # Who was asked during the last save would otherwise leave alone.
+                # A stop request during the last save: all ranks must agree, or one would exit alone.
                 stop_if_agreed()
             except PreemptedError as request:
-                # All ranks have agreed to stop, so all of them are here and save together.
+                # All ranks raise the same error at the same step, so they save together.
                 raise self._last_step.save(request) from None
             finally:
                 self.observer.progress.stop()
@@ -210,8 +198,8 @@ class RecipeTrainer(CheckpointingTrainer):
         """Take the micro-batches of one optimizer step and count their terms over all processes.
 
         Raises:
-            PreemptedError: A process has a stop request; the step is not begun.
-            DivergedError: The whole step holds none: there is nothing to learn from it.
+            PreemptedError: A process has a stop request; the step does not begin.
+            DivergedError: No micro-batch of any rank has a term.
         """
         if self.stops_at_end():
             return [], None
@@ -222,15 +210,15 @@ class RecipeTrainer(CheckpointingTrainer):
         if self.launch.context_size > 1:
             rank, size, by_heads = self.launch.context_rank, self.launch.context_size, self.launch.shares_by_heads
             batches = [shard_batch(batch, rank, size, by_heads=by_heads) for batch in batches]
-        # A trainer counts where its labels lie: on the host, or where the loader has brought them.
+        # Counts may be on the host or on the device, depending on where the loader put the labels.
         num_terms = torch.stack([self.count_terms(batch) for batch in batches]).sum().to(device)
         num_tokens = torch.stack([batch["num_tokens"] for batch in batches]).sum().to(device)
-        # One tensor, so that terms, tokens and stop requests take a single all-reduce.
+        # int64 (3,): terms, tokens and stop requests share a single all-reduce.
         counts = torch.stack([num_terms, num_tokens, torch.tensor(STOP.reason is not None, device=device)])
         counts = self.accelerator.reduce(counts, reduction="sum")
-        # One synchronisation per optimizer step buys that all stop together and no update is ever made from nothing.
-        total, _, num_asked = counts.tolist()
-        if num_asked:
+        # The only host synchronisation before the step: all ranks stop together, and none divides by zero terms.
+        total, _, num_stop_requests = counts.tolist()
+        if num_stop_requests:
             raise build_preemption()
         if total == 0:
             raise DivergedError(
@@ -248,21 +236,21 @@ class RecipeTrainer(CheckpointingTrainer):
         aux_loss: torch.Tensor | None,
         num_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what a micro-batch adds to this process's share of the step's mean loss.
+        """Return a micro-batch's contribution to the mean loss of the step, scaled for DDP's mean over ranks.
 
-        A load-balancing loss is a mean over tokens: it is weighted by the micro-batch's share of the step's tokens, so
-        that placeholders, repeated batches and a short last one weigh what they hold.
+        A load-balancing loss is a mean over tokens, weighted here by the micro-batch's share of the step's tokens:
+        placeholders and repeated batches weigh 0, a short last batch less than the others.
 
         Args:
-            loss_sum: Over the terms of the micro-batch.
-            num_terms: Their number, which divides where no step was counted.
-            num_items_in_batch: Terms of the step, over all processes and micro-batches.
-            aux_loss: Load-balancing loss of the micro-batch, before ``router_aux_loss_coef``, if the model has one.
-            num_tokens: Of the micro-batch, padding not counted.
+            loss_sum: Loss summed over the terms of the micro-batch; scalar.
+            num_terms: Terms of the micro-batch, the divisor outside of a training step.
+            num_items_in_batch: Terms of the step, over all ranks and micro-batches; ``None`` outside of a step.
+            aux_loss: Load-balancing loss of the micro-batch, before ``router_aux_loss_coef``; ``None`` if dense.
+            num_tokens: Tokens of the micro-batch without padding; ``int64`` scalar.
         """
-        # Gradients are averaged over processes, while the divisors count what all of them have.
+        # DDP and FSDP average gradients over ranks, while the divisors below are sums over ranks.
         num_processes = self.accelerator.num_processes
-        # Both are tensors on the device while training, so that nothing here waits for it.
+        # Both are tensors on the device while training: the division does not synchronise.
         divisor = num_terms if num_items_in_batch is None else num_items_in_batch
         loss: torch.Tensor = loss_sum * (num_processes / divisor)
         if aux_loss is None:
@@ -272,15 +260,15 @@ class RecipeTrainer(CheckpointingTrainer):
         return loss + self.router_aux_loss_coef * aux_loss * share
 
     def take_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches of a step as they are trained on; nothing counts twice."""
+        """Yield the micro-batches of a step; terms of a repeated one, which pads the epoch, are masked."""
         for batch in batches:
-            # Known on every rank without asking: how many batches there are follows from the number of rows.
+            # Needs no communication: the number of batches of each rank follows from the number of rows.
             is_repeated = self._is_last_repeated and self.accelerator.gradient_state.end_of_dataloader
             yield self.mask_batch(batch) if is_repeated else batch
 
     def floating_point_ops(self, inputs: Batch) -> int:
-        """Return this process's share of upstream's ``6 * tokens * parameters``, the model walked but once."""
-        # Upstream calls this for every micro-batch and walks all parameters each time.
+        """Return this process's share of upstream's ``6 * tokens * parameters``, with the parameters counted once."""
+        # Upstream calls this for every micro-batch and traverses all parameters each time.
         if self._num_parameters is None:
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         return 6 * int(inputs["input_ids"].numel()) * self._num_parameters // self.launch.tensor_size
@@ -288,12 +276,12 @@ class RecipeTrainer(CheckpointingTrainer):
     def training_step(
         self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Run forward and backward; a batch without rows, which holds a place while the batch grows, costs nothing."""
+        """Run forward and backward; skip the empty placeholders of a batch-size ramp."""
         if inputs["input_ids"].numel() == 0:
             loss = torch.zeros((), device=self.args.device)
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
-        # Stays on the device: the guard reads all losses of a step in one transfer.
+        # Stays on the device: the guard transfers all losses of a step at once.
         self.guard.inputs.losses.append(loss)
         return loss
 
@@ -301,25 +289,25 @@ class RecipeTrainer(CheckpointingTrainer):
     def uncounted_pass(self) -> Iterator[None]:
         """Context in which forward and backward passes do not count as training."""
         stand_ins, inputs = self.build_stand_ins(), self.guard.inputs
-        kept = {name: getattr(self, name) for name in stand_ins}
+        saved = {name: getattr(self, name) for name in stand_ins}
         vars(self).update(stand_ins)
-        # The losses of the pass go into a list of their own; what weighs a balance loss is that of the real step.
+        # Losses of the pass are appended to a separate list; a load-balancing loss keeps the weight of the real step.
         self.guard.inputs = StepInputs(num_tokens=inputs.num_tokens)
         try:
             yield
         finally:
-            vars(self).update(kept)
+            vars(self).update(saved)
             self.guard.inputs = inputs
 
     def build_stand_ins(self) -> dict[str, Any]:
-        """Return the attributes that count or remember steps, each with its value during an uncounted pass."""
+        """Return temporary values of the attributes that accumulate over steps, for an uncounted pass."""
         return {"observer": replace(self.observer, counter=StepCounter())}
 
     def verify_first_loss(self, loss: float) -> None:
-        """Compare the loss of the first step, before any update, with its known value."""
+        """Compare the loss of the first step, before any update, with its expected value; nothing by default."""
 
     def find_rows(self, step: int) -> tuple[int, int]:
-        """Return the first row of the run that step ``step``, from 0, takes over all processes, and the one behind."""
+        """Return the half-open range of rows of the run that step ``step`` (from 0) takes over all ranks."""
         return self._plan_epochs().find(step)
 
     def _plan_epochs(self) -> EpochRows:
@@ -328,21 +316,21 @@ class RecipeTrainer(CheckpointingTrainer):
         return EpochRows(num_rows, plan.steps_per_epoch, plan.rows_per_step)
 
     def _find_order(self) -> Order:
-        """Return the order of the run: of replay, else upstream's."""
+        """Return the row order of the run: that of replay if configured, else upstream's."""
         if self.order is not None:
             return self.order
         rows: Any = self.train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return EpochOrder(len(rows), None if self.args.train_sampling_strategy == "sequential" else seed)
 
-    # transformers 5.23 draws the order inside its sampler, from which no row can be left out, and takes no other.
+    # transformers 5.23 shuffles inside its sampler, which cannot skip rows, and accepts no other sampler.
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
-        """Return ``build_sampler``'s; upstream's for a stream."""
+        """Return the sampler of ``build_sampler``; a stream has none."""
         is_stream = not hasattr(self.train_dataset, "__len__")
         return super()._get_train_sampler(train_dataset) if is_stream else self.build_sampler()
 
     def build_sampler(self) -> Sampler[int]:
-        """Take the rows in their order, without those that a rollback skips."""
+        """Build the sampler of rows in order, without those skipped by rollbacks."""
         steps_per_epoch = self._plan_epochs().steps_per_epoch
         return RunSampler(
             self._find_order(),
@@ -351,20 +339,28 @@ class RecipeTrainer(CheckpointingTrainer):
         )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Distribute rows over data-parallel ranks, which may be context- or tensor-parallel groups."""
+        """Build upstream's loader, with batches distributed over data-parallel ranks instead of processes.
+
+        Raises:
+            ConfigError: ``dataloader_drop_last`` drops all rows.
+        """
         loader: DataLoader[Any] = super().get_train_dataloader()
         shard = loader.batch_sampler
         if isinstance(shard, BatchSamplerShard):
             self._is_last_repeated = shard_evenly(shard, self.launch.data_size, self.launch.data_rank)
+        # Upstream would end training at step 0 without an error.
+        if shard is not None and not len(loader):
+            found = f"drops all rows: there are fewer than one batch of {self._train_batch_size} for each process"
+            raise ConfigError(Problem("dataloader_drop_last", found, "delete the line, or use smaller batches"))
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the rows of a step over all groups."""
+        """Return the rows of an optimizer step over all data-parallel ranks."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.launch.data_size)
 
-    # transformers 5.23 has no callback between the norm and the clipping, which spreads a NaN to every gradient.
+    # transformers 5.23 has no callback between norm and clipping, which spreads a NaN norm to all gradients.
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip the gradients by their global norm and return it; raise on a non-finite norm, before it spreads.
+        """Clip the gradients by their global norm and return the norm; the guard decides before clipping.
 
         Raises:
             DivergedError: As ``StepGuard.judge``.
@@ -372,16 +368,16 @@ class RecipeTrainer(CheckpointingTrainer):
         self._add_penalty()
         if self.layout.has_engine_norm:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        learning = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        norm = self._compute_grad_norm(learning)
-        # Not upstream's clipping, which measures once more, and over all parameters.
+        with_gradient = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        norm = self._compute_grad_norm(with_gradient)
         self.guard.judge(norm)
-        clip_gradients(learning, self.args.max_grad_norm, norm)
+        # accelerate's clipping would compute the norm again, over parameters that another rank counts too.
+        clip_gradients(with_gradient, self.args.max_grad_norm, norm)
         return norm
 
-    # transformers 5.23 computes the norm here where nothing clips: the last moment at which an update can be stopped.
+    # Without clipping, transformers 5.23 computes the norm here, the last call before the update.
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Return the global gradient norm.
+        """Return the global gradient norm; without clipping, compute it and let the guard decide.
 
         Raises:
             DivergedError: As ``StepGuard.judge``.
@@ -393,41 +389,41 @@ class RecipeTrainer(CheckpointingTrainer):
         return self.guard.judge(self._compute_grad_norm(model.parameters())) if grad_norm is None else grad_norm
 
     def _add_penalty(self) -> None:
-        """Add the penalty's gradient to the whole of a step's, which a loss scaler has not divided yet."""
+        """Add the gradient of the weight penalty, multiplied by the loss scale: gradients are unscaled later."""
         if self.penalty is not None:
             scaler: Any = self.accelerator.scaler
             self.penalty.add_gradients(1.0 if scaler is None else scaler.get_scale())
 
     def _compute_grad_norm(self, parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-        # Under fp16 the gradients are those of a scaled loss until here; the guard compares norms over steps.
+        # The guard compares norms over steps, so under fp16 they must not contain the loss scale.
         self.accelerator.unscale_gradients()
         counted = self.list_counted(parameters)
         return self.measure_norm([parameter.grad for parameter in counted if parameter.grad is not None])
 
     def measure_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of some tensors of the model together, over all processes that hold parts of them."""
+        """Return the joint norm of parameters or gradients over all ranks that hold parts of them; all must call."""
         return compute_total_norm(tensors)
 
     def list_counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of this process's parameters that no other process counts in a norm."""
+        """Return the parameters that this rank counts in a norm: a replicated one is counted on one rank."""
         return list(parameters)
 
     def get_evaluation_model(self) -> nn.Module:
-        """Return the model that is evaluated, in the precision of training."""
+        """Return the model to evaluate, in the compute dtype of training."""
         if self.is_in_train:
             return self.model_wrapped
         prepared: nn.Module = self.accelerator.prepare_model(self.model, evaluation_mode=True)
         return prepared
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-        """Run every hook on the current weights and return their figures, each named ``eval_...``.
+        """Run every evaluation hook on the current weights and return the metrics, each named ``eval_...``.
 
         Raises:
-            ConfigError: ``metric_for_best_model`` is not among them.
+            ConfigError: The metrics do not contain ``metric_for_best_model``.
         """
         step, metrics = self._last_evaluation
         if self.is_in_train and step == self.last_evaluated_step == self.state.global_step:
-            # Upstream evaluates after the last step of an epoch and at its end, where both are due.
+            # Upstream evaluates twice if a multiple of eval_steps coincides with the end of an epoch.
             self.control.should_evaluate = False
             return metrics
         metrics = {}
@@ -453,16 +449,16 @@ class RecipeTrainer(CheckpointingTrainer):
         return metrics
 
     def run_pending_evaluation(self) -> None:
-        """Run the evaluation that a stop request interrupted, at upstream's place: after a step."""
+        """Run the evaluation that a stop request interrupted, as upstream does after a step."""
         with self.best_is_saved():
             metrics = self._evaluate(None, None)
             is_best = self._determine_best_metric(metrics, None)
         if is_best and self.args.save_strategy == SaveStrategy.BEST:
             self._save_checkpoint(self.model_wrapped, None)
 
-    # transformers 5.23 saves the weights as they are, between two steps of a schedule-free optimizer.
+    # transformers 5.23 saves a schedule-free optimizer's training weights, not the averaged ones.
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save the weights that an optimizer stands for; the card is written with the final model."""
+        """Save a checkpoint, with the averaged weights of a schedule-free optimizer."""
         self._show_averaged_weights()
         super()._save_checkpoint(model, trial)
 
@@ -473,15 +469,16 @@ class RecipeTrainer(CheckpointingTrainer):
 
 
 def settle_router_loss(model: PreTrainedModel, coefficient: float | None, *, by_default: bool) -> float:
-    """Switch the load-balancing loss of a mixture of experts on or off; return the coefficient that weighs it.
+    """Enable or disable the load-balancing loss of a mixture of experts; return its coefficient.
 
     Args:
-        model: Its configuration is changed, and saved with it.
-        coefficient: ``router_aux_loss_coef``; ``None`` is the model's own.
-        by_default: Whether the model's own coefficient switches the loss on, rather than ``output_router_logits``.
+        model: The model, whose configuration is changed (and saved with it).
+        coefficient: ``router_aux_loss_coef``; ``None``: the value of the model's configuration.
+        by_default: Whether a nonzero coefficient of the model enables the loss; otherwise its
+            ``output_router_logits`` decides.
 
     Raises:
-        ConfigError: A dense model was given a coefficient.
+        ConfigError: A coefficient is set for a dense model.
 
     Source: ``trl.SFTTrainer.__init__`` (trl 1.16); ``tests/parity/test_experts.py``.
     """
@@ -512,9 +509,9 @@ class EpochRows:
     """Row ranges of every step, over consecutive epochs.
 
     Attributes:
-        num_rows: Rows of an epoch.
-        steps_per_epoch: Its steps, the last of which takes what is left.
-        rows_per_step: Rows of any other.
+        num_rows: Rows per epoch.
+        steps_per_epoch: Steps per epoch, the last of which takes the remaining rows.
+        rows_per_step: Rows of every other step.
 
     Source: transformers ``Trainer._run_epoch``, accelerate ``BatchSamplerShard``;
     ``tests/training/trainers/test_run_sampler.py``.
@@ -525,24 +522,23 @@ class EpochRows:
     rows_per_step: int
 
     def find(self, step: int) -> tuple[int, int]:
-        """Return the first row of step ``step`` of the run, from 0, and the first behind it."""
-        epoch, at = divmod(step, self.steps_per_epoch)
-        # As upstream, an epoch ends with a smaller step where rows are left.
-        stop = self.num_rows if at + 1 == self.steps_per_epoch else (at + 1) * self.rows_per_step
-        return epoch * self.num_rows + at * self.rows_per_step, epoch * self.num_rows + stop
+        """Return the half-open range of rows of step ``step`` (from 0), counted over the whole run."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        # As upstream, the remaining rows of an epoch form a smaller last step.
+        stop = self.num_rows if index + 1 == self.steps_per_epoch else (index + 1) * self.rows_per_step
+        return epoch * self.num_rows + index * self.rows_per_step, epoch * self.num_rows + stop
 
 
 class RunSampler(Sampler[int]):
-    """Yields the rows of an epoch of the run, on every process all of them.
+    """Sampler of the row indices of an epoch, the same on every rank; accelerate shards the batches.
 
-    Without skips they come in their order. Rows that are left out are replaced by those that follow, at the end of an
-    epoch by the first of the next one.
+    A skipped row is replaced by the next one in the order, at the end of an epoch by the first of the next epoch.
 
     Source: ``tests/training/trainers/test_run_sampler.py``.
     """
 
     def __init__(self, order: Order, *, skips: RowSkips, read_epoch: Callable[[], int]) -> None:
-        """Take the rows in ``order`` without ``skips``; ``read_epoch`` says which epoch begins, whenever one does."""
+        """Sample rows in ``order`` without ``skips``; ``read_epoch`` returns the epoch (from 0) at its start."""
         self._order = order
         self._skips = skips
         self._read_epoch = read_epoch
@@ -551,20 +547,20 @@ class RunSampler(Sampler[int]):
         return self._order.rows_per_epoch
 
     def __iter__(self) -> Iterator[int]:
-        # Numbers of the whole run, so that rows which are left out move those behind them into the next epoch.
+        # Positions are counted over the whole run: a skip shifts all later rows, across the epoch's end too.
         first = self._read_epoch() * len(self)
         natural = self._skips.locate(np.arange(first, first + len(self)))
         yield from self._order.locate(natural).tolist()
 
 
 class EvenBatches(BatchSampler):
-    """Batches padded by repeating the last one, so that all ranks get equally many."""
+    """Batch sampler that repeats the last batch until their number is a multiple of the data-parallel ranks."""
 
-    def __init__(self, batches: BatchSampler, num_takers: int) -> None:
-        """Repeat the last of ``batches``, unless those that not all of ``num_takers`` could have are dropped."""
+    def __init__(self, batches: BatchSampler, data_size: int) -> None:
+        """Pad ``batches`` to a multiple of ``data_size``, or not at all with ``drop_last``."""
         super().__init__(batches.sampler, batches.batch_size, batches.drop_last)
         self._batches = batches
-        self.num_repeats = 0 if batches.drop_last else -len(batches) % num_takers
+        self.num_repeats = 0 if batches.drop_last else -len(batches) % data_size
 
     def __len__(self) -> int:
         return len(self._batches) + self.num_repeats
@@ -577,23 +573,23 @@ class EvenBatches(BatchSampler):
             yield batch
 
 
-def shard_evenly(shard: BatchSamplerShard, num_takers: int, taker: int) -> bool:
-    """Deal the batches of an epoch out in turns, so that all takers have the same number of them.
+def shard_evenly(shard: BatchSamplerShard, data_size: int, data_rank: int) -> bool:
+    """Distribute the batches of an epoch round-robin over data-parallel ranks, the same number to each; in place.
 
-    accelerate would have the last ones filled up with the first rows of the epoch, which would count twice; and of
-    takers that are several processes it knows nothing.
+    accelerate would pad the last batches with the first rows of the epoch, which would then count twice, and would give
+    the ranks of one tensor- or context-parallel group different batches.
 
     Args:
-        shard: As accelerate has made it, of all batches; changed in place.
-        num_takers: Processes, or groups of them, that take batches of their own.
-        taker: Which of them this is.
+        shard: accelerate's sampler over all batches.
+        data_size: Number of data-parallel ranks.
+        data_rank: Data-parallel rank of this process.
 
     Returns:
-        Whether this one's last batch is a repeated one, which must not count.
+        Whether the last batch of this rank is a repeated one, whose terms must not count.
 
     Source: ``tests/training/trainers/test_run_sampler.py``.
     """
-    batches = EvenBatches(shard.batch_sampler, num_takers)
+    batches = EvenBatches(shard.batch_sampler, data_size)
     shard.batch_sampler, shard.even_batches = batches, False
-    shard.num_processes, shard.process_index = num_takers, taker
-    return taker >= num_takers - batches.num_repeats
+    shard.num_processes, shard.process_index = data_size, data_rank
+    return data_rank >= data_size - batches.num_repeats

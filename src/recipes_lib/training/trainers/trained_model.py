@@ -24,7 +24,7 @@ from recipes_lib.training.layouts.launch_environment import Launch
 from recipes_lib.training.trainers.arguments import get_compute_dtype
 
 TEACHER = "teacher_model_name_or_path"
-"""The key that names it."""
+"""Key of the teacher's name or path."""
 
 
 def load_verified_config(
@@ -33,20 +33,21 @@ def load_verified_config(
     longest: int | None,
     vocabulary: VocabularyMap | None = None,
 ) -> PreTrainedConfig:
-    """Load the configuration of ``config.model``, once it agrees with tokenizer and data; before any weight is loaded.
+    """Load the configuration of ``config.model`` and verify it with tokenizer and data, before any weight is loaded.
 
-    Training and ``recipes check`` both call this, so that neither refuses what the other lets pass.
+    Training and ``recipes check`` both call this function, so both reject the same configurations.
 
     Args:
         config: The run.
-        tokenizer: Of the model.
-        longest: Tokens of the longest row of the prepared data, with the longest answer to it where answers are
-            sampled; ``None`` where it is not known.
-        vocabulary: Of a run with a teacher, from ``map_teacher_vocabulary``: the teacher is verified too.
+        tokenizer: The model's tokenizer.
+        longest: Tokens of the longest prepared row, including a sampled answer of maximum length in reinforcement
+            learning; ``None`` if unknown.
+        vocabulary: From ``map_teacher_vocabulary`` for a run with a teacher, whose configuration is verified too.
 
     Raises:
-        ConfigError: As ``find_model_config``; or a token of the tokenizer has no embedding, the start of text is
-            another, or the longest row has more tokens than the model has positions.
+        ConfigError: As ``find_model_config``.
+        ConfigError: A token of the tokenizer has no embedding, the beginning-of-sequence tokens of model and tokenizer
+            differ, or the longest row exceeds the model's positions.
     """
     max_length = config.tokens.max_length
     model_config, generation_config = find_model_config(config.model, tokenizer, max_length)
@@ -57,7 +58,7 @@ def load_verified_config(
         problems += [
             replace(problem, where=where)
             for problem in check_agreement(*teacher, tokenizer, max_length=longest)
-            # A vocabulary that is mapped has ids of its own.
+            # A mapped vocabulary has its own ids: only the length is comparable.
             if vocabulary.is_identity or problem.where == "max_length"
         ]
     if problems:
@@ -72,13 +73,13 @@ def load_language_model(
     args: TrainingArguments,
     launch: Launch,
 ) -> PreTrainedModel:
-    """Load ``config.model``, or start it from random weights, over the processes as the launch file has it.
+    """Load ``config.model`` or initialise it from random weights, with the launch's tensor or pipeline parallelism.
 
     Args:
         config: The run.
-        model_config: Of its model.
-        attn_implementation: As the attention was settled.
-        args: Precision of the products, and seed of random weights.
+        model_config: Configuration of the model.
+        attn_implementation: Implementation of ``choose_attention``.
+        args: Compute dtype, and seed of random weights.
         launch: Tensor parallelism, sharding, and the pipeline stage of this rank.
 
     Raises:
@@ -96,13 +97,13 @@ def load_language_model(
 
 
 def load_policy(config: RecipeConfig, attn_implementation: str, args: TrainingArguments, launch: Launch) -> Any:
-    """Load ``config.model`` as it is trained.
+    """Load ``config.model`` for training, quantised and with an adapter if configured.
 
     Args:
-        config: The run: its model, precision, quantisation and adapter.
-        attn_implementation: As the attention was settled.
-        args: Precision of the products, seed of a fresh adapter, and whether dropout is off.
-        launch: Under FSDP2 quantised weights are stored otherwise.
+        config: The run: model, dtype, quantisation and adapter.
+        attn_implementation: Implementation of ``choose_attention`` or ``choose_pair_attention``.
+        args: Compute dtype, seed of a new adapter, and ``disable_dropout``.
+        launch: Its engine determines the storage dtype of quantised weights, which FSDP2 must be able to shard.
 
     Returns:
         A causal language model, or a PEFT model around it.
@@ -123,15 +124,15 @@ def load_scorer(
     tokenizer: PreTrainedTokenizerBase,
     terminators: Iterable[int],
 ) -> Any:
-    """Load ``config.model`` with one score for a sequence, as it is trained.
+    """Load ``config.model`` with a score head for training, quantised and with an adapter if configured.
 
     Args:
-        config: As ``load_policy``.
+        config: The run, as for ``load_policy``.
         attn_implementation: As ``load_policy``.
-        args: As ``load_policy``; its seed is also that of a fresh head.
+        args: As ``load_policy``; its seed also initialises a new head.
         launch: As ``load_policy``.
-        tokenizer: Of the model.
-        terminators: Ids of the last tokens of answers.
+        tokenizer: The model's tokenizer.
+        terminators: Token ids that can end an answer.
 
     Returns:
         A model with a score head on it (``add_score_head``), or a PEFT model around it.
@@ -147,7 +148,7 @@ def load_scorer(
 
 
 def freeze(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model that is only read, with a loss head: a reference, a base or a teacher."""
+    """Add a loss head to a reference, base or teacher model, freeze it and switch it to evaluation mode; in place."""
     add_loss_head(model)
     model.requires_grad_(False)
     model.train(False)
