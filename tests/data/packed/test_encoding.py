@@ -40,7 +40,7 @@ def encode(tmp_path):
 
             encoded = encode_mixture(encode_rows, mixture, broken, counts.append, file)
             assert encoded.columns["row_ids"].tolist() == encoded.examples.row_ids.tolist()
-            return encoded, broken.judge(mixture.name), counts
+            return encoded, broken.list_problems(mixture.name), counts
 
         yield encode
 
@@ -129,7 +129,7 @@ def test_rows_before_a_broken_one_are_not_lost_with_it():
 
     broken = BrokenRows()
     assert list(split_chunks(read(), broken)) == [rows]
-    assert [problem.where for problem in broken.refused] == ["data row 3"]
+    assert [problem.where for problem in broken.fatal] == ["data row 3"]
 
 
 rows_of_tokens = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9))

@@ -96,7 +96,7 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ('{"a": 1,\n "a": 2}', "the key 'a' stands twice"),
+        ('{"a": 1,\n "a": 2}', "the key 'a' occurs twice"),
         ("[" * 99_999, "nested too deeply"),
     ],
 )

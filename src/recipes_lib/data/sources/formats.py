@@ -33,10 +33,10 @@ class RowFormat:
     """The layout of a dataset's rows.
 
     Attributes:
-        name: Layout, as ``dataset_format`` spells it.
+        name: Name of the layout, a value of ``dataset_format``.
         columns: Columns that are read.
-        ignored: Columns that are not.
-        renamed: Columns that are read under another name, and that name.
+        ignored: Columns that are not read.
+        renamed: Column of the dataset -> column of the layout, where the names differ.
     """
 
     name: DatasetFormat
@@ -45,9 +45,9 @@ class RowFormat:
     renamed: Mapping[str, str]
 
     def __str__(self) -> str:
-        told = [f"{column} as {self.renamed[column]}" if column in self.renamed else column for column in self.columns]
+        read = [f"{column} as {self.renamed[column]}" if column in self.renamed else column for column in self.columns]
         ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
-        return f"`{self.name}` layout, from {', '.join(told)}{ignored}"
+        return f"`{self.name}` layout, from {', '.join(read)}{ignored}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +58,29 @@ class _Layout:
 
 
 def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> RowFormat:
-    """Return the layout of a row from its columns; null ones, as in unified Arrow rows, do not count.
+    """Return the layout of a row, determined by its columns; columns with null values do not count.
 
     Args:
-        raw: The first row.
-        declared: ``dataset_format``; unless ``auto``, only checked.
-        where: The row's place, for errors.
+        raw: The row.
+        declared: Value of ``dataset_format``; a layout other than ``auto`` is only verified.
+        where: Location of the row in errors.
 
     Raises:
-        DataError: The columns match no layout, several, or not the declared one.
+        DataError: The columns match no layout, several layouts, or not the declared one; or it is ambiguous which
+            column is the answer.
     """
     present = [column for column, value in raw.items() if value is not None]
     matches, renamed = _match(present), {}
     if not matches:
         renamed = _find_renamed(present, _SPELLINGS)
+        if "role" in present or len(renamed) > 1:  # The content of a message, or beside a question or answer.
+            renamed.pop("content", None)
         matches = _match(renamed.get(column, column) for column in present)
     renamed |= _find_renamed(present, {"system_prompt": "system"})
     if declared == "auto":
         matches = _drop_lesser(raw, matches)
+        if matches == ["question_answer"]:
+            _refuse_several_answers(present, where)
     else:
         if declared not in matches:
             missing = [column for column in _LAYOUTS[declared].required if column not in present]
@@ -114,14 +119,13 @@ def _match(columns: Iterable[str]) -> list[DatasetFormat]:
 
 
 def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns that are known by another name: the only one with this meaning, and none has the name."""
-    # Two columns of one meaning, or one beside its own name: which is meant is not guessed.
+    """Return the columns that have another spelling of a layout's column, if no other column has the same meaning."""
     meanings = [spellings.get(column, column) for column in present]
     return {column: spellings[column] for column in present if meanings.count(spellings.get(column, "")) == 1}
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
-    """Drop layouts whose columns repeat, or belong to, those of another matching layout."""
+    """Drop matching layouts whose columns only repeat, or belong to, another matching layout."""
     lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
     if "preference" in matches and "sharegpt" in matches and not _ends_answered(raw["conversations"]):
         lesser.add("sharegpt")  # The conversation before LLaMA-Factory's pairs of answers.
@@ -132,29 +136,53 @@ def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     return [name for name in matches if name not in lesser]
 
 
+def _refuse_several_answers(present: Sequence[str], where: str) -> None:
+    """Raise for several columns that may be the answer: with a short ``answer`` beside a ``solution``, either is meant.
+
+    Raises:
+        DataError: There are several.
+    """
+    answers = [column for column in present if _SPELLINGS.get(column, column) == "answer"]
+    if len(answers) > 1:
+        remedy = f"choose one, for example `dataset_columns: {{answer: {answers[-1]}}}`"
+        raise DataError(Problem(where, f"each of {_quote(answers)} may be the answer to train on", remedy))
+
+
 def _ends_answered(conversations: object) -> bool:
     last = conversations[-1] if isinstance(conversations, (list, tuple)) and conversations else None
     role = last.get("from", last.get("role")) if isinstance(last, Mapping) else None
     return ROLES.get(str(role).lower()) == "assistant"
 
 
-def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index_name: str = "row") -> Row:
-    """Bring a row to canonical form, checked.
+def canonicalize(
+    raw: Raw, row_format: RowFormat, source: str, index: int, index_name: str = "row", *, needs_answer: bool = True
+) -> Row:
+    """Convert a row to canonical form, and validate it.
 
-    Source: agrees with TRL's ``maybe_convert_to_chatml`` and ``extract_prompt``; Alpaca as LLaMA-Factory reads it.
-    Proved in ``tests/data/sources/test_formats.py``.
+    Args:
+        raw: The row.
+        row_format: Layout of the dataset, from ``detect_format``.
+        source: File, folder or Hub id of the row.
+        index: Line or row number.
+        index_name: Kind of ``index``: ``line`` or ``row``.
+        needs_answer: Whether a chat without an assistant turn is an error; it can still be a prompt.
 
     Raises:
-        DataError: The row is broken; names its place and the first thing that is wrong.
+        DataError: The row is invalid; describes the first thing that is wrong.
+
+    Source: agrees with TRL's ``maybe_convert_to_chatml`` and ``extract_prompt``; Alpaca rows as in LLaMA-Factory;
+    ``tests/data/sources/test_formats.py``.
     """
-    # Readers know the layout's names only.
+    # The `read` functions of the layouts know only the layouts' own column names.
     if row_format.renamed:
         raw = {row_format.renamed.get(column, column): value for column, value in raw.items()}
     try:
         if row_format.name != "preference":
-            _refuse_judged(raw, is_answer=bool(row_format.renamed))
+            _refuse_labelled(raw, is_answer=bool(row_format.renamed))
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
+            if needs_answer:
+                check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
         return Row(source=source, index=index, index_name=index_name, **fields)
     except RowError as error:
@@ -162,37 +190,48 @@ def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index
         raise DataError(Problem(where, error.found, error.remedy)) from None
 
 
-def _refuse_judged(raw: Raw, *, is_answer: bool) -> None:
-    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be a rejected answer.
+def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
+    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be an undesirable answer.
 
     Args:
         raw: The row.
-        is_answer: Whether a column was taken for an answer; a `completion` is one by its name.
+        is_answer: Whether a renamed column is the answer, so that ``label`` may refer to it.
     """
     columns = ("label", "kto_tag") if is_answer or raw.get("completion") is not None else ("kto_tag",)
-    if judge := next((column for column in columns if isinstance(raw.get(column), bool)), None):
+    if label := next((column for column in columns if isinstance(raw.get(column), bool)), None):
         raise RowError(
-            f"the boolean `{judge}` says which answers are good, and all of them would be trained on",
-            f"keep the rows where it is true, without the column; or write `dataset_columns: {{{judge}: null}}` if it "
-            "says something else",
+            f"the boolean `{label}` says which answers are good, and all of them would be trained on",
+            f"keep the rows where it is true, without the column; or write `dataset_columns: {{{label}: null}}` if it "
+            "has another meaning",
         )
 
 
 def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
     messages = clean_messages(_take(raw, column), column)
-    check_answered(messages, column)
     return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
 
 
+def read_question(raw: Raw) -> list[Message] | None:
+    """Return the chat up to a row's question, under any of its names; ``None`` if there is no such text column.
+
+    Raises:
+        RowError: The question, or a column that belongs to it, is invalid.
+    """
+    present = [column for column, value in raw.items() if value is not None]
+    renamed = _find_renamed(present, {**_SPELLINGS, "system_prompt": "system"})
+    raw = {renamed.get(column, column): value for column, value in raw.items()}
+    return _read_question(raw, "question", "context") if isinstance(raw.get("question"), str) else None
+
+
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
-    asked = _read_question(raw, *question)
-    said = check_answer(_take(raw, answer), f"`{answer}`")
-    return {"messages": [*asked, _say(said)], **_read_chat_extras(raw)}
+    prompt = _read_question(raw, *question)
+    text = check_answer(_take(raw, answer), f"`{answer}`")
+    return {"messages": [*prompt, _build_answer(text)], **_read_chat_extras(raw)}
 
 
-def _read_question(raw: Raw, column: str, context: str | None = None) -> list[Message]:
-    """The chat up to a question in separate columns, of which the second is optional."""
-    columns = [column, *([context] if context is not None and raw.get(context) is not None else [])]
+def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
+    """The chat up to a question in a column, followed by the text of optional further columns."""
+    columns = [column, *(context for context in contexts if raw.get(context) is not None)]
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
     if not question:
         empty = " and ".join(f"`{name}`" for name in columns)
@@ -213,32 +252,33 @@ def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
 def _read_preference(raw: Raw) -> dict[str, Any]:
     values = {column: _take(raw, column) for column in ("chosen", "rejected")}
     if values["chosen"] == values["rejected"]:
-        raise RowError("`chosen` and `rejected` are the same", "remove the row: it prefers nothing")
+        raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
     _check_same_kind(**values)
     prompt = raw.get("prompt")
     if isinstance(values["chosen"], str):
-        asked = None if isinstance(prompt, str) else _read_asked(raw)
-        if asked is None:
+        # A string `prompt` with string answers is plain text, not a chat.
+        shared = None if isinstance(prompt, str) else _read_shared_prompt(raw)
+        if shared is None:
             return {**_read_text_pair(prompt, **values), **_read_margin(raw)}
-        chosen, rejected = ([_say(check_answer(text, f"`{column}`"))] for column, text in values.items())
+        chosen, rejected = ([_build_answer(check_answer(text, f"`{column}`"))] for column, text in values.items())
     else:
         chosen, rejected = (
             clean_messages([turns] if isinstance(turns, Mapping) else turns, column) for column, turns in values.items()
         )
-        # A complete chat repeats the prompt of the other columns.
+        # Answers of several turns are complete chats; they include the prompt, which a text column may repeat.
         is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
-        asked = None if is_whole else _read_asked(raw)
-        if asked is None:
-            asked, chosen, rejected = _split_prompt(chosen, rejected)
-        elif chosen[: len(asked)] == asked:
+        shared = None if is_whole else _read_shared_prompt(raw)
+        if shared is None:
+            shared, chosen, rejected = _split_prompt(chosen, rejected)
+        elif chosen[: len(shared)] == shared:
             raise RowError("`chosen` repeats `prompt`", "leave the prompt out of the answers, or drop the column")
     _check_pair(chosen=chosen, rejected=rejected)
     extras = {**_read_chat_extras(raw), **_read_margin(raw)}
-    return {"messages": [*asked, *chosen], "num_prompt_messages": len(asked), "rejected": rejected, **extras}
+    return {"messages": [*shared, *chosen], "num_prompt_messages": len(shared), "rejected": rejected, **extras}
 
 
-def _read_asked(raw: Raw) -> list[Message] | None:
-    """The chat that both answers continue, from separate columns."""
+def _read_shared_prompt(raw: Raw) -> list[Message] | None:
+    """The chat that both answers continue, from separate columns; ``None`` if the row has no such column."""
     prompt = raw.get("prompt")
     if isinstance(prompt, (list, tuple)):
         return clean_messages(prompt, "prompt")
@@ -250,9 +290,11 @@ def _read_asked(raw: Raw) -> list[Message] | None:
             found = "`conversations` ends with an answer of its own beside `chosen` and `rejected`"
             raise RowError(found, "end it with the question, or leave the column out")
         return _put_system_first(raw, turns)
-    if raw.get("question") is not None:
-        return _read_question(raw, "question")
-    return _read_question(raw, "instruction", "input") if raw.get("instruction") is not None else None
+    # `input` is the context of an instruction (Alpaca), or without one the question itself (distilabel's Orca pairs).
+    for columns in (("question",), ("instruction", "input"), ("input",)):
+        if raw.get(columns[0]) is not None:
+            return _read_question(raw, *columns)
+    return None
 
 
 def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any]:
@@ -267,13 +309,13 @@ def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any
 
 
 def _find_prompt(chosen: str, rejected: str) -> str:
-    """Find the common prompt of two texts.
+    """Return the common prompt of two texts.
 
-    In dialogues of hh-rlhf's form, it ends with the last common ``Assistant:``. In other texts it ends before the first
-    word that differs, and the space before it: a prompt that ended inside a word, or with a space, would have other
-    tokens than the text.
+    In dialogues in the format of hh-rlhf, it ends with the last common ``Assistant:``. In other texts, it ends before
+    the space in front of the first word that differs: if a prompt ended inside a word or with a space, its tokens would
+    not be a prefix of those of the text.
 
-    Source: TRL's ``extract_prompt``, with which texts that part at the start of a word agree.
+    Source: TRL's ``extract_prompt``, which gives the same prompt for texts that first differ at the start of a word.
     """
     prompt = chosen[: _count_shared(chosen, rejected)]
     if _ASSISTANT in chosen:
@@ -288,7 +330,7 @@ def _find_prompt(chosen: str, rejected: str) -> str:
         )
     for column, text in (("chosen", chosen), ("rejected", rejected)):
         if _ASSISTANT in chosen and _SPEAKER.search(text, len(prompt)):
-            found = f"`{column}` has further turns after the answer in which both part"
+            found = f"`{column}` has further turns after the first answer that differs"
             raise RowError(found, "end both dialogues with the first answer in which they differ")
     return prompt
 
@@ -302,7 +344,7 @@ def _check_pair(**answers: list[Message]) -> None:
             )
         if split_marks(answer)[1]:
             found = f"a turn of `{column}` is marked not to be trained on, and a pair compares its answers whole"
-            raise RowError(found, "take the mark out, or remove the row")
+            raise RowError(found, "remove the mark, or the row")
 
 
 def _read_margin(raw: Raw) -> dict[str, Any]:
@@ -329,17 +371,18 @@ def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[
 def _count_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
     """Number of common leading characters, or turns."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(chosen), len(rejected)))
+    return next((at for at, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
 
 
 def _read_text(raw: Raw) -> dict[str, Any]:
-    if "message_id" in raw and "role" in raw:  # As in OpenAssistant's trees.
+    if "message_id" in raw and "role" in raw:  # As in OpenAssistant's message trees.
         found = "the row is one message of a conversation (`message_id`, `role`), not a text"
         remedy = "join the messages of each conversation into `messages`; or write `dataset_columns: {role: null}`"
         raise RowError(found, remedy)
     text = check_text(_take(raw, "text"), "`text`")
     if not text or text.isspace():
-        raise RowError("`text` is empty", "remove the row: there is nothing to train on")
+        # In some corpora, such as wikitext, a third of the rows are blank lines.
+        raise RowError("`text` is empty", "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`")
     return {"text": text}
 
 
@@ -380,12 +423,13 @@ def _read_history(raw: Raw) -> list[Message]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise RowError(f"history[{number}] is not a [question, answer] pair", "write [[question, answer], ...]")
         question = check_text(pair[0], f"history[{number}][0]")
-        turns += [{"role": "user", "content": question}, _say(check_answer(pair[1], f"history[{number}][1]"))]
+        answer = check_answer(pair[1], f"history[{number}][1]")
+        turns += [{"role": "user", "content": question}, _build_answer(answer)]
     return turns
 
 
-def _say(answer: str) -> Message:
-    return {"role": "assistant", "content": answer}
+def _build_answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def _take(raw: Raw, column: str) -> Any:
@@ -425,11 +469,13 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     ),
     "dolly": _Layout(
         ("instruction", "response"),
-        ("context", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("instruction", "context"), answer="response"),
+        ("input", "context", *_QUESTION_EXTRAS),
+        partial(_read_answer, question=("instruction", "input", "context"), answer="response"),
     ),
     "question_answer": _Layout(
-        ("question", "answer"), _QUESTION_EXTRAS, partial(_read_answer, question=("question",), answer="answer")
+        ("question", "answer"),
+        ("context", *_QUESTION_EXTRAS),
+        partial(_read_answer, question=("question", "context"), answer="answer"),
     ),
     "preference": _Layout(
         ("chosen", "rejected"),
@@ -439,15 +485,16 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
 }
 _SPELLINGS: Final = {
     "conversation": "conversations",
-    **dict.fromkeys(("query", "problem", "prompt", "input", "instruction"), "question"),
-    **dict.fromkeys(("response", "solution", "output", "completion"), "answer"),
+    "content": "text",
+    **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction"), "question"),
+    **dict.fromkeys(("response", "solution", "output", "targets", "completion"), "answer"),
 }
-"""Other names of columns, which count where the columns match no layout by their own."""
+"""Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
-"""Layouts of columns that stand beside those of others as well, and count where no other layout matches."""
+"""Layouts whose columns also occur as additional columns of other layouts; considered only if no other one matches."""
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
     | {"label", "kto_tag", "role"}
 )
-"""Every column that has a meaning, by which ``dataset_columns`` may call others."""
+"""All columns that have a meaning: the valid keys of ``dataset_columns``."""
