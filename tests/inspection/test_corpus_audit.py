@@ -86,3 +86,22 @@ def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):
     said = []
     report_corpus(build_config(tmp_path, path), "text", said.append)
     assert said == ["not looked at: pip install 'recipes-lib[corpus]'"]
+
+
+def test_columns_that_all_sources_share_are_renamed_in_the_sample_and_in_the_held_out_file(tmp_path):
+    texts = [make_text(random.Random(at), 50) for at in range(20)]
+    for name, rows in (("a.jsonl", [*texts, texts[0]]), ("held_out.jsonl", texts[:2])):
+        (tmp_path / name).write_text("".join(json.dumps({"body": text}) + "\n" for text in rows))
+    config = build_config(tmp_path, tmp_path / "a.jsonl")
+    keys = {
+        "dataset_name": None,
+        "dataset_mixture": [{"name": str(tmp_path / "a.jsonl")}],
+        "dataset_columns": {"text": "body"},
+        "dataset_test_split": str(tmp_path / "held_out.jsonl"),
+    }
+    said = []
+    report_corpus(replace(config, data=replace(config.data, **keys)), "text", said.append)
+    assert any("1 of 21 documents (4.8%) repeat an earlier one" in line for line in said)
+    assert any("held_out.jsonl" in line for line in said)
+    assert not any("not looked at" in line for line in said)
+    assert '"columns": {"text": "body"}' in said[-1]

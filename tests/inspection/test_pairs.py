@@ -18,6 +18,7 @@ ROWS = [
 def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, recipe):
     problems, told = look(recipe, ROWS, test_split_size=2, per_device_train_batch_size=2)
     assert problems == []
+    assert "rows.jsonl: `preference` layout, from chosen, rejected, prompt" in told
     assert "10 pairs under 10 prompts" in told
     assert "held out: 2 pairs" in told
     assert "5 steps, 1.00 epochs" in told

@@ -17,7 +17,7 @@ from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.encoding import build_encoder, read_seed
 from recipes_lib.data.sources.broken_rows import BrokenRows
 from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
-from recipes_lib.data.sources.messages import RowError, check_text, clean_messages
+from recipes_lib.data.sources.messages import RowError, check_text, clean_messages, parse_chat
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Message, RawRow, Row
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
@@ -160,23 +160,27 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
 
 
 def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
-    prompt = raw.columns.get("prompt")
-    turns = filter(None, map(raw.columns.get, _TURNS))
-    if isinstance(prompt, str) and any(isinstance(value, list | tuple) for value in turns):
-        prompt = None
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
     place: dict[str, Any] = {"source": raw.source, "index": raw.index, "index_name": raw.index_name}
+    chat: list[Message] | None = None
     try:
-        if isinstance(prompt, str):
+        columns = {name: parse_chat(value, name) for name, value in raw.columns.items() if value is not None}
+        prompt = columns.get("prompt")
+        is_chat = any(isinstance(columns.get(name), list | tuple) for name in _TURNS)
+        if isinstance(prompt, str) and not is_chat:
             return Row(**place, prompt=check_text(prompt, "`prompt`")), others
-        chat = None if prompt is None else clean_messages(prompt, "prompt")
-        if raw.columns.get("prompt") is None and not any(map(raw.columns.get, _CHATS)):
-            chat = read_question(raw.columns)
+        if prompt is not None and not isinstance(prompt, str):
+            chat = clean_messages(prompt, "prompt")
+        elif prompt is None and not any(map(columns.get, _CHATS)):
+            chat = read_question(columns)
     except RowError as error:
         raise DataError(Problem(raw.where, error.found, error.remedy)) from None
     if chat is not None:
         return Row(**place, messages=chat, num_prompt_messages=len(chat)), others
-    row_format = detect_format(raw.columns, data.dataset_format, where=raw.where)
+    # Pairs often have columns of other layouts too, with the same prompt.
+    is_pair = {"chosen", "rejected"} <= columns.keys()
+    declared = "preference" if is_pair and data.dataset_format == "auto" else data.dataset_format
+    row_format = detect_format(raw.columns, declared, where=raw.where)
     row = canonicalize(raw.columns, row_format, raw.source, raw.index, raw.index_name, needs_answer=False)
     if row.prompt is not None:
         return dataclasses.replace(row, completion=None, rejected=None), others

@@ -115,10 +115,9 @@ class Inspection(ABC):
 
     def check_keys(self, report: Report) -> None:
         """Report the number of configured keys."""
-        given = sum(
-            place != "default" and not place.startswith("derived: ") for place in self.config.provenance.values()
-        )
-        report(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
+        places = self.config.provenance.values()
+        given = sum(place != "default" and not place.startswith("derived: ") for place in places)
+        report(f"{self.config.path or 'flags'}: {given} keys given, {len(places)} in effect")
 
     def check_launch(self, report: Report) -> None:
         """Verify that recipe and launch are compatible, and report processes, layout and precision."""
@@ -381,9 +380,8 @@ def report_corpus(config: RecipeConfig, kind: str, report: Report) -> None:
     protected = _index_protected(config, evaluations, report)
     options: dict[str, Any] = {"text_documents": config.pretraining.text_documents}
     for entry in list_entries(config.data):
-        keys = {name: value for name in _SOURCE_KEYS if (value := entry.get(name))}
-        if config.data.dataset_columns:
-            keys.setdefault("columns", config.data.dataset_columns)
+        known = {"columns": config.data.dataset_columns, **entry}
+        keys = {name: known[name] for name in _SOURCE_KEYS if known.get(name)}
         try:
             # A stream is read only to the end of the sample.
             source = load_source(entry["name"], **keys, **options, streaming=config.data.dataset_streaming)
@@ -438,8 +436,6 @@ def _iterate_texts(source: Source, declared: DatasetFormat) -> Iterator[str]:
         if not isinstance(row, Row):
             yield ""  # Broken rows are counted as empty texts.
             continue
-        if row.messages is not None:
-            texts = [message.get("content") for message in row.messages]
-        else:
-            texts = [row.text, row.prompt, row.completion]
+        contents = [message.get("content") for message in row.messages or ()]
+        texts = [*contents, row.text, row.prompt, row.completion]
         yield "\n".join(text for text in texts if isinstance(text, str))

@@ -116,7 +116,7 @@ def test_a_row_without_tokens_is_refused_by_its_place():
         def encode(self, rows):
             return [EncodedRow(np.zeros(0, np.uint32), np.zeros(0, np.bool_)) for _ in rows]
 
-    with pytest.raises(DataError, match="data row 5: the row gives no token"):
+    with pytest.raises(DataError, match="data row 5: the row has no token"):
         encode_chunk(Silent(), [Row(source="data", index=5, text="x")], [0])
 
 

@@ -271,9 +271,8 @@ class RowEncoder:
     def _draft(self, row: Row) -> _Draft:
         loss_on = _resolve(self._loss_on, row)
         if row.messages is None and self._eos_id is None:
-            raise ConfigError(
-                Problem("eos_token", "the tokenizer has no token that ends a text", "name one of its tokens")
-            )
+            found = "the tokenizer has no token that ends a text"
+            raise ConfigError(Problem("eos_token", found, "name one of its tokens"))
         if row.messages is not None:
             text, spans, remarks = self._finder(row).find(row, _trained_messages(row, loss_on))
             places = None if loss_on == "all" else [(span.start, span.end) for span in spans]

@@ -71,9 +71,7 @@ class RenamedSource:
     def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
         hidden = {*self.columns, *self.columns.values()}
         kept = {name: value for name, value in row.items() if name not in hidden}
-        return kept | {
-            name: row[column] for name, column in self.columns.items() if column is not None and column in row
-        }
+        return kept | {name: row[column] for name, column in self.columns.items() if column in row}
 
     def _refuse_missing(self, row: RawRow) -> None:
         problems = []
@@ -120,9 +118,8 @@ def load_source(
     try:
         is_folder, is_local = path.is_dir(), bool(name) and path.exists()
     except OSError as error:
-        raise DataError(
-            Problem(name, f"cannot be read: {error.strerror}", "check the path and its permissions")
-        ) from None
+        found = f"cannot be read: {error.strerror}"
+        raise DataError(Problem(name, found, "check the path and its permissions")) from None
     if not is_local:
         _refuse_missing_path(path, name)
         return load_hub(name, config, revision, split, streaming)
@@ -224,9 +221,8 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
 
 
 def _no_rows(source: Source) -> Problem:
-    return Problem(
-        source.name, "no rows: it is empty, has only blank lines, or is an empty list", "check how it was written"
-    )
+    found = "no rows: it is empty, has only blank lines, or is an empty list"
+    return Problem(source.name, found, "check how it was written")
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:

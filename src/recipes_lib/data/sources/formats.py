@@ -19,6 +19,8 @@ from recipes_lib.data.sources.messages import (
     check_text,
     clean_messages,
     describe,
+    parse_chat,
+    parse_json,
     parse_tools,
     split_marks,
 )
@@ -84,13 +86,8 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
     else:
         if declared not in matches:
             missing = [column for column in _LAYOUTS[declared].required if column not in present]
-            raise DataError(
-                Problem(
-                    where,
-                    f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}",
-                    f"rename the columns, or change `dataset_format: {declared}`",
-                )
-            )
+            found = f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}"
+            raise DataError(Problem(where, found, f"rename the columns, or change `dataset_format: {declared}`"))
         matches = [declared]
     if len(matches) > 1:
         found = " and ".join(f"`{name}` ({', '.join(_LAYOUTS[name].required)})" for name in matches)
@@ -98,13 +95,8 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
         raise DataError(Problem(where, f"the columns match several layouts: {found}", f"set {fix}"))
     if not matches:
         known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
-        raise DataError(
-            Problem(
-                where,
-                f"the columns match no layout: {_quote(present)}",
-                f"rename them, or map them with `dataset_columns`, to one of: {known}",
-            )
-        )
+        remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
+        raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
     layout = _LAYOUTS[matches[0]]
     written = {name: column for column, name in renamed.items()}
     meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
@@ -142,10 +134,10 @@ def _refuse_several_answers(present: Sequence[str], where: str) -> None:
     Raises:
         DataError: There are several.
     """
-    answers = [column for column in present if _SPELLINGS.get(column, column) == "answer"]
-    if len(answers) > 1:
-        remedy = f"choose one, for example `dataset_columns: {{answer: {answers[-1]}}}`"
-        raise DataError(Problem(where, f"each of {_quote(answers)} may be the answer to train on", remedy))
+    others = [column for column in present if _SPELLINGS.get(column) == "answer"]
+    if "answer" in present and others:
+        remedy = "set `dataset_format: question_answer`; to use another column, also `dataset_columns: {answer: ...}`"
+        raise DataError(Problem(where, f"each of {_quote(['answer', *others])} may be the answer to train on", remedy))
 
 
 def _ends_answered(conversations: object) -> bool:
@@ -173,10 +165,9 @@ def canonicalize(
     Source: agrees with TRL's ``maybe_convert_to_chatml`` and ``extract_prompt``; Alpaca rows as in LLaMA-Factory;
     ``tests/data/sources/test_formats.py``.
     """
-    # The `read` functions of the layouts know only the layouts' own column names.
-    if row_format.renamed:
-        raw = {row_format.renamed.get(column, column): value for column, value in raw.items()}
     try:
+        # The `read` functions of the layouts know only the layouts' own column names.
+        raw = {row_format.renamed.get(column, column): parse_chat(value, column) for column, value in raw.items()}
         if row_format.name != "preference":
             _refuse_labelled(raw, is_answer=bool(row_format.renamed))
         fields = _LAYOUTS[row_format.name].read(raw)
@@ -198,12 +189,11 @@ def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
         is_answer: Whether a renamed column is the answer, so that ``label`` may refer to it.
     """
     columns = ("label", "kto_tag") if is_answer or raw.get("completion") is not None else ("kto_tag",)
-    if label := next((column for column in columns if isinstance(raw.get(column), bool)), None):
-        raise RowError(
-            f"the boolean `{label}` says which answers are good, and all of them would be trained on",
-            f"keep the rows where it is true, without the column; or write `dataset_columns: {{{label}: null}}` if it "
-            "has another meaning",
-        )
+    # As text, since in a table every cell is one.
+    if label := next((column for column in columns if str(raw.get(column)).lower() in ("true", "false")), None):
+        found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
+        hidden = f"`dataset_columns: {{{label}: null}}`"
+        raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")
 
 
 def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
@@ -259,7 +249,7 @@ def _read_preference(raw: Raw) -> dict[str, Any]:
         # A string `prompt` with string answers is plain text, not a chat.
         shared = None if isinstance(prompt, str) else _read_shared_prompt(raw)
         if shared is None:
-            return {**_read_text_pair(prompt, **values), **_read_margin(raw)}
+            return {**_read_text_pair(raw, prompt, **values), **_read_margin(raw)}
         chosen, rejected = ([_build_answer(check_answer(text, f"`{column}`"))] for column, text in values.items())
     else:
         chosen, rejected = (
@@ -297,8 +287,9 @@ def _read_shared_prompt(raw: Raw) -> list[Message] | None:
     return None
 
 
-def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any]:
+def _read_text_pair(raw: Raw, prompt: object, chosen: str, rejected: str) -> dict[str, Any]:
     if prompt is None:
+        _refuse_unread_chat(raw, chosen)
         prompt = _find_prompt(chosen, rejected)
         chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
     return {
@@ -306,6 +297,15 @@ def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any
         "completion": check_answer(chosen, "`chosen`"),
         "rejected": check_answer(rejected, "`rejected`"),
     }
+
+
+def _refuse_unread_chat(raw: Raw, chosen: str) -> None:
+    """Raise for a list of turns under an unknown name: both answers continue it, and do not repeat it as texts."""
+    for column, value in {} if _ASSISTANT in chosen else raw.items():
+        turn = value[0] if isinstance(value, (list, tuple)) and value else None
+        if isinstance(turn, Mapping) and {"from", "role"} & turn.keys():
+            found = f"`{column}` may be the chat that `chosen` and `rejected` continue"
+            raise RowError(found, f"write `dataset_columns: {{conversations: {column}}}`, or remove the column")
 
 
 def _find_prompt(chosen: str, rejected: str) -> str:
@@ -324,10 +324,8 @@ def _find_prompt(chosen: str, rejected: str) -> str:
         last_word = "" if prompt[-1:].isspace() else "".join(prompt.rsplit(maxsplit=1)[-1:])
         prompt = prompt.removesuffix(last_word).rstrip(" ")
     if not prompt.strip():
-        raise RowError(
-            "`chosen` and `rejected` share no prompt",
-            "begin both with the same text, or add a `prompt` column (`dataset_columns`, if it has another name)",
-        )
+        remedy = "begin both with the same text, or add a `prompt` column (`dataset_columns`, if it has another name)"
+        raise RowError("`chosen` and `rejected` share no prompt", remedy)
     for column, text in (("chosen", chosen), ("rejected", rejected)):
         if _ASSISTANT in chosen and _SPEAKER.search(text, len(prompt)):
             found = f"`{column}` has further turns after the first answer that differs"
@@ -338,10 +336,8 @@ def _find_prompt(chosen: str, rejected: str) -> str:
 def _check_pair(**answers: list[Message]) -> None:
     for column, answer in answers.items():
         if not answer or answer[0]["role"] != "assistant":
-            raise RowError(
-                f"after the prompt, `{column}` does not continue with an assistant turn",
-                "let chosen and rejected differ in the answer alone",
-            )
+            found = f"after the prompt, `{column}` does not continue with an assistant turn"
+            raise RowError(found, "let chosen and rejected differ in the answer alone")
         if split_marks(answer)[1]:
             found = f"a turn of `{column}` is marked not to be trained on, and a pair compares its answers whole"
             raise RowError(found, "remove the mark, or the row")
@@ -361,10 +357,8 @@ def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[
     """Split off the common first turns of two chats."""
     shared = _count_shared(chosen, rejected)
     if not shared:
-        raise RowError(
-            "`chosen` and `rejected` share no prompt",
-            "begin both with the same messages, or add `prompt` as messages",
-        )
+        remedy = "begin both with the same messages, or add `prompt` as messages"
+        raise RowError("`chosen` and `rejected` share no prompt", remedy)
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
@@ -392,6 +386,8 @@ def _read_chat_extras(raw: Raw) -> dict[str, Any]:
         extras["tools"] = parse_tools(raw["tools"])
     kwargs = raw.get("chat_template_kwargs")
     if kwargs:
+        if isinstance(kwargs, str):
+            kwargs = parse_json(kwargs, "`chat_template_kwargs`")
         if not isinstance(kwargs, Mapping):
             raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
         extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
@@ -436,10 +432,8 @@ def _take(raw: Raw, column: str) -> Any:
     value = raw.get(column)
     if value is None:
         state = "null" if column in raw else f"missing; the row has {_quote(list(raw))}"
-        raise RowError(
-            f"column `{column}` is {state}",
-            "fill it or remove the row; datasets of different layouts are parts of a `dataset_mixture`",
-        )
+        remedy = "fill it or remove the row; datasets of different layouts are parts of a `dataset_mixture`"
+        raise RowError(f"column `{column}` is {state}", remedy)
     return value
 
 
@@ -487,7 +481,7 @@ _SPELLINGS: Final = {
     "conversation": "conversations",
     "content": "text",
     **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction"), "question"),
-    **dict.fromkeys(("response", "solution", "output", "targets", "completion"), "answer"),
+    **dict.fromkeys(("response", "solution", "generated_solution", "output", "targets", "completion"), "answer"),
 }
 """Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")

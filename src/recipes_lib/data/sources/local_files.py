@@ -29,10 +29,8 @@ from recipes_lib.data.sources.rows import Entry
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import hash_file, read_record, replace_record
 
-Reader = Callable[..., Iterator[Entry]]
-
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
-READERS: Final[Mapping[str, Reader]] = {
+READERS: Final[Mapping[str, Callable[..., Iterator[Entry]]]] = {
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
     ".json": partial(read_json, may_be_document=True),
@@ -56,16 +54,9 @@ COMPRESSIONS: Final = {
 """Second suffix of a compressed file -> codec, and the magic bytes at the start of the file."""
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 IGNORED_NAMES: Final = frozenset(
-    {
-        "README.md",
-        "LICENSE.txt",
-        "config.json",
-        "corpus.json",
-        "dataset_info.json",
-        "dataset_infos.json",
-        "dataset_dict.json",
-    }
-)
+    f"{stem}.json" for stem in ("config", "corpus", "dataset_info", "dataset_infos", "dataset_dict")
+) | {"README.md", "LICENSE.txt"}
+"""Files in the folder of a dataset that are not data."""
 SPLIT_WORDS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -215,9 +206,8 @@ def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
         raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
     if len(kinds) > 1:
         examples = ", ".join(file.relative_to(folder).as_posix() for file in kinds.values())
-        raise DataError(
-            Problem(name, f"the folder mixes kinds of files: {examples}", "name one file, or move the others away")
-        )
+        found = f"the folder mixes kinds of files: {examples}"
+        raise DataError(Problem(name, found, "name one file, or move the others away"))
     return _group_by_split(files, folder, name)
 
 

@@ -13,19 +13,9 @@ from recipes_lib.data.sources.rows import Message
 FUNCTION_CALL: Final = "function_call"
 ROLES: Final = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    FUNCTION_CALL: "assistant",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", FUNCTION_CALL), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
 }
 """Role in a dataset (OpenAI, ShareGPT and variants) -> role in chat templates."""
 
@@ -85,18 +75,15 @@ def check_text(value: object, place: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"{place} is {describe(value)}, not a string", "write it as a string")
     if "\0" in value:
-        raise RowError(
-            f"{place} holds a NUL character at position {value.index(chr(0))}",
-            "remove it; NULs everywhere mean UTF-16 text that was read as UTF-8",
-        )
+        found = f"{place} holds a NUL character at position {value.index(chr(0))}"
+        raise RowError(found, "remove it; NULs everywhere mean UTF-16 text that was read as UTF-8")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise RowError(
-                f"{place} holds half a surrogate pair, \\u{ord(value[error.start]):04x}, at position {error.start}",
-                "write the whole character; text cut in the middle of an emoji leaves such halves",
-            ) from None
+            found = f"{place} holds half a surrogate pair, \\u{ord(value[error.start]):04x}, at position {error.start}"
+            remedy = "write the whole character; text cut in the middle of an emoji leaves such halves"
+            raise RowError(found, remedy) from None
     return value
 
 
@@ -137,7 +124,7 @@ def clean_messages(value: object, column: str) -> list[Message]:
         RowError: A turn is invalid; describes the first one, as ``column[turn].key``.
     """
     if isinstance(value, str):  # A cell of a table.
-        value = _parse_json(value, f"`{column}`")
+        value = parse_json(value, f"`{column}`")
     if not isinstance(value, (list, tuple)):
         raise RowError(f"`{column}` is {describe(value)}, not a list of messages", f"write `{column}` as a list")
     if not value:
@@ -265,14 +252,14 @@ def _clean_call(call: object, place: str) -> Mapping[str, Any]:
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):  # OpenAI's API writes an empty string for a call without arguments.
-        arguments = _parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
+        arguments = parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
     return check_json({**call, "function": {**function, "arguments": arguments}}, place)
 
 
 def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
-    parsed = _parse_json(value, place) if isinstance(value, str) else value
+    parsed = parse_json(value, place) if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, (list, tuple)) else [parsed]
     if not calls:
         raise RowError(f"{place} is an empty list", "write at least one function call")
@@ -287,7 +274,7 @@ def parse_tools(value: object) -> list[Any] | None:
     """
     if not value:
         return None
-    tools = _parse_json(value, "`tools`") if isinstance(value, str) else value
+    tools = parse_json(value, "`tools`") if isinstance(value, str) else value
     if not isinstance(tools, (list, tuple)):
         raise RowError(f"`tools` is {describe(tools)}, not a list", "write a list of tool schemas")
     for number, tool in enumerate(tools):
@@ -309,7 +296,28 @@ def check_json(value: Json, place: str) -> Json:
     return value
 
 
-def _parse_json(text: str, place: str) -> object:
+def parse_chat(value: object, column: str) -> object:
+    """Return the turns that a string has as JSON, as in a cell of a table; other values are returned unchanged.
+
+    Raises:
+        RowError: The string has turns in Python's notation, as written by ``to_csv`` of pandas and ``datasets``.
+    """
+    if not isinstance(value, str) or value[:3] not in ('[{"', "[{'"):
+        return value
+    quote = value[2]
+    if not any(all(f"{quote}{key}{quote}:" in value for key in keys) for keys in (("role", "content"), _KEYS)):
+        return value
+    if quote == "'":
+        raise RowError(f"`{column}` has messages in Python's notation, not in JSON", "export to JSON Lines or Parquet")
+    return parse_json(value, f"`{column}`")
+
+
+def parse_json(text: str, place: str) -> object:
+    """Return the value of a JSON text.
+
+    Raises:
+        RowError: The text is not valid JSON.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
