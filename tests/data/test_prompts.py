@@ -189,6 +189,7 @@ def test_what_is_too_long_is_an_error_or_left_out(load):
         ({"prompt": [{"role": "nobody", "content": "x"}]}, "role"),
         ({"text": "just a text"}, "no prompt"),
         ({"prompt": 3}, "not a list"),
+        ({"messages": [FOUR]}, "no message before its answer"),
     ],
 )
 def test_every_broken_row_is_named(load, row, words):

@@ -190,6 +190,8 @@ def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
     # Of a chat without a separate prompt, all messages before its final answer; a chat can also end with a question.
     is_answered = row.messages[-1]["role"] == "assistant"
     messages = list(row.messages[: row.num_prompt_messages or len(row.messages) - is_answered])
+    if not messages:
+        raise DataError(Problem(raw.where, "the chat has no message before its answer", "add the prompt"))
     return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None), others
 
 

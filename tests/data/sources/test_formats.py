@@ -449,7 +449,7 @@ def test_a_declared_layout_that_does_not_fit_names_what_is_missing() -> None:
         detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")
 
 
-@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])
 def test_a_margin_that_is_no_number_is_refused(margin: object) -> None:
     with pytest.raises(DataError, match=r"`margin` is .*, not a finite number"):
         convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})

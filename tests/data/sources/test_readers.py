@@ -187,6 +187,7 @@ def test_a_long_document_fits_in_a_cell() -> None:
         ({"a": None, "b": 0, "c": "", "d": []}, {"b": 0, "c": "", "d": []}),
         ({"a": [{"b": None, "c": {"d": None}}]}, {"a": [{"c": {}}]}),
         ([None, 1], [None, 1]),
+        ([[("role", "user"), ("content", "a"), ("name", None)]], [{"role": "user", "content": "a"}]),
     ],
 )
 def test_null_keys_go_and_nothing_else(value: object, expected: object) -> None:

@@ -262,9 +262,8 @@ def map_chunks(
         while not broken.exceeds_limit:
             # One chunk more than threads, so that no thread is idle while this one reads.
             for chunk in islice(chunks, _THREADS + 1 - len(pending)):
-                pending.append(
-                    (len(chunk), pool.submit(encode_valid, encode, chunk, num_read, drop=broken.are_dropped))
-                )
+                future = pool.submit(encode_valid, encode, chunk, num_read, drop=broken.are_dropped)
+                pending.append((len(chunk), future))
                 num_read += len(chunk)
             if not pending:
                 return
@@ -331,9 +330,8 @@ def find_tokenizer_folder(config: RecipeConfig) -> Path:
     option = "tokenizer_name_or_path" if own else "model_name_or_path"
     folder = Path(name) if Path(name).is_dir() else _fetch(config, option, name)
     if not _list_files(folder, TOKENIZER_FILES):
-        raise _missing(
-            config, option, f"{name} has no tokenizer files", "name the tokenizer with tokenizer_name_or_path"
-        )
+        remedy = "name the tokenizer with tokenizer_name_or_path"
+        raise _missing(config, option, f"{name} has no tokenizer files", remedy)
     return folder
 
 
@@ -358,9 +356,8 @@ def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
     is_models = option == "model_name_or_path"
     revision = config.model.tokenizer_revision or (config.model.model_revision if is_models else None)
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=[*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES])
-        )
+        patterns = [*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # Invalid repository id, no such repository, or offline and not cached.
         reason = str(error).splitlines()[0]
         raise _missing(config, option, f"no folder and no Hub model {name!r}: {reason}", "check the name") from error

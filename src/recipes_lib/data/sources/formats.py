@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+
+import numpy as np
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
@@ -347,8 +348,9 @@ def _read_margin(raw: Raw) -> dict[str, Any]:
     margin = raw.get("margin")
     if margin is None:
         return {}
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        found = margin if isinstance(margin, float) else describe(margin)
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not abs(margin) <= _MAX_MARGIN:
+        found = "NaN or infinite in 32 bits" if is_number else describe(margin)
         raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
     return {"margin": float(margin)}
 
@@ -447,6 +449,7 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
+_MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")

@@ -94,9 +94,7 @@ class HubSource:
         """
         try:
             batches = self.dataset.with_format(None).iter(batch_size=_BATCH_ROWS)
-            rows = (
-                zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True)
-            )
+            rows = (zip(batch, row, strict=True) for batch in batches for row in zip(*batch.values(), strict=True))
             for index, row in enumerate(rows):
                 yield RawRow(self.name, index, "row", spell_as_json(dict(row)))
         except Exception as error:  # Any error of the library, the network or the cache.

@@ -427,11 +427,13 @@ def spell_as_json(value: Any) -> Any:
     """Convert an Arrow value to the value that a JSON file would have.
 
     Null fields of structs are removed, because in Arrow every struct has the fields of all rows. Dates and times become
-    ISO 8601 strings.
+    ISO 8601 strings. pyarrow gives maps, which Spark writes for objects, as lists of tuples.
     """
     if isinstance(value, dict):
         return {key: spell_as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
+        if value and isinstance(value[0], tuple):
+            return spell_as_json(dict(value))
         return [spell_as_json(item) for item in value]
     return value.isoformat() if isinstance(value, date | time) else value
 

@@ -179,7 +179,7 @@ def _name_unwritable(row: Row, reason: str) -> Problem:
                 except (TypeError, ValueError):
                     found = f"{column}[{number}].{key} cannot be written as JSON: {reason}"
                     return Problem(row.where, found, "write it as text, or leave it out")
-    raise AssertionError(reason)
+    return Problem(row.where, f"the row cannot be written as JSON: {reason}", "write it as text, or leave it out")
 
 
 def _strip(value: Any) -> Any:
