@@ -51,5 +51,5 @@ def test_a_padding_token_that_ends_answers_is_found_for_a_reward_model(look, row
 def test_broken_rows_are_named(look):
     problems, told = look("dpo", [*ROWS, {"prompt": "a", "chosen": "b", "rejected": "b"}])
     assert "rows.jsonl:13" in problems[0].where
-    assert "prefers nothing" in problems[0].remedy
+    assert "has no preference" in problems[0].remedy
     assert "✗ data" in told

@@ -102,8 +102,8 @@ class PairEncoder:
     def _not_a_prefix(self, row: Row, name: str, prompt: TokenIds, ids: TokenIds) -> DataError:
         shared = min(len(prompt), len(ids))
         at = int(np.argmax(np.append(prompt[:shared] != ids[:shared], True)))
-        asked, written = (self._tokenizer.decode(tokens[at : at + 8].tolist()) for tokens in (prompt, ids))
-        found = f"`{name}` does not begin with the prompt: token {at} starts {written!r} instead of {asked!r}"
+        expected, written = (self._tokenizer.decode(tokens[at : at + 8].tolist()) for tokens in (prompt, ids))
+        found = f"`{name}` does not begin with the prompt: token {at} starts {written!r} instead of {expected!r}"
         if row.messages is None:
             remedy = "move the white space at the end of the prompt to the start of both answers"
         else:

@@ -71,7 +71,7 @@ class RenamedSource:
     def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
         hidden = {*self.columns, *self.columns.values()}
         kept = {name: value for name, value in row.items() if name not in hidden}
-        return kept | {name: row[column] for name, column in self.columns.items() if column in row}
+        return kept | {name: row[column] for name, column in self.columns.items() if column and column in row}
 
     def _refuse_missing(self, row: RawRow) -> None:
         problems = []

@@ -45,7 +45,7 @@ def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, Reci
         config: Configuration of the run.
         max_length: Maximum length of its rows, in tokens.
     """
-    nothing: dict[str, Any] = {
+    unset: dict[str, Any] = {
         **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "dataset_columns", "eval_datasets")),
         **dict.fromkeys(("dataset_test_split", "test_split_size")),
     }
@@ -54,7 +54,7 @@ def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, Reci
         name: replace(
             config,
             tokens=tokens,
-            data=replace(config.data, **nothing, dataset_streaming=False, dataset_mixture=[entry]),
+            data=replace(config.data, **unset, dataset_streaming=False, dataset_mixture=[entry]),
         )
         for name, entry in (config.data.eval_datasets or {}).items()
     }
