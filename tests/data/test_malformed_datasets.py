@@ -91,7 +91,7 @@ FILES: dict[str, tuple[str, bytes, str, str]] = {
     "number per line": ("d.jsonl", b"17\n", ":1", "a number, not an object"),
     "null per line": ("d.jsonl", GOOD + b"null\n", ":2", "null, not an object"),
     "array among objects": ("d.jsonl", GOOD + b'["text"]\n', ":2", "a list, not an object"),
-    "repeated key": ("d.jsonl", GOOD + b'{"text": "a", "text": "b"}\n', ":2", "'text' stands twice"),
+    "repeated key": ("d.jsonl", GOOD + b'{"text": "a", "text": "b"}\n', ":2", "'text' occurs twice"),
     "deep nesting": ("d.jsonl", GOOD + b"[" * 100000 + b"\n", ":2", "nested too deeply"),
     "endless integer": ("d.jsonl", b'{"text": ' + b"1" * 5000 + b"}\n", ":1", "invalid JSON"),
     "latin-1": ("d.jsonl", GOOD + '{"text": "café"}\n'.encode("latin-1"), ":2", "byte 30"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,10 @@ def load(tmp_path, tiny_tokenizer):
         {"question": "What is 2 plus 2?", "chosen": "Four.", "rejected": "Five."},
         {"conversations": QUESTION, "chosen": FOUR, "rejected": FIVE},
         {"conversations": [{"from": "human", "value": "What is 2 plus 2?"}, {"from": "gpt", "value": "Four."}]},
+        {"messages": QUESTION},
+        {"problem": "What is 2 plus 2?", "answer": "4"},
+        {"messages": [*QUESTION, FOUR], "chosen": [*QUESTION, FOUR], "rejected": [*QUESTION, FIVE]},
+        {"prompt": json.dumps(QUESTION)},
     ],
 )
 def test_a_chat_is_asked_as_a_server_asks_it(load, tiny_tokenizer, row):
@@ -71,6 +76,21 @@ def test_a_plain_text_is_given_as_it_is(load, tiny_tokenizer):
     assert tiny_tokenizer.decode(data.train[0].input_ids) == "Once upon a time"
     assert data.train[0].content == "Once upon a time"
     assert data.terminators == []
+
+
+def test_a_question_is_asked_with_its_system_prompt_and_context_as_in_training(load):
+    row = {"system_prompt": "Be brief.", "question": "How many?", "context": "Four rivers.", "answer": "4"}
+    (prompt,) = load([row]).train
+    assert prompt.content == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How many?\nFour rivers."},
+    ]
+
+
+def test_a_chat_that_ends_with_a_question_is_asked_to_its_end(load):
+    turns = [*QUESTION, FOUR, {"role": "user", "content": "Why?"}]
+    (prompt,) = load([{"messages": turns}]).train
+    assert prompt.content == turns
 
 
 def test_the_prompt_of_a_pair_of_dialogues_is_given_as_it_is(load):
@@ -169,6 +189,7 @@ def test_what_is_too_long_is_an_error_or_left_out(load):
         ({"prompt": [{"role": "nobody", "content": "x"}]}, "role"),
         ({"text": "just a text"}, "no prompt"),
         ({"prompt": 3}, "not a list"),
+        ({"messages": [FOUR]}, "no message before its answer"),
     ],
 )
 def test_every_broken_row_is_named(load, row, words):

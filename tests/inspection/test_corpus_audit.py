@@ -10,7 +10,7 @@ from tests.corpus.texts import make_text, write_rows
 
 from recipes_lib.commands.clean import main as clean
 from recipes_lib.config.loader import load_config
-from recipes_lib.inspection.sections import say_corpus
+from recipes_lib.inspection.sections import report_corpus
 
 
 def build_config(folder, name, recipe="pretrain"):
@@ -31,14 +31,14 @@ def test_the_command_that_is_named_cleans_what_was_found(tmp_path, capsys):
     folder.mkdir()
     path = write_rows(folder / "a.jsonl", [*texts, *texts[:3]])
     said = []
-    say_corpus(build_config(tmp_path, path), "text", said.append)
+    report_corpus(build_config(tmp_path, path), "text", said.append)
     assert f"warning: {path}: 3 of 23 documents (13.0%) repeat an earlier one" in said
     command = shlex.split(said[-1])
     assert command[:2] == ["recipes", "clean"]
     clean(command[2:])
     assert "20 of 23 documents" in capsys.readouterr().out
     again = []
-    say_corpus(build_config(tmp_path, f"{path}-clean"), "text", again.append)
+    report_corpus(build_config(tmp_path, f"{path}-clean"), "text", again.append)
     assert not any("warning" in line for line in again)
 
 
@@ -46,7 +46,7 @@ def test_chats_are_looked_at_too(tmp_path):
     chat = {"messages": [{"role": "user", "content": "I am a@b.co"}, {"role": "assistant", "content": "Hello."}]}
     (tmp_path / "c.jsonl").write_text(json.dumps(chat) + "\n")
     said = []
-    say_corpus(build_config(tmp_path, tmp_path / "c.jsonl", "sft"), "chat", said.append)
+    report_corpus(build_config(tmp_path, tmp_path / "c.jsonl", "sft"), "chat", said.append)
     assert any("email 1" in line for line in said)
     assert '"kind": "chat"' in said[-1]
 
@@ -56,7 +56,7 @@ def test_what_stands_at_the_end_of_a_large_source_is_in_the_sample(tmp_path):
     texts = [make_text(random_, 100) for _ in range(3000)]
     path = write_rows(tmp_path / "a.jsonl", [*texts, *([f"{texts[0]} a@b.co"] * 3000), ""])
     said = []
-    say_corpus(build_config(tmp_path, path), "text", said.append)
+    report_corpus(build_config(tmp_path, path), "text", said.append)
     (personal,) = [line for line in said if "personal data" in line]
     assert 0.3 < float(personal.partition("(")[2].partition("%")[0]) / 100 < 0.7
 
@@ -74,7 +74,7 @@ def test_held_out_files_and_evaluations_beside_the_run_are_held_against_the_text
     config = build_config(tmp_path, train)
     config = replace(config, data=replace(config.data, dataset_test_split=str(held_out)))
     said = []
-    say_corpus(config, "text", said.append)
+    report_corpus(config, "text", said.append)
     assert f"warning: {train}: 1 of 30 documents (3.3%) share words with {held_out}" in said
     assert f"warning: {train}: 1 of 30 documents (3.3%) share words with exam" in said
     assert f"--benchmarks_of '[\"{tmp_path}/eval.yaml\"]'" in said[-1]
@@ -84,5 +84,24 @@ def test_without_the_extra_one_line_names_it(tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", ["x"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = []
-    say_corpus(build_config(tmp_path, path), "text", said.append)
+    report_corpus(build_config(tmp_path, path), "text", said.append)
     assert said == ["not looked at: pip install 'recipes-lib[corpus]'"]
+
+
+def test_columns_that_all_sources_share_are_renamed_in_the_sample_and_in_the_held_out_file(tmp_path):
+    texts = [make_text(random.Random(at), 50) for at in range(20)]
+    for name, rows in (("a.jsonl", [*texts, texts[0]]), ("held_out.jsonl", texts[:2])):
+        (tmp_path / name).write_text("".join(json.dumps({"body": text}) + "\n" for text in rows))
+    config = build_config(tmp_path, tmp_path / "a.jsonl")
+    keys = {
+        "dataset_name": None,
+        "dataset_mixture": [{"name": str(tmp_path / "a.jsonl")}],
+        "dataset_columns": {"text": "body"},
+        "dataset_test_split": str(tmp_path / "held_out.jsonl"),
+    }
+    said = []
+    report_corpus(replace(config, data=replace(config.data, **keys)), "text", said.append)
+    assert any("1 of 21 documents (4.8%) repeat an earlier one" in line for line in said)
+    assert any("held_out.jsonl" in line for line in said)
+    assert not any("not looked at" in line for line in said)
+    assert '"columns": {"text": "body"}' in said[-1]

@@ -18,6 +18,7 @@ ROWS = [
 def test_a_sound_run_is_ready_and_its_figures_are_those_of_the_rows(look, recipe):
     problems, told = look(recipe, ROWS, test_split_size=2, per_device_train_batch_size=2)
     assert problems == []
+    assert "rows.jsonl: `preference` layout, from chosen, rejected, prompt" in told
     assert "10 pairs under 10 prompts" in told
     assert "held out: 2 pairs" in told
     assert "5 steps, 1.00 epochs" in told
@@ -50,5 +51,5 @@ def test_a_padding_token_that_ends_answers_is_found_for_a_reward_model(look, row
 def test_broken_rows_are_named(look):
     problems, told = look("dpo", [*ROWS, {"prompt": "a", "chosen": "b", "rejected": "b"}])
     assert "rows.jsonl:13" in problems[0].where
-    assert "prefers nothing" in problems[0].remedy
+    assert "has no preference" in problems[0].remedy
     assert "✗ data" in told

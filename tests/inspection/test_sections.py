@@ -19,11 +19,11 @@ def test_a_section_prints_its_facts_or_its_problems_or_nothing(tmp_path, tiny_to
     inspection = PretrainInspection(config, plan_launch(None, 1), Console(file=output, width=200, highlight=False))
     with inspection.section("silent"):
         pass
-    with inspection.section("sound") as say:
-        say("a fact")
+    with inspection.section("sound") as report:
+        report("a fact")
     problem = Problem("file:3", "wrong", "fix it")
-    with inspection.section("broken") as say:
-        say("another fact")
+    with inspection.section("broken") as report:
+        report("another fact")
         raise DataError(problem)
     text = output.getvalue()
     assert "silent" not in text
@@ -46,5 +46,5 @@ def test_keys_of_a_file_whose_path_says_derived_are_given(tmp_path, tiny_tokeniz
     places = {"seed": "derived/sft.yaml:3", "bf16": "--bf16", "eval_steps": "derived: why", "optim": "default"}
     inspection = PretrainInspection(replace(config, provenance=places), plan_launch(None, 1), Console())
     said: list[str] = []
-    inspection.look_at_keys(said.append)
+    inspection.check_keys(said.append)
     assert "2 keys given, 4 in effect" in said[0]

@@ -1,4 +1,4 @@
-"""The final number of an answer, for exact-match metrics and verifiable rewards."""
+"""Extraction of the final number of an answer, for exact-match metrics and verifiable rewards."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from decimal import Decimal
 from typing import Final
 
 _MINUS: Final = "\u2212"
-"""The minus sign of typeset mathematics, which language models write as well as the hyphen."""
-# A sign after a digit or a bracket is a subtraction, and a full stop that no digit follows ends the sentence. So does
-# one right after a word, a bracket or another stop: it is no decimal point that has lost its 0.
+"""MINUS SIGN of Unicode, which models write besides the ASCII hyphen-minus."""
+# A minus after a digit or a bracket is a subtraction, not a sign. A full stop is a decimal point only before a digit,
+# and at the start of a number (`.5`) only if no word, bracket or full stop precedes it.
 _NUMBER: Final = re.compile(
     rf"(?:(?<![\d)])[-{_MINUS}])?(?:(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.)])\.\d+)"
 )
 
 
 def read_final_number(text: str) -> Decimal | None:
-    """Return the number after the last ``####``, as GSM8K marks it; without that mark, the last number.
+    """Return the number after the last ``####``, GSM8K's mark of the answer; without such a mark, the last number.
 
-    ``None`` if there is none. Thousands may have commas; ``.5`` is 0.5, and the Unicode minus sign is a sign.
+    Commas may separate thousands; ``.5`` is 0.5; the Unicode minus sign is accepted. ``None`` if there is no number.
 
     Source: ``tests/data/test_final_numbers.py``.
     """
-    _, mark, behind = text.rpartition("####")
-    found = _NUMBER.findall(behind)
+    _, mark, rest = text.rpartition("####")
+    found = _NUMBER.findall(rest)
     return Decimal(found[0 if mark else -1].replace(",", "").replace(_MINUS, "-")) if found else None

@@ -8,11 +8,16 @@ from typing import Final
 from tokenizers import Encoding
 
 IGNORE_INDEX: Final = -100
-"""Label of a position that is not a target; what torch's and transformers' cross-entropies skip."""
+"""Label of positions without a target; the default ``ignore_index`` of PyTorch's cross-entropy."""
 
 
 class MergedTokenError(ValueError):
-    """One token has characters on both sides of a boundary; ``start`` and ``end`` are its characters."""
+    """A token has characters on both sides of a boundary.
+
+    Attributes:
+        start: First character of the token.
+        end: Character after its last one.
+    """
 
     def __init__(self, start: int, end: int) -> None:
         super().__init__(f"one token spans characters {start} to {end}")
@@ -21,23 +26,23 @@ class MergedTokenError(ValueError):
 
 
 def count_tokens_before(encoding: Encoding, text: str, character: int, special_ids: Collection[int]) -> int:
-    """Number of tokens before a character: the index of the first token on its right.
+    """Return the number of tokens before a character boundary.
 
-    Special tokens can absorb white space beside them (``lstrip``, ``rstrip``); absorbed white space belongs to them.
+    Special tokens can absorb adjacent white space (``lstrip``, ``rstrip``); absorbed white space belongs to them.
 
     Args:
-        encoding: The tokenisation of ``text``.
-        text: The whole text.
-        character: The boundary, an index into ``text``.
+        encoding: Tokenisation of ``text``.
+        text: The full text.
+        character: Boundary, as an index into ``text``.
         special_ids: Ids of special tokens.
 
     Raises:
-        MergedTokenError: A token has characters on both sides.
+        MergedTokenError: A token has characters on both sides of the boundary.
     """
     token = None
     for at in range(character, len(text)):
         token = encoding.char_to_token(at)
-        if token is not None:  # Normalisers and pre-tokenisers can drop a character.
+        if token is not None:  # Normalisers and pre-tokenisers can drop characters, which have no token.
             break
     if token is None:
         return len(encoding)

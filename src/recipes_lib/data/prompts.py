@@ -1,4 +1,4 @@
-"""Prompts for sampling: token ids, and the additional columns for reward functions."""
+"""Prompts for sampling from the policy: their token ids, and the other columns of the dataset for reward functions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.data.chat.encoder import RowEncoder
 from recipes_lib.data.packed.encoding import build_encoder, read_seed
 from recipes_lib.data.sources.broken_rows import BrokenRows
-from recipes_lib.data.sources.formats import canonicalize, detect_format
-from recipes_lib.data.sources.messages import RowError, check_text, clean_messages
+from recipes_lib.data.sources.formats import canonicalize, detect_format, read_question
+from recipes_lib.data.sources.messages import RowError, check_text, clean_messages, parse_chat
 from recipes_lib.data.sources.mixtures import Mixture, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Message, RawRow, Row
 from recipes_lib.data.sources.splits import compute_row_digest, find_overlap, refuse_overlap, split_rows
@@ -26,22 +26,22 @@ from recipes_lib.errors import DataError, Problem, merge_alike, raise_problems
 logger = logging.getLogger(__name__)
 
 _CHATS: Final = ("messages", "conversations", "instruction", "chosen")
-"""Columns of layouts that have a question of their own."""
+"""Columns of layouts with a prompt; in such rows, a ``question`` is an additional column."""
 
 _TURNS: Final = ("messages", "conversations", "chosen", "completion")
-"""Columns that make a row a chat when they are lists of messages."""
+"""Columns whose lists of messages make the row a chat; its string ``prompt`` is then an additional column."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt of the policy.
+    """A prompt for the policy.
 
     Attributes:
-        where: Its place, for errors.
-        input_ids: Its tokens, the generation prompt included; never empty.
-        content: The messages, or the plain text; of all prompts of a run the same of the two.
-        columns: The other columns of the row, as the dataset has them; all prompts of a run have the same names, and
-            ``None`` where a row lacks one.
+        where: Location of its row, for errors.
+        input_ids: Token ids, including the generation prompt; at least one.
+        content: The messages or the plain text; of the same type for all prompts of a run.
+        columns: The other columns of the row; all prompts of a run have the same columns, ``None`` where a row lacks
+            one.
     """
 
     where: str
@@ -55,10 +55,10 @@ class PromptData:
     """The prompts of a run.
 
     Attributes:
-        train: At least one, in the order of the data.
+        train: Training prompts in the order of the dataset; at least one.
         eval: Held-out prompts; may be empty.
-        terminators: Ids of the tokens that end answers, beside the tokenizer's end of text.
-        max_length: Tokens of the longest prompt together with its longest possible answer.
+        terminators: Ids of tokens that end answers, in addition to the tokenizer's EOS.
+        max_length: Length of the longest prompt plus ``response_length``, in tokens.
         record: JSON values for ``run.json``.
     """
 
@@ -72,27 +72,28 @@ class PromptData:
 def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PromptData:
     """Read and tokenise the prompts of a run.
 
-    A row has a column ``prompt``, a string or messages; or it is a chat in any known layout, without its last answer;
-    or it has a column ``question``, as GSM8K. Strings are used unchanged, chats and questions are rendered by the
-    template; a string ``prompt`` beside a chat is ignored.
+    The prompt of a row is its column ``prompt``, a string or messages; or a chat in any known layout without its last
+    answer; or a question in a column such as ``question`` (GSM8K) or ``problem``. Strings in ``prompt`` are used
+    unchanged; chats and questions are rendered by the chat template. A string ``prompt`` beside a chat is ignored.
 
     Args:
-        config: The run; a prompt and ``response_length`` tokens fit into ``max_length``, where that is set.
-        tokenizer: Of the policy.
+        config: Configuration of the run. With ``max_length``, a prompt longer than ``max_length - response_length`` is
+            handled according to ``overlong``.
+        tokenizer: Tokenizer of the policy.
 
     Raises:
-        ConfigError: As ``build_encoder`` and ``split_rows``.
-        DataError: Rows are broken, without a prompt, or too long; some prompts are texts and others chats; prompts are
-            held out as well as trained on.
+        ConfigError: As ``build_encoder``.
+        DataError: Rows are broken, too long, or without a prompt; some prompts are texts and others chats; or training
+            prompts are also held out.
     """
     encoder, data = build_encoder(config, tokenizer), config.data
     mixture, held_out_mixture = load_train_data(data), load_test_data(data)
     broken, name = BrokenRows(config.tokens), str(data.dataset_name)
-    rows = list(broken.take(_read(mixture, data)))
-    held_out = [] if held_out_mixture is None else list(broken.take(_read(held_out_mixture, data)))
-    raise_problems(broken.judge(name), name)
+    rows = list(broken.filter_valid(_read(mixture, data)))
+    held_out = [] if held_out_mixture is None else list(broken.filter_valid(_read(held_out_mixture, data)))
+    raise_problems(broken.list_problems(name), name)
     _refuse_mixed_forms([read.row for read in (*rows, *held_out)], name)
-    _settle_columns([read.columns for read in (*rows, *held_out)])
+    _unify_columns([read.columns for read in (*rows, *held_out)])
     if data.test_split_size is not None:
         digests = [read.digest for read in rows]
         split = split_rows(digests, data.test_split_size, read_seed(config), inseparable="equal prompts")
@@ -103,13 +104,13 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
     overlong: list[Problem] = []
     train, eval_ = (list(_encode(side, encoder, config, broken, overlong)) for side in (rows, held_out))
     if config.tokens.overlong == "error":
-        broken.refused += merge_alike(overlong, broken.num_rows)
-    raise_problems(broken.judge(name), name)
+        broken.fatal += merge_alike(overlong, broken.num_rows)
+    raise_problems(broken.list_problems(name), name)
     if not train:
         found = f"every prompt is too long for max_length: {config.tokens.max_length} with its answer"
         raise DataError(Problem(name, found, "raise max_length"))
-    for told in broken.tell(name):
-        logger.warning(told)
+    for warning in broken.list_warnings(name):
+        logger.warning(warning)
     lengths = np.array([len(prompt.input_ids) for prompt in train])
     return PromptData(
         train=train,
@@ -129,7 +130,7 @@ def load_prompt_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -
 
 
 class _Read(NamedTuple):
-    """A prompt as a canonical row without an answer, the other columns, and the digest of the prompt."""
+    """A prompt as a canonical row without an answer, the other columns of its row, and the digest of the prompt."""
 
     row: Row
     columns: dict[str, Any]
@@ -137,10 +138,10 @@ class _Read(NamedTuple):
 
 
 def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
-    """Yield each prompt, or the problem in its place.
+    """Yield each prompt, or a ``Problem`` in place of a broken one.
 
     Raises:
-        DataError: At the end: the source cannot be read further, or there is no row.
+        DataError: The source has no rows, or cannot be read further; raised after the last row.
     """
     (part,) = mixture.parts
     is_empty = True
@@ -159,32 +160,38 @@ def _read(mixture: Mixture, data: DataConfig) -> Iterator[_Read | Problem]:
 
 
 def _take_prompt(raw: RawRow, data: DataConfig) -> tuple[Row, dict[str, Any]]:
-    prompt = raw.columns.get("prompt")
-    turns = filter(None, map(raw.columns.get, _TURNS))
-    if isinstance(prompt, str) and any(isinstance(value, list | tuple) for value in turns):
-        prompt = None  # A text that belongs to a chat.
-    if prompt is None and isinstance(raw.columns.get("question"), str) and not any(map(raw.columns.get, _CHATS)):
-        prompt = [{"role": "user", "content": raw.columns["question"]}]
     others = {name: value for name, value in raw.columns.items() if name != "prompt"}
     place: dict[str, Any] = {"source": raw.source, "index": raw.index, "index_name": raw.index_name}
-    if prompt is not None:
-        try:
-            if isinstance(prompt, str):
-                return Row(**place, prompt=check_text(prompt, "`prompt`")), others
-            messages = clean_messages(prompt, "prompt")
-        except RowError as error:
-            raise DataError(Problem(raw.where, error.found, error.remedy)) from None
-        return Row(**place, messages=messages, num_prompt_messages=len(messages)), others
-    row_format = detect_format(raw.columns, data.dataset_format, where=raw.where)
-    row = canonicalize(raw.columns, row_format, raw.source, raw.index, raw.index_name)
+    chat: list[Message] | None = None
+    try:
+        columns = {name: parse_chat(value, name) for name, value in raw.columns.items() if value is not None}
+        prompt = columns.get("prompt")
+        is_chat = any(isinstance(columns.get(name), list | tuple) for name in _TURNS)
+        if isinstance(prompt, str) and not is_chat:
+            return Row(**place, prompt=check_text(prompt, "`prompt`")), others
+        if prompt is not None and not isinstance(prompt, str):
+            chat = clean_messages(prompt, "prompt")
+        elif prompt is None and not any(map(columns.get, _CHATS)):
+            chat = read_question(columns)
+    except RowError as error:
+        raise DataError(Problem(raw.where, error.found, error.remedy)) from None
+    if chat is not None:
+        return Row(**place, messages=chat, num_prompt_messages=len(chat)), others
+    # Pairs often have columns of other layouts too, with the same prompt.
+    is_pair = {"chosen", "rejected"} <= columns.keys()
+    declared = "preference" if is_pair and data.dataset_format == "auto" else data.dataset_format
+    row_format = detect_format(raw.columns, declared, where=raw.where)
+    row = canonicalize(raw.columns, row_format, raw.source, raw.index, raw.index_name, needs_answer=False)
     if row.prompt is not None:
         return dataclasses.replace(row, completion=None, rejected=None), others
     if row.messages is None:
         found = f"the `{row_format.name}` layout has no prompt"
         raise DataError(Problem(raw.where, found, "give rows with a `prompt` column, or chats"))
-    answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
-    # The prompt as the layout has it; of a whole chat, all before its last answer.
-    messages = list(row.messages[: row.num_prompt_messages or answers[-1]])
+    # Of a chat without a separate prompt, all messages before its final answer; a chat can also end with a question.
+    is_answered = row.messages[-1]["role"] == "assistant"
+    messages = list(row.messages[: row.num_prompt_messages or len(row.messages) - is_answered])
+    if not messages:
+        raise DataError(Problem(raw.where, "the chat has no message before its answer", "add the prompt"))
     return dataclasses.replace(row, messages=messages, num_prompt_messages=len(messages), rejected=None), others
 
 
@@ -203,8 +210,8 @@ def _refuse_mixed_forms(rows: Sequence[Row], name: str) -> None:
         raise DataError(Problem(name, found, "write all of them as texts, or all as messages"))
 
 
-def _settle_columns(rows: Sequence[dict[str, Any]]) -> None:
-    """Give every row the columns of all rows, ``None`` if missing, in the order of their first appearance."""
+def _unify_columns(rows: Sequence[dict[str, Any]]) -> None:
+    """Add the columns of all rows to every row in place, with the value ``None``."""
     names = dict.fromkeys(name for columns in rows for name in columns)
     for columns in rows:
         for name in names:
@@ -214,13 +221,13 @@ def _settle_columns(rows: Sequence[dict[str, Any]]) -> None:
 def _encode(
     rows: Sequence[_Read], encoder: RowEncoder, config: RecipeConfig, broken: BrokenRows, overlong: list[Problem]
 ) -> Iterator[PromptRow]:
-    """Yield the usable prompts, and collect the problems of the others."""
+    """Yield the prompts that can be used; add the problems of the others to ``broken`` and ``overlong``."""
     max_length, response_length = config.tokens.max_length, config.rewards.response_length
     for row, columns, _ in rows:
         try:
             ids = encoder.encode_prompt(row).tolist()
         except DataError as error:
-            broken.add(0, error.problems)
+            broken.add(0, error.problems)  # The row was counted when it was read.
             continue
         if not ids:
             broken.add(0, [Problem(row.where, "the prompt is empty", "write one, or remove the row")])
@@ -234,9 +241,9 @@ def _encode(
 
 
 def _find_terminators(rows: Sequence[Row], encoder: RowEncoder, end_tokens: Collection[int]) -> list[int]:
-    """End tokens of answers to such prompts in training; none for plain texts, which end as texts do.
+    """Return the ids of tokens that end answers in fine-tuning data with such prompts; none for plain texts.
 
-    Rows with tools may use another template, so one row of each kind is rendered.
+    One answered row is encoded with and one without tools, because a tokenizer can have a separate template for tools.
     """
     answered: dict[bool, Row] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""Content-addressed store of prepared sets: built once under a lock, published atomically, memory-mapped."""
+"""Content-addressed store of prepared sets: built once under a lock, published by atomic rename, memory-mapped."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class PreparedSet:
     """A prepared set on disk.
 
     Attributes:
-        path: Its folder.
-        key: SHA-256 of everything that decides its content.
-        manifest: ``inputs``: what went into the key; ``train`` and ``eval``: counts; written by ``prepare``.
-        is_new: True when this process made it, False when it was found.
+        path: Folder of the set.
+        key: SHA-256 of everything that determines its content.
+        manifest: JSON values: ``inputs`` of the key, and counts of ``train`` and ``eval``.
+        is_new: Whether this process built the set; False if it existed.
     """
 
     path: Path
@@ -56,26 +56,27 @@ class PreparedSet:
 
     @property
     def train(self) -> datasets.Dataset:
-        """Training rows as numpy arrays, memory-mapped.
+        """Training rows, memory-mapped, as numpy arrays.
 
-        Packs have ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``; for pairs see ``prepare_pairs``.
+        Packs have the columns ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``; for those of pairs, see
+        ``prepare_pairs``.
         """
         return self._load("train")
 
     @property
     def eval(self) -> datasets.Dataset | None:
-        """Held-out rows, or ``None`` without any."""
+        """Held-out rows in the same form; ``None`` if there are none."""
         return self._load("eval") if _data_file(self.path, "eval").exists() else None
 
     def _load(self, split: str) -> datasets.Dataset:
-        import datasets  # The import takes seconds, which a set that is only inspected does not need.
+        import datasets  # Slow to import, and not needed if only the manifest is read.
 
         return datasets.Dataset.from_file(str(_data_file(self.path, split))).with_format("numpy")
 
 
 def join_rows(rows: datasets.Dataset, others: datasets.Dataset) -> datasets.Dataset:
-    """Concatenate rows of two sets of one kind; a margin that only one of them has is 0 in the other."""
-    import datasets  # as above
+    """Concatenate the rows of two sets of the same kind; if only one of them has margins, they are 0 in the other."""
+    import datasets  # Slow to import.
 
     parts = [rows, others]
     if any("margin" in part.column_names for part in parts):
@@ -92,17 +93,17 @@ def find_root(config: RecipeConfig) -> Path:
 
 
 def compute_key(inputs: Mapping[str, Any]) -> str:
-    """SHA-256 in hexadecimal of JSON values, whatever the order of their keys."""
+    """Return the SHA-256 of JSON values in hexadecimal, independent of the order of keys."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet | None:
-    """Return the complete set with that key, or ``None``; a damaged one counts as absent and is logged.
+    """Return the complete set with a key; ``None`` if there is none, or a damaged one, which is logged.
 
     Args:
         root: Folder of prepared sets.
-        key: From ``compute_key``.
-        check_bytes: Compare the files' SHA-256 too, not only their sizes.
+        key: Key from ``compute_key``.
+        check_bytes: Whether to verify the SHA-256 of all files in addition to their sizes.
     """
     path = _set_path(root, key)
     try:
@@ -115,7 +116,7 @@ def find_set(root: Path, key: str, *, check_bytes: bool = False) -> PreparedSet 
             return None
         intact = False
     if not intact:
-        logger.warning("The prepared set %s is damaged; it will be made again.", path)
+        logger.warning("The prepared set %s is damaged; it will be built again.", path)
         return None
     return PreparedSet(path, key, manifest)
 
@@ -132,35 +133,37 @@ def make_set(
 ) -> PreparedSet:
     """Find the set of a key, or build and publish it, atomically and once for all processes.
 
-    Needs no process group. If another machine has published the same key in the meantime, its set is used.
+    Needs no process group. If another machine publishes the same key in the meantime, its set is used.
 
     Args:
-        root: Folder of prepared sets; made when missing.
-        key: From ``compute_key`` and ``inputs``.
-        inputs: What decides the content, for the manifest.
-        build: Writes the files of the set into a folder, which it makes, and returns the rest of the manifest.
-        local_rank: Rank on this node; all but the first wait for its set.
-        resumes: Whether ``build`` resumes where a killed process stopped: its folder is kept while the key is locked.
+        root: Folder of prepared sets; created if missing.
+        key: Key from ``compute_key(inputs)``.
+        inputs: Everything that determines the content; part of the manifest.
+        build: Function that writes the files of the set into the given folder, which it creates, and returns the other
+            entries of the manifest.
+        local_rank: Local rank of this process; all ranks but 0 wait for the set.
+        resumes: Whether ``build`` can resume in the folder of a killed process; the folder is then kept after an error.
         check_bytes: As for ``find_set``.
 
     Raises:
-        DataError: As ``build``; the disk is full or ``root`` cannot be written; or, on the other ranks, that the first
-            one gave up.
+        DataError: As ``build``; the disk is full, or ``root`` cannot be written; on other ranks, local rank 0 has not
+            built the set.
     """
     if found := find_set(root, key, check_bytes=check_bytes):
         return found
     if local_rank:
         return wait_for_set(root, key)
-    with hold_lock(root, key) as is_locked:
-        if found := find_set(root, key, check_bytes=check_bytes):  # Built by the process that held the lock before.
+    with hold_lock(root, key) as holds_lock:
+        if found := find_set(root, key, check_bytes=check_bytes):  # Built by the previous holder of the lock.
             return found
-        is_kept = resumes and is_locked
+        # Without a lock, two processes could write to the same folder.
+        is_kept = resumes and holds_lock
         staging = choose_staging(root, key, is_kept=is_kept)
         try:
             manifest = {"key": key, "inputs": inputs, **build(staging)}
             with explain_disk_errors(root):
                 published = publish_set(staging, root, key, manifest, check_bytes=check_bytes)
-            is_kept = False  # It exists only if another machine has published its set in the meantime.
+            is_kept = False  # The rename has moved the folder, unless another machine was first.
             return published
         finally:
             if not is_kept:
@@ -168,40 +171,38 @@ def make_set(
 
 
 def wait_for_set(root: Path, key: str) -> PreparedSet:
-    """Return the set of that key, once the first process of the node has published it.
+    """Wait until local rank 0 has published the set of a key, and return it.
 
     Args:
         root: Folder of prepared sets.
-        key: From ``compute_key``.
+        key: Key from ``compute_key``.
 
     Raises:
-        DataError: That process gave up, or never began.
+        DataError: Local rank 0 failed, or has not started to build the set.
     """
     deadline, beat = time.monotonic() + _SECONDS_TO_START, 0
-    while (found := find_set(root, key)) is None:
-        # Either sign of life starts the time again; the number of seconds is that of a process that shows none.
-        held, last, beat = is_locked(root, key), beat, read_beat(root, key)
-        if held or beat != last:
+    while (prepared := find_set(root, key)) is None:
+        # A held lock or a changed heartbeat shows that the set is being built, and restarts the timeout.
+        locked, last, beat = is_locked(root, key), beat, read_beat(root, key)
+        if locked or beat != last:
             deadline = time.monotonic() + _SECONDS_TO_START
         elif time.monotonic() > deadline:
-            found_problem = "the first process of this node has not prepared the data"
-            if held is None:  # Only its heartbeat shows that it is working.
-                found_problem += (
-                    f", nor shown for {_SECONDS_TO_START:.0f} s that it is at work (files cannot be locked there)"
-                )
-            raise DataError(Problem(str(root), found_problem, "read its message, or run `recipes prepare` first"))
+            found = "the first process of this node has not prepared the data"
+            if locked is None:
+                found += f", and had no heartbeat for {_SECONDS_TO_START:.0f} s (the file system has no locks)"
+            raise DataError(Problem(str(root), found, "read its message, or run `recipes prepare` first"))
         time.sleep(_POLL_SECONDS)
-    return found
+    return prepared
 
 
 def choose_staging(root: Path, key: str, *, is_kept: bool) -> Path:
-    """Return the hidden folder under ``root`` in which a set is written.
+    """Return the hidden folder under ``root`` in which a set is written before it is published.
 
     Args:
         root: Folder of prepared sets.
-        key: From ``compute_key``.
-        is_kept: Always the same one, so that who holds the lock may resume where another was killed; otherwise one of
-            this call's own, which the next holder of the lock removes.
+        key: Key from ``compute_key``.
+        is_kept: Whether the folder has a fixed name, so that the next holder of the lock can resume in it; if not, the
+            name is unique, and the next holder of the lock removes the folder if it is left behind.
     """
     return root / f".{_set_path(root, key).name}.{'partial' if is_kept else f'{uuid.uuid4().hex}.tmp'}"
 
@@ -214,22 +215,22 @@ def publish_set(
     If another process has published the same key in the meantime, its set is kept.
 
     Args:
-        staging: The folder, under ``root``; files whose names begin with a dot do not belong to the set.
+        staging: Folder of the set, under ``root``; files whose names start with a dot do not belong to the set.
         root: Folder of prepared sets.
-        key: From ``compute_key``.
+        key: Key from ``compute_key``.
         manifest: JSON values.
-        check_bytes: Replace a set of that key whose bytes are not those that were written.
+        check_bytes: Whether to replace an existing set of the key whose files do not have the recorded SHA-256.
 
     Raises:
-        OSError: The disk is full or ``root`` cannot be written.
+        OSError: The disk is full, or ``root`` cannot be written.
     """
     target = _set_path(root, key)
     replace_record(staging / MANIFEST_FILE, manifest)
     files = sorted(path for path in staging.rglob("*") if path.is_file() and not path.name.startswith("."))
     entries = {str(path.relative_to(staging)): _describe(path) for path in files if path.name != COMPLETE_FILE}
-    # Last, with the size and digest of every other file: a folder without it is no set.
+    # Written last, with the size and SHA-256 of every other file: a folder without it is incomplete.
     replace_record(staging / COMPLETE_FILE, {"key": key, "files": entries})
-    # The names of the files, before the rename makes the folder visible.
+    # The directory entries must be on disk before the rename makes the folder visible.
     for folder in sorted({path.parent for path in files}):
         fsync(folder)
     _publish(staging, target, key, check_bytes=check_bytes)
@@ -239,52 +240,52 @@ def publish_set(
 
 @contextmanager
 def hold_lock(root: Path, key: str) -> Iterator[bool]:
-    """Lock the preparation of a key; the system releases the lock when its holder dies.
+    """Hold the lock of a key while its set is built; the system releases it if the holder dies.
 
-    On a file system without locks there is no waiting: the work is done twice, and ``publish_set`` keeps one result.
-    The file is touched as a heartbeat, which ``read_beat`` reads.
+    On a file system without locks, no process waits: several may build the same set, and ``publish_set`` keeps one
+    result. The lock file is then touched periodically, as a heartbeat for ``read_beat``.
 
     Yields:
-        Whether the key is locked.
+        Whether the lock is held; False on a file system without locks.
 
     Raises:
-        DataError: ``root`` cannot be made or written.
+        DataError: ``root`` cannot be created or written.
     """
     with explain_disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
-        # Opening it for writing changes its time: the first beat, also where locks are not supported.
+        # Opening the file for writing updates its mtime, which is the first heartbeat.
         file = _lock_path(root, key).open("w")
     with file:
-        is_ours = try_lock(file)
-        if is_ours is False:
+        is_held = try_lock(file)
+        if is_held is False:
             logger.info("Another process is preparing the same data; waiting for it.")
-            is_ours = try_lock(file, waits=True)
-        if not is_ours:
+            is_held = try_lock(file, waits=True)
+        if not is_held:
             logger.info("%s is on a file system without locks.", root)
             with _beating(Path(file.name)):
                 yield False
             return
         for leftover in root.glob(f".{_set_path(root, key).name}.*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)  # Left by a killed process.
+            shutil.rmtree(leftover, ignore_errors=True)  # From a killed process, since this one holds the lock.
         yield True
 
 
 def is_locked(root: Path, key: str) -> bool | None:
-    """Return whether a living process holds the key's lock; ``None`` on a file system without locks."""
+    """Return whether a process holds the lock of a key; ``None`` on a file system without locks."""
     try:
         file = _lock_path(root, key).open()
     except OSError:
         return False
     with file:
-        # Shared, so that two waiting processes do not take each other for the holder.
+        # A shared lock, so that two waiting processes do not mistake each other for the holder.
         is_free = try_lock(file, is_shared=True)
     return None if is_free is None else not is_free
 
 
 def read_beat(root: Path, key: str) -> int:
-    """Heartbeat of the preparation of a key, for file systems without locks: a number that changes while it works.
+    """Return the heartbeat of a key's preparation: a number that changes while it is in progress; 0 if not started.
 
-    Compare it with its earlier value, never with a clock: the file system has another one. 0: not started.
+    Compare it with an earlier value, not with the local clock: that of a network file system may differ.
     """
     try:
         return _lock_path(root, key).stat().st_mtime_ns
@@ -294,7 +295,7 @@ def read_beat(root: Path, key: str) -> int:
 
 @contextmanager
 def _beating(file: Path) -> Iterator[None]:
-    """Touch a file periodically within the block; it stops when the process dies."""
+    """Touch a file periodically within the block, from a daemon thread, which stops if the process dies."""
     over = threading.Event()
 
     def beat() -> None:
@@ -332,7 +333,7 @@ def _describe(path: Path) -> dict[str, Any]:
 
 
 def _publish(staging: Path, target: Path, key: str, *, check_bytes: bool) -> None:
-    """Rename ``staging`` to ``target`` unless a complete set exists; a damaged one is replaced."""
+    """Rename ``staging`` to ``target``, unless that is a complete set; a damaged one is replaced."""
     if find_set(target.parent, key, check_bytes=check_bytes) is not None:
         return
     shutil.rmtree(target, ignore_errors=True)
@@ -345,16 +346,16 @@ def _publish(staging: Path, target: Path, key: str, *, check_bytes: bool) -> Non
 
 
 def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> None:
-    """Write the rows of each split in the format of ``PreparedSet``.
+    """Write the rows of each split as an Arrow stream, the format that ``PreparedSet`` reads.
 
     Args:
         staging: Folder of the set.
-        splits: Rows by split name, read once.
+        splits: Rows by name of the split; consumed once.
 
     Raises:
-        DataError: The disk is full or the folder cannot be written.
+        DataError: The disk is full, or the folder cannot be written.
     """
-    import pyarrow as pa  # Imported only if a set is built.
+    import pyarrow as pa  # Slow to import, and needed only to build a set.
 
     with explain_disk_errors(staging.parent):
         for split, batches in splits.items():
@@ -369,10 +370,10 @@ def write_splits(staging: Path, splits: Mapping[str, pa.RecordBatchReader]) -> N
 
 @contextmanager
 def explain_disk_errors(root: Path) -> Iterator[None]:
-    """Convert disk errors under ``root`` to an error for the user.
+    """Convert an ``OSError`` in the block to an error for the user.
 
     Raises:
-        DataError: The disk is full or ``root`` cannot be written.
+        DataError: The disk is full, or ``root`` cannot be written.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checks that every recipe shares; facts and problems are printed section by section."""
+"""Checks that all recipes share; facts and problems are printed section by section."""
 
 from __future__ import annotations
 
@@ -23,29 +23,39 @@ from recipes_lib.config.settings import is_local
 from recipes_lib.data.sources.canonical import load_source, read_entries
 from recipes_lib.data.sources.mixtures import list_entries
 from recipes_lib.data.sources.rows import Row, Source
-from recipes_lib.errors import ConfigError, DataError, Problem, UserError
+from recipes_lib.errors import ConfigError, Problem, UserError
 from recipes_lib.training.layouts.launch_environment import Launch
 
 if TYPE_CHECKING:
     from recipes_lib.corpus.decontamination import Index
 
 SHARES_OF_A_RUN: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
-Say = Callable[[str], None]
+"""Points of a run, as shares of its steps, at which learning rates are shown."""
+Report = Callable[[str], None]
+"""Function that adds a line to a section."""
 
 
-# Imports of a section are in it, so that the first sections are printed before torch and transformers are imported.
+# Sections import what they need themselves, so that the first ones are printed before torch and transformers, which are
+# slow to import.
 class Inspection(ABC):
-    """Facts about a run, collected section by section; a section whose inputs are missing prints nothing."""
+    """Checks of a run, section by section; a section whose inputs are missing is skipped."""
 
     corpus_kind: str | None = None
-    """Kind of the data for `recipes clean`, ``text`` or ``chat``; ``None``: not supported."""
+    """Kind of the data for ``recipes clean``, ``text`` or ``chat``; ``None`` if cleaning is not supported."""
     flattens = False
-    """Whether batches of one document a row are laid out as packed ones, where the kernel takes those."""
+    """Whether batches without packing are concatenated to one row if the attention kernel supports it."""
     num_learners = 1
-    """Models, or adapters, in a checkpoint, each with its optimizer states."""
+    """Number of models, or adapters, in a checkpoint, each with its optimizer states."""
 
     def __init__(self, config: RecipeConfig, launch: Launch, console: Console, launch_file: Path | None = None) -> None:
-        """Check ``config`` for a run with ``launch``, started by ``launch_file``."""
+        """Initialise without checking anything.
+
+        Args:
+            config: Configuration of the run.
+            launch: Processes and layout of the run.
+            console: Console to print to.
+            launch_file: Launch file of ``launch``, for messages; ``None`` without one.
+        """
         self.config = config
         self.launch_file = launch_file
         self.launch = launch
@@ -53,42 +63,46 @@ class Inspection(ABC):
         self.problems: list[Problem] = []
         self.tokenizer: Any = None
         self.model_config: Any = None
-        self.vocabulary: Any = None  # Of a run with a teacher: how its tokens are mapped to the student's.
-        self._data: Any = None  # What ``look_at_data`` has prepared; ``None`` where it could not.
+        self.vocabulary: Any = None  # Map from the student's to the teacher's token ids, in distillation.
+        self._data: Any = None  # Prepared by `check_data`; None if that failed.
         self.num_parameters = 0
         self.num_steps = 0
         self.launched_precision = "no"
 
     def look_at_everything(self) -> None:
-        """Print every section."""
-        for name, look, needed in (
-            ("configuration", self.look_at_keys, ()),
-            ("launch", self.look_at_launch, ()),
-            ("tokenizer and model", self.look_at_model, ()),
-            ("data", self.look_at_data, ()),
-            ("corpus", self.look_at_corpus, ()),
-            ("model and data together", self.look_at_agreement, ("tokenizer", "model_config")),
-            ("precision and attention", self.look_at_kernels, ("model_config",)),
-            ("optimizer and trackers", self.look_at_packages, ()),
-            ("benchmarks", self.look_at_tasks, ("tokenizer", "model_config")),
-            ("steps and learning rate", self.look_at_steps, ("_data",)),
-            ("disk", self.look_at_disk, ("model_config",)),
-            ("Hub", self.look_at_hub, ()),
+        """Run all checks, and print them; problems are collected in ``problems``."""
+        for name, check, needed in (
+            ("configuration", self.check_keys, ()),
+            ("launch", self.check_launch, ()),
+            ("tokenizer and model", self.check_model, ()),
+            ("data", self.check_data, ()),
+            ("corpus", self.check_corpus, ()),
+            ("model and data together", self.check_agreement, ("tokenizer", "model_config")),
+            ("precision and attention", self.check_kernels, ("model_config",)),
+            ("optimizer and trackers", self.check_packages, ()),
+            ("benchmarks", self.check_tasks, ("tokenizer", "model_config")),
+            ("steps and learning rate", self.check_steps, ("_data",)),
+            ("disk", self.check_disk, ("model_config",)),
+            ("Hub", self.check_hub, ()),
         ):
             if all(getattr(self, attribute) is not None for attribute in needed):
-                with self.section(name) as say:
-                    look(say)
+                with self.section(name) as report:
+                    check(report)
 
     @contextmanager
-    def section(self, name: str) -> Iterator[Say]:
-        """Print a section: its facts, and the problems that it raises."""
+    def section(self, name: str) -> Iterator[Report]:
+        """Print a section: its facts, and the problems that are raised in the block.
+
+        Yields:
+            Function that adds a fact.
+        """
         facts: list[str] = []
         found: Sequence[Problem] = ()
         try:
             yield facts.append
         except UserError as error:
             found = error.problems
-        # Printed in the end, because the mark before the facts tells how the section has ended.
+        # Printed at the end, because the mark before the facts depends on whether problems were raised.
         if not facts and not found:
             return
         self.problems += found
@@ -99,15 +113,14 @@ class Inspection(ABC):
         for problem in found:
             self.console.print(Text("    " + str(problem).replace("\n", "\n    "), style="red"), soft_wrap=True)
 
-    def look_at_keys(self, say: Say) -> None:
-        """Number of keys given."""
-        given = sum(
-            place != "default" and not place.startswith("derived: ") for place in self.config.provenance.values()
-        )
-        say(f"{self.config.path or 'flags'}: {given} keys given, {len(self.config.provenance)} in effect")
+    def check_keys(self, report: Report) -> None:
+        """Report the number of configured keys."""
+        places = self.config.provenance.values()
+        given = sum(place != "default" and not place.startswith("derived: ") for place in places)
+        report(f"{self.config.path or 'flags'}: {given} keys given, {len(places)} in effect")
 
-    def look_at_launch(self, say: Say) -> None:
-        """Whether recipe and launch file are compatible."""
+    def check_launch(self, report: Report) -> None:
+        """Verify that recipe and launch are compatible, and report processes, layout and precision."""
         from recipes_lib.training.layouts.compatibility import verify_combination
 
         launch, stages = self.launch, self.launch.layout.pipeline_stages
@@ -118,10 +131,10 @@ class Inspection(ABC):
         shares = f"each with 1/{stages} of the layers" if stages > 1 else "each with the whole model"
         shares = f"sharded by {launch.engine}" if launch.engine else shares
         by = f"{self.launch_file}: " if self.launch_file else ""
-        say(f"{by}{launch.world_size:,} processes, {shares}, mixed_precision {launch.precision}")
+        report(f"{by}{launch.world_size:,} processes, {shares}, mixed_precision {launch.precision}")
 
-    def look_at_model(self, say: Say) -> None:
-        """The tokenizer and the architecture."""
+    def check_model(self, report: Report) -> None:
+        """Load the tokenizer and the model's configuration, and report architecture and size."""
         from recipes_lib.models.architecture import find_model_config
         from recipes_lib.models.loading import load_tokenizer
         from recipes_lib.training.layouts.memory_layout import verify_model
@@ -131,31 +144,34 @@ class Inspection(ABC):
         self.model_config, _ = find_model_config(self.config.model, self.tokenizer, max_length)
         verify_model(self.model_config, self.launch)
         self.num_parameters = int(_build_on_meta(self.model_config).num_parameters())
-        say(
+        report(
             f"{self.model_config.model_type}, {self.num_parameters / 1e6:,.1f} M parameters, "
             f"{len(self.tokenizer):,} tokens in the vocabulary"
         )
 
     @abstractmethod
-    def look_at_data(self, say: Say) -> None:
-        """Training and held-out data."""
+    def check_data(self, report: Report) -> None:
+        """Prepare the training and held-out data, and report their figures; sets ``_data``."""
 
-    def look_at_corpus(self, say: Say) -> None:
-        """Duplicates, personal data, languages and boilerplate of a sample, in recipes that train on texts."""
+    def check_corpus(self, report: Report) -> None:
+        """Report duplicates, personal data, languages and boilerplate in a sample, in recipes that support cleaning."""
         if self.corpus_kind is not None:
-            say_corpus(self.config, self.corpus_kind, say)
+            report_corpus(self.config, self.corpus_kind, report)
 
     def read_ends(self) -> tuple[int | None, Sequence[int]]:
-        """Return the tokens of the longest row, and those that end answers; as configured where data were not read."""
+        """Return the length of the longest row in tokens, and the ids of tokens that end answers.
+
+        If the data could not be prepared: the configured ``max_length``, and no ids.
+        """
         if self._data is None:
             return self.config.tokens.max_length, ()
         return self._data.longest, self._data.audit.terminators
 
-    def look_at_agreement(self, say: Say) -> None:
-        """Whether model, tokenizer and data agree: vocabulary, special tokens, length, and what answers end with.
+    def check_agreement(self, report: Report) -> None:
+        """Verify that model, tokenizer and data agree in vocabulary, special tokens, and length.
 
         Raises:
-            ConfigError: They do not.
+            ConfigError: They do not agree.
         """
         from recipes_lib.models.loading import describe_spare_tokens
         from recipes_lib.training.trainers.trained_model import load_verified_config
@@ -164,19 +180,19 @@ class Inspection(ABC):
         load_verified_config(self.config, self.tokenizer, longest, self.vocabulary)
         ends = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(end)) for end in terminators)
         spare = describe_spare_tokens(self.model_config, self.tokenizer)
-        say(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
+        report(f"vocabulary, special tokens and length agree; answers end with {ends or 'the end of text'}{spare}")
 
     @abstractmethod
-    def look_at_steps(self, say: Say) -> None:
-        """How many steps there are and at which rates; sets ``num_steps``."""
+    def check_steps(self, report: Report) -> None:
+        """Report the number of steps and the learning rates; sets ``num_steps``."""
 
     @property
     @abstractmethod
     def keeps_documents_apart(self) -> bool:
-        """Whether documents that share a row must not see each other."""
+        """Whether the attention kernel has to isolate documents within a row."""
 
-    def look_at_kernels(self, say: Say) -> None:
-        """The device, the precision and the attention kernel that this machine would choose."""
+    def check_kernels(self, report: Report) -> None:
+        """Report the device, the precision and the attention kernel that a run on this machine would use."""
         import torch
 
         from recipes_lib.models.attention.kernels import choose_kernel
@@ -185,9 +201,9 @@ class Inspection(ABC):
         precision = resolve_precision(self.config, self.launched_precision)
         compute_dtype = torch.bfloat16 if precision["bf16"] else torch.float16 if precision["fp16"] else torch.float32
         device = torch.device("cpu") if precision["use_cpu"] else torch.accelerator.current_accelerator()
-        assert device is not None  # `use_cpu` is set where there is no accelerator.
+        assert device is not None  # Without an accelerator, `use_cpu` is set.
         products = str(compute_dtype).removeprefix("torch.")
-        say(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
+        report(f"here: {device.type}, {self.config.model.dtype} weights, {products} products")
         attention = choose_kernel(
             self.model_config,
             self.config.model.attn_implementation,
@@ -196,69 +212,90 @@ class Inspection(ABC):
             packing=self.keeps_documents_apart,
             flattens=self.flattens,
         )
-        say(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
+        report(f"attention: {attention.implementation}, documents laid out in {attention.layout}")
 
-    def look_at_tasks(self, say: Say) -> None:
-        """The tasks of ``eval_tasks``, and one question of each."""
+    def check_tasks(self, report: Report) -> None:
+        """Load the tasks of ``eval_tasks``, and report the number of questions of each."""
         from recipes_lib.models.heads.scoring import read_positions
         from recipes_lib.training.evaluation.task_scores import load_training_tasks
 
         if keys := self.config.evaluation.eval_tasks and self.config.evaluation:
             for name, task in load_training_tasks(keys, read_positions(self.model_config))[1]["tasks"].items():
-                say(f"{name}: {min(len(task.eval_docs), keys.eval_tasks_limit):,} of {len(task.eval_docs):,} questions")
+                num_questions = len(task.eval_docs)
+                report(f"{name}: {min(num_questions, keys.eval_tasks_limit):,} of {num_questions:,} questions")
 
-    def say_audit(self, say: Say, what: str) -> None:
-        """Print example lengths, and the findings of the data audit."""
+    def report_layouts(self, report: Report, config: RecipeConfig) -> None:
+        """Report the layout of each training source, with the columns that are read and ignored."""
+        from recipes_lib.data.sources.canonical import detect_source_format
+        from recipes_lib.data.sources.mixtures import load_train_data
+
+        for part in load_train_data(config.data, seed=0).parts:
+            report(f"{part.source.name}: {detect_source_format(part.source, part.format)}")
+
+    def report_audit(self, report: Report, what: str) -> None:
+        """Report the percentiles of lengths, and the findings of the data audit.
+
+        Args:
+            report: Receives the lines.
+            what: Description of the lengths.
+        """
         audit = self._data.audit
-        say(
+        report(
             f"{what}: 5 % up to {audit.length_p5:,}, half up to {audit.length_p50:,}, "
             f"95 % up to {audit.length_p95:,}, longest {audit.length_max:,}"
         )
         for finding in self._data.findings:
-            say(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
+            report(("" if finding.severity == "ok" else f"{finding.severity}: ") + finding.found)
 
-    def say_schedule(self, say: Say, num_rows: int | None) -> int:
-        """Print the steps of upstream's trainer over ``num_rows`` rows (a stream: ``None``), and learning rates.
+    def report_schedule(self, report: Report, num_rows: int | None) -> int:
+        """Report the number of steps that the Trainer will count, and the learning rates.
+
+        Args:
+            report: Receives the lines.
+            num_rows: Number of training rows; ``None`` for a stream.
 
         Returns:
-            Rows of a step over all processes.
+            Number of rows per step over all processes.
         """
         from recipes_lib.planning.schedule import compute_steps
 
         plan = compute_steps(num_rows, self.config.training, self.launch.data_size)
         self.num_steps = plan.num_steps
-        say(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
-        self.say_rates(say, plan.num_warmup_steps)
+        report(f"{plan.num_steps:,} steps, {plan.num_epochs:.2f} epochs, {plan.num_warmup_steps:,} steps of warm-up")
+        self.report_rates(report, plan.num_warmup_steps)
         return plan.rows_per_step
 
-    def say_rates(self, say: Say, num_warmup_steps: int) -> None:
-        """Print the learning rates of upstream's schedule over ``num_steps``."""
+    def report_rates(self, report: Report, num_warmup_steps: int) -> None:
+        """Report the learning rates of the Trainer's scheduler over ``num_steps``."""
         from recipes_lib.planning.schedule import compute_learning_rates
 
         steps = [round(share * (self.num_steps - 1)) for share in SHARES_OF_A_RUN]
         peak = self.config.read("learning_rate")
         rates = compute_learning_rates(peak, self.config.training, self.num_steps, num_warmup_steps, steps)
         shown = "decided while training" if rates is None else ", ".join(f"{rate:.2e}" for rate in rates)
-        say(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
+        report(f"learning rate at 0, 25, 50, 75, 100 %: {shown}")
 
-    def look_at_packages(self, say: Say) -> None:
-        """Parameter groups, and optional packages, which may be there where it will run: none is refused here."""
+    def check_packages(self, report: Report) -> None:
+        """Report the parameter groups, and warn of missing optional packages.
+
+        Missing packages are not errors, because the machine of the run may have them.
+        """
         from recipes_lib.training.monitoring.callbacks import verify_trackers
         from recipes_lib.training.optim.optimizers import format_group, plan_groups, verify_optimizer
 
         if self.model_config is not None and not self.config.adapter.use_peft:
             for row in plan_groups(_build_on_meta(self.model_config), self.config):
-                say(format_group(row))
+                report(format_group(row))
 
         for verify in (verify_optimizer, verify_trackers):
             try:
                 verify(self.config)
             except ConfigError as error:
                 for problem in error.problems:
-                    say(f"warning: {problem.where}: {problem.found}; {problem.remedy}")
+                    report(f"warning: {problem.where}: {problem.found}; {problem.remedy}")
 
-    def look_at_disk(self, say: Say) -> None:
-        """Whether the checkpoints fit."""
+    def check_disk(self, report: Report) -> None:
+        """Verify that the checkpoints fit on the disk, and report their size."""
         from recipes_lib.planning.disk import compute_disk, verify_disk
 
         if not self.num_steps:
@@ -273,23 +310,23 @@ class Inspection(ABC):
             keep_every=keep_every,
             num_learners=self.num_learners,
         )
-        say(
+        report(
             f"{plan.num_checkpoints} checkpoints of {plan.checkpoint_bytes / 1e9:.2f} GB and the model: "
             f"{plan.total_bytes / 1e9:.2f} GB of {plan.free_bytes / 1e9:.1f} GB free"
         )
         verify_disk(plan, self.config.training["output_dir"])
 
     def count_trained(self) -> tuple[int, int]:
-        """Return the number of trained parameters (of an adapter only its own), and bytes per parameter."""
+        """Return the number of trained parameters, with an adapter only those of it, and the bytes per parameter."""
         import torch
 
         from recipes_lib.models.adapters.lora import add_adapter
 
         if self.config.adapter.use_peft:
-            # How the factors begin changes none of their shapes, and may need the weights, which are not there.
+            # The initialisation does not change shapes, and some methods need weights, which the meta device lacks.
             adapter = replace(self.config.adapter, init_lora_weights="default")
             with torch.device("meta"), warnings.catch_warnings():
-                # Of a saved adapter, that its values are not kept.
+                # Loading a saved adapter on the meta device warns that its values are not used.
                 warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
                 adapted = add_adapter(_build_on_meta(self.model_config), adapter, seed=0)
             trained = (parameter for parameter in adapted.parameters() if parameter.requires_grad)
@@ -298,17 +335,17 @@ class Inspection(ABC):
         dtype = (self.model_config.dtype or torch.float32) if named == "auto" else getattr(torch, named)
         return self.num_parameters, dtype.itemsize
 
-    def look_at_hub(self, say: Say) -> None:
-        """Whether the model could be pushed."""
+    def check_hub(self, report: Report) -> None:
+        """Verify that the model can be pushed, if ``push_to_hub`` is set."""
         if not self.config.training.get("push_to_hub"):
             return
         from recipes_lib.publish.access import find_target
 
-        say(str(find_target(self.config.training)))
+        report(str(find_target(self.config.training)))
 
 
 def _build_on_meta(model_config: Any) -> Any:
-    """Build a model on the meta device, as it would be loaded."""
+    """Build a model on the meta device, with the parameters frozen that loading freezes."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -320,54 +357,52 @@ def _build_on_meta(model_config: Any) -> Any:
     return model
 
 
-_HUB_KEYS: Final = ("config", "revision", "split", "columns")
+_SOURCE_KEYS: Final = ("config", "revision", "split", "columns")
+"""Keys of a mixture's entry that ``recipes clean`` has for its sources too."""
 
 
-def say_corpus(config: RecipeConfig, kind: str, say: Callable[[str], None]) -> None:
-    """Print what cleaning would find in each source of a run; unreadable sources are skipped.
+def report_corpus(config: RecipeConfig, kind: str, report: Report) -> None:
+    """Report what cleaning would find in each source of a run; unreadable sources are skipped.
 
     Args:
-        config: The run.
-        kind: Kind of source that ``recipes clean`` is to be told: ``text`` or ``chat``.
-        say: Gets a line.
+        config: Configuration of the run.
+        kind: Kind of the sources for ``recipes clean``, ``text`` or ``chat``.
+        report: Receives the lines.
     """
     if importlib.util.find_spec("datatrove") is None:
-        say("not looked at: pip install 'recipes-lib[corpus]'")
+        report("not looked at: pip install 'recipes-lib[corpus]'")
         return
     from recipes_lib.corpus.inputs import SpreadSource
     from recipes_lib.corpus.text_audit import audit_texts
 
-    # The configurations of `recipes eval` that lie beside that of the run.
+    # Configurations of `recipes eval` in the folder of the run's configuration.
     evaluations = [] if config.path is None else sorted(map(str, config.path.parent.glob("eval*.yaml")))
-    protected = _index_protected(config, evaluations, say)
+    protected = _index_protected(config, evaluations, report)
+    options: dict[str, Any] = {"text_documents": config.pretraining.text_documents}
     for entry in list_entries(config.data):
-        # A stream is read to the end of the sample, and no further.
-        keys = {name: entry[name] for name in _HUB_KEYS if entry.get(name)}
+        known = {"columns": config.data.dataset_columns, **entry}
+        keys = {name: known[name] for name in _SOURCE_KEYS if known.get(name)}
         try:
-            source = load_source(
-                entry["name"],
-                **keys,
-                streaming=config.data.dataset_streaming,
-                text_documents=config.pretraining.text_documents,
-            )
+            # A stream is read only to the end of the sample.
+            source = load_source(entry["name"], **keys, **options, streaming=config.data.dataset_streaming)
             texts = _iterate_texts(SpreadSource(source), entry.get("format") or config.data.dataset_format)
             audit = audit_texts(texts, protected)
-        except DataError:
-            continue  # The section above has said so.
+        except UserError:
+            continue  # The section `data` has reported the problem.
         for fact in audit.facts:
-            say(f"{entry['name']}: {fact}")
+            report(f"{entry['name']}: {fact}")
         for warning in audit.warnings:
-            say(f"warning: {entry['name']}: {warning}")
+            report(f"warning: {entry['name']}: {warning}")
         if audit.warnings:
-            told = {"name": entry["name"], "kind": kind, **keys}
-            command = ["recipes", "clean", "--sources", json.dumps([told], ensure_ascii=False)]
+            cleaned = {"name": entry["name"], "kind": kind, **keys}
+            command = ["recipes", "clean", "--sources", json.dumps([cleaned], ensure_ascii=False)]
             command += ["--output_dir", f"{entry['name'].rstrip('/')}-clean"]
             command += ["--benchmarks_of", json.dumps(evaluations, ensure_ascii=False)] if evaluations else []
-            say(f"    {shlex.join(command)}")
+            report(f"    {shlex.join(command)}")
 
 
-def _index_protected(config: RecipeConfig, evaluations: list[str], say: Callable[[str], None]) -> Index:
-    """The items of the held-out file and of the evaluations' tasks whose data are local files."""
+def _index_protected(config: RecipeConfig, evaluations: list[str], report: Callable[[str], None]) -> Index:
+    """Return an index of texts that training data must not contain: the held-out file, and local benchmarks."""
     from recipes_lib.corpus.decontamination import Index, read_items
 
     index, held_out = Index(CorpusConfig().decontamination_ngram), config.data.dataset_test_split
@@ -378,29 +413,29 @@ def _index_protected(config: RecipeConfig, evaluations: list[str], say: Callable
 
         try:
             evaluated = read_evaluated_tasks(path)
-            # lm-eval's own tasks have their data on the Hub, and take long to list.
+            # Without `include_path`, all tasks are lm-eval's own: their data are on the Hub, and listing them is slow.
             benchmarks += list_datasets(evaluated) if evaluated.include_path else []
         except ConfigError as error:
-            say(f"{path}: not looked at: {error.problems[0].found}")
+            report(f"{path}: not looked at: {error.problems[0].found}")
     try:
         for benchmark in benchmarks:
             for text in read_items(benchmark) if is_local(benchmark["name"]) else ():
                 index.add(benchmark["label"], text)
         if held_out is not None and names_path(held_out):
-            for text in _iterate_texts(load_source(held_out), config.data.dataset_format):
+            columns, documents = config.data.dataset_columns, config.pretraining.text_documents
+            source = load_source(held_out, columns=columns, text_documents=documents)
+            for text in _iterate_texts(source, config.data.dataset_format):
                 index.add(held_out, text)
-    except DataError as error:
-        say(f"benchmarks: not looked at: {error.problems[0].found}")
+    except UserError as error:
+        report(f"benchmarks: not looked at: {error.problems[0].found}")
     return index
 
 
 def _iterate_texts(source: Source, declared: DatasetFormat) -> Iterator[str]:
     for row in read_entries(source, declared):
         if not isinstance(row, Row):
-            yield ""  # Counted with those that are empty.
+            yield ""  # Broken rows are counted as empty texts.
             continue
-        if row.messages is not None:
-            texts = [message.get("content") for message in row.messages]
-        else:
-            texts = [row.text, row.prompt, row.completion]
+        contents = [message.get("content") for message in row.messages or ()]
+        texts = [*contents, row.text, row.prompt, row.completion]
         yield "\n".join(text for text in texts if isinstance(text, str))

@@ -43,7 +43,7 @@ def test_part_of_a_character_does_not_pass_for_a_replacement_character() -> None
 
 def test_a_fallen_claim_shows_where_the_texts_part() -> None:
     (problem,) = problems(build_byte_level(""), 0, 0, "text")
-    assert problem.startswith("here: trained tokens decode to a different text: they say '', the text says 'text'")
+    assert problem.startswith("here: trained tokens decode to a different text: decoded '', expected 'text'")
 
 
 def test_what_the_normaliser_makes_equal_is_equal_and_nothing_more() -> None:

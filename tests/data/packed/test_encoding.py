@@ -40,7 +40,7 @@ def encode(tmp_path):
 
             encoded = encode_mixture(encode_rows, mixture, broken, counts.append, file)
             assert encoded.columns["row_ids"].tolist() == encoded.examples.row_ids.tolist()
-            return encoded, broken.judge(mixture.name), counts
+            return encoded, broken.list_problems(mixture.name), counts
 
         yield encode
 
@@ -116,7 +116,7 @@ def test_a_row_without_tokens_is_refused_by_its_place():
         def encode(self, rows):
             return [EncodedRow(np.zeros(0, np.uint32), np.zeros(0, np.bool_)) for _ in rows]
 
-    with pytest.raises(DataError, match="data row 5: the row gives no token"):
+    with pytest.raises(DataError, match="data row 5: the row has no token"):
         encode_chunk(Silent(), [Row(source="data", index=5, text="x")], [0])
 
 
@@ -129,7 +129,7 @@ def test_rows_before_a_broken_one_are_not_lost_with_it():
 
     broken = BrokenRows()
     assert list(split_chunks(read(), broken)) == [rows]
-    assert [problem.where for problem in broken.refused] == ["data row 3"]
+    assert [problem.where for problem in broken.fatal] == ["data row 3"]
 
 
 rows_of_tokens = st.lists(st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=9))
@@ -182,5 +182,5 @@ def test_tokens_that_are_no_longer_in_the_file_are_an_error_and_never_what_memor
         examples = file.keep(build_examples([EncodedRow(np.arange(9, dtype=np.uint32), np.ones(9, np.bool_))], [0]))
         assert examples.read(np.array([0]))[0].tolist() == list(range(9))
         file._file.truncate(8)
-        with pytest.raises(DataError, match="shorter than what was written"):
+        with pytest.raises(DataError, match="has lost data"):
             examples.read(np.array([0]))

@@ -95,7 +95,7 @@ def test_without_locks_a_first_process_that_died_is_noticed_and_the_words_say_so
     root, key, *_ = module.identify_set(build_config())
     with store.hold_lock(root, key):
         pass
-    with pytest.raises(DataError, match=r"first process .* nor shown for 120 s .*files cannot be locked there"):
+    with pytest.raises(DataError, match=r"first process .* no heartbeat for 120 s .*the file system has no locks"):
         prepare(build_config(), None, local_rank=3)
 
 

@@ -14,9 +14,9 @@ from recipes_lib.data.packed.packing import LengthCounts, build_examples, choose
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
     SplitAudit,
+    check_audit,
+    check_remarks,
     compute_split_audit,
-    judge,
-    judge_remarks,
     pack_split,
     refuse_errors,
 )
@@ -96,13 +96,13 @@ NO_END = [(5, False), (6, True)]
 )
 def test_what_is_found_is_judged_and_worded(rows, severity, words):
     audit, counts = audit_of(rows)
-    matching = [finding for finding in judge("train", audit, counts, 0.01) if words in finding.found]
+    matching = [finding for finding in check_audit("train", audit, counts, 0.01) if words in finding.found]
     assert [finding.severity for finding in matching] == [severity]
 
 
 @pytest.mark.parametrize(("num_duplicates", "severity"), [(0, "ok"), (4, "warning")])
 def test_duplicates_are_a_warning(num_duplicates, severity):
-    findings = judge("train", *audit_of([GOOD] * 5, num_duplicates=num_duplicates), 0.01)
+    findings = check_audit("train", *audit_of([GOOD] * 5, num_duplicates=num_duplicates), 0.01)
     matching = [finding for finding in findings if f"duplicates of earlier rows: {num_duplicates}" in finding.found]
     assert [finding.severity for finding in matching] == [severity]
 
@@ -123,7 +123,9 @@ def lost(num_lost: int, num_overlong: int = 1) -> LengthCounts:
 )
 def test_more_lost_targets_than_allowed_is_an_error(counts, severity):
     audit, _ = audit_of([GOOD])
-    findings = [finding for finding in judge("train", audit, counts, 0.01) if "longer than max_length" in finding.found]
+    findings = [
+        finding for finding in check_audit("train", audit, counts, 0.01) if "longer than max_length" in finding.found
+    ]
     assert [finding.severity for finding in findings] == [severity]
 
 
@@ -134,12 +136,12 @@ def find_places(positions):
 def test_remarks_are_warnings_with_their_count_and_the_first_row():
     lost, forged = Remark.LOST_REASONING, Remark.SPECIAL_TEXT
     on_rows = {1: [lost], 4: [forged, lost], 5: [lost]}
-    findings = judge_remarks("train", build_bits(on_rows.get(at, []) for at in range(1000)), find_places)
+    findings = check_remarks("train", build_bits(on_rows.get(at, []) for at in range(1000)), find_places)
     assert [finding.severity for finding in findings] == ["warning", "warning"]
     assert findings[0].found == f"train: 3 of 1,000 rows {lost.found}; the first is a:2"
     assert findings[1].found == f"train: 1 of 1,000 rows {forged.found}; the first is a:5"
     assert [finding.remedy for finding in findings] == [lost.remedy, forged.remedy]
-    assert judge_remarks("train", build_bits([[]] * 1000), lambda _: pytest.fail("read again")) == []
+    assert check_remarks("train", build_bits([[]] * 1000), lambda _: pytest.fail("read again")) == []
 
 
 def test_a_packed_split_tells_the_remarks_of_its_rows():

@@ -114,14 +114,14 @@ def test_a_text_that_brings_two_ends_is_refused() -> None:
 def test_a_generation_prompt_that_the_turn_does_not_begin_with_is_refused() -> None:
     encoder, tokenizer = build("prefill")
     message = refuse(encoder, pair_of(answer("yes"), answer("no")))
-    assert "the prompt is not what `chosen` begins with" in message
+    assert "`chosen` does not begin with the prompt" in message
     assert "chat_template_path" in message
     thought = answer("<think>\nso</think>yes")
     pair = encode(encoder, pair_of(thought, answer("<think>\n</think>no")))
     assert tokenizer.decode(pair.prompt_ids).endswith("<|im_start|>assistant\n<think>\n")
     assert tokenizer.decode(pair.chosen_ids) == "so</think>yes<|im_end|>"
     message = refuse(encoder, pair_of(thought, answer("no")))
-    assert "the prompt is not what `rejected` begins with" in message
+    assert "`rejected` does not begin with the prompt" in message
 
 
 MARKED_WITH_A_GAP = (
@@ -139,7 +139,7 @@ MARKED_LATE = MARKED_WITH_A_GAP.replace("{% generation %}{{ m", ">{% generation 
 def test_targets_that_do_not_follow_the_prompt_in_one_piece_are_refused(template: str) -> None:
     tokenizer = build_byte_level(template, extra=CHATML_ENDS)
     message = refuse(PairEncoder(RowEncoder(tokenizer), tokenizer), pair_of(answer("yes"), answer("no")))
-    assert "not all that follows the generation prompt" in message
+    assert "not contiguous from the end of the generation prompt" in message
     assert "{% generation %}" in message
 
 
@@ -155,7 +155,7 @@ def test_a_prompt_that_becomes_other_tokens_before_an_answer_is_refused() -> Non
     ids = inner.encode_prompt(text_pair("2 + 2 =", " 4", " 5"))
     inner.encode_prompt = lambda row: np.append(ids[:-1], ids[0])  # type: ignore[method-assign]
     message = refuse(PairEncoder(inner, tokenizer), text_pair("2 + 2 =", " 4", " 5"))
-    assert f"after {len(ids) - 1} tokens" in message
+    assert f"token {len(ids) - 1} starts" in message
     assert "move the white space" in message
 
 
@@ -179,7 +179,7 @@ def test_answers_of_several_turns_are_refused(row: Row, found: str) -> None:
 
 
 def test_a_pair_without_a_prompt_is_refused() -> None:
-    assert "no token from which" in refuse(build("chatml")[0], text_pair("", "4", "5"))
+    assert "no token that could predict" in refuse(build("chatml")[0], text_pair("", "4", "5"))
 
 
 def test_every_broken_row_of_a_chunk_is_told_at_once() -> None:

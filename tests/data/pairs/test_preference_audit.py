@@ -16,10 +16,10 @@ from recipes_lib.data.packed.supervision_audit import sort_findings
 from recipes_lib.data.pairs.preference_sets import (
     DropCounts,
     PairAudit,
+    check_pairs,
     compute_pair_audit,
     count_tokens,
     drop_pairs,
-    judge_pairs,
 )
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import EncodedRow
@@ -106,9 +106,9 @@ def test_what_was_left_out_is_judged_worst_first(
 ) -> None:
     audit = compute_pair_audit(build_side([([1], [2], [3], None, 0)]))
     audit = dataclasses.replace(audit, num_duplicates=num_duplicates)
-    findings = sort_findings(judge_pairs("train", audit, dropped, 0.05))
+    findings = sort_findings(check_pairs("train", audit, dropped, 0.05))
     assert [finding.severity for finding in findings] == severities
     if severities[0] == "error":
         assert "max_truncated_fraction is 0.05" in findings[0].remedy
         assert "6 tokens of answers (6.00%)" in findings[0].found
-        assert "error" not in {finding.severity for finding in judge_pairs("train", audit, dropped, None)}
+        assert "error" not in {finding.severity for finding in check_pairs("train", audit, dropped, None)}

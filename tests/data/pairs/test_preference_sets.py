@@ -234,3 +234,10 @@ def test_prompts_of_named_sets_that_are_trained_on_are_refused_unless_allowed(bu
     assert "pairs.jsonl:39 = " in str(raised.value)
     assert "web.jsonl:1" in str(raised.value)
     assert len(load_pair_data(build_pairs(eval_datasets=sets, allow_eval_overlap=True), tiny_tokenizer).eval_sets) == 1
+
+
+def test_an_overlap_of_pairs_with_columns_of_another_layout_is_named(build_pairs, write_rows, tiny_tokenizer):
+    rows = [{**row, "messages": [*row["prompt"], *row["chosen"]]} for row in make_pairs(4)]  # UltraFeedback binarized
+    sets = {"web": {"name": str(write_rows("web.jsonl", rows[1:2]))}}
+    with pytest.raises(DataError, match="1 training rows have the prompt of a held-out row"):
+        load_pair_data(build_pairs(rows, eval_datasets=sets), tiny_tokenizer)

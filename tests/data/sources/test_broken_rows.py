@@ -14,7 +14,7 @@ from recipes_lib.data.packed.prepared_set import prepare
 from recipes_lib.data.packed.training_data import audit_first_window, build_train_stream, read_eval_packs
 from recipes_lib.data.pairs.preference_sets import prepare_pairs
 from recipes_lib.data.sources import broken_rows
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
+from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
 from recipes_lib.data.sources.canonical import load_source, read_rows
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError, Problem
@@ -173,18 +173,18 @@ def test_an_endless_stream_of_broken_rows_ends(monkeypatch):
     monkeypatch.setattr(broken_rows, "_MIN_ROWS", 50)
     for tokens in (TokensConfig(), TokensConfig(broken_rows="drop")):
         broken = BrokenRows(tokens, is_stream=True)
-        assert list(broken.take(endless())) == []
+        assert list(broken.filter_valid(endless())) == []
         assert broken.num_rows == 1
-        assert broken.judge("stream")
+        assert broken.list_problems("stream")
 
 
 def test_behind_the_first_that_is_an_error_rows_are_counted_and_not_encoded():
     rows = [Row(source="d", index=number, text="x") for number in range(4)]
     entries = [rows[0], Problem("d row 9", "broken"), rows[1], rows[2], Problem("d row 10", "broken"), rows[3]]
     refused, dropped = BrokenRows(), BrokenRows(TokensConfig(broken_rows="drop"))
-    assert [entry.where for entry in refused.skim(entries)] == ["d row 0", "d row 9", "d row 10"]
+    assert [entry.where for entry in refused.skip_after_error(entries)] == ["d row 0", "d row 9", "d row 10"]
     assert refused.num_rows == 3
-    assert list(dropped.skim(entries)) == entries
+    assert list(dropped.skip_after_error(entries)) == entries
 
 
 def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
@@ -197,10 +197,10 @@ def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
         return list(row_ids)
 
     entries = [*rows, Problem("d row 9", "unreadable")]
-    chunk, problems = encode_sound(encode, entries, 100, drop=True)
+    chunk, problems = encode_valid(encode, entries, 100, drop=True)
     assert chunk == [100, 103, 106]
     assert [problem.where for problem in problems] == [f"d row {number}" for number in (1, 2, 4, 5, 7, 8, 9)]
-    chunk, problems = encode_sound(encode, entries, 100, drop=False)
+    chunk, problems = encode_valid(encode, entries, 100, drop=False)
     assert chunk is None
     assert len(problems) == 7
 
@@ -208,9 +208,9 @@ def test_only_rows_that_cannot_be_encoded_are_lost_with_their_chunk():
 def test_the_counts_of_an_earlier_process_count():
     tokens = TokensConfig(broken_rows="drop", max_broken_fraction=0.1)
     broken = BrokenRows(tokens, num_rows=10, num_broken=1)
-    assert broken.judge("d") == []
+    assert broken.list_problems("d") == []
     broken.add(1, [Problem("d row 10", "broken")])
-    (share, row) = broken.judge("d")
+    (share, row) = broken.list_problems("d")
     assert "2 of 11 rows" in share.found
     assert row.where == "d row 10"
     assert broken.count() == {"num_rows": 11, "num_broken": 2}

@@ -192,7 +192,7 @@ def test_a_mapping_of_columns_that_cannot_be_meant_is_refused(
     [
         ('{"text": "café"}\n'.encode("latin-1"), "not UTF-8 at byte 13"),
         ('{"text": "a"}\n'.encode("utf-16"), "the file may be UTF-16"),
-        (b'{"text": "a", "text": "b"}\n' * 30, "the key 'text' stands twice"),
+        (b'{"text": "a", "text": "b"}\n' * 30, "the key 'text' occurs twice"),
         (b'{"question": "a"}\n{"messages": 3}\n', "needs `text`; found `question`"),
     ],
 )

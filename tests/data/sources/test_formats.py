@@ -251,6 +251,39 @@ GOLDEN: dict[str, tuple[DatasetFormat, dict[str, Any], dict[str, Any]]] = {
         {"instruction": "What is 2 + 2?", "completion": "4"},
         CHAT,
     ),
+    "Aya": ("question_answer", {"inputs": "What is 2 + 2?", "targets": "4", "language": "English"}, CHAT),
+    "OpenMathInstruct": (
+        "question_answer",
+        {"problem": "What is 2 + 2?", "generated_solution": "4", "expected_answer": "4"},
+        CHAT,
+    ),
+    "a question about a context": (
+        "question_answer",
+        {"question": "Add.", "context": "2 + 2", "answer": "4"},
+        {"messages": [ADD, ANSWER]},
+    ),
+    "GPTeacher": (
+        "dolly",
+        {"instruction": "Add.", "input": "2 + 2", "response": "4"},
+        {"messages": [ADD, ANSWER]},
+    ),
+    "LIMA": ("sharegpt", {"conversations": ["What is 2 + 2?", "4"], "source": "web"}, CHAT),
+    "The Stack": ("text", {"content": "x = 4", "lang": "Python"}, {"text": "x = 4"}),
+    "distilabel's pairs of Orca": (
+        "preference",
+        {"system": "Be brief.", "input": "What is 2 + 2?", "chosen": "4", "rejected": "5"},
+        pair(SYSTEM, USER),
+    ),
+    "pairs of chats in cells": (
+        "preference",
+        {"chosen": json.dumps([USER, ANSWER]), "rejected": json.dumps([USER, WRONG])},
+        pair(USER),
+    ),
+    "template variables in a cell": (
+        "messages",
+        {**CHAT, "chat_template_kwargs": '{"enable_thinking": true}'},
+        {**CHAT, "template_kwargs": {"enable_thinking": True}},
+    ),
     "preference with the prompt inside and as text": (
         "preference",
         {"prompt": "What is 2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
@@ -368,6 +401,41 @@ def test_detection_names_the_columns_it_reads_and_ignores() -> None:
     assert str(detect_format(raw, where="here")) == told
 
 
+def test_a_short_answer_beside_a_solution_is_ambiguous_and_the_keys_decide() -> None:
+    raw = {"problem": "What is 2 + 2?", "solution": "Add: 4", "answer": "4"}  # NuminaMath 1.5
+    with pytest.raises(DataError, match="each of `answer`, `solution` may be the answer to train on"):
+        detect_format(raw, where="data.jsonl:1")
+    assert detect_format({"question": "2 + 2?", "answer": "4"}, where="here").name == "question_answer"
+
+
+def test_a_message_and_a_text_beside_a_question_are_no_texts() -> None:
+    for raw in ({"role": "user", "content": "Hi."}, {"content": "Hi.", "query": "What?"}):
+        with pytest.raises(DataError, match="the columns match no layout"):
+            detect_format(raw, where="data.jsonl:1")
+
+
+def test_a_chat_that_answers_continue_under_an_unknown_name_is_refused() -> None:
+    raw = {"trajectory": [HUMAN], "chosen": "Step 1: 4", "rejected": "Step 1: 5"}  # UltraInteract
+    with pytest.raises(DataError, match=r"`trajectory` may be the chat .*\n.*{conversations: trajectory}"):
+        convert(raw)
+
+
+def test_messages_in_the_notation_of_python_are_refused() -> None:
+    with pytest.raises(DataError, match="`chosen` has messages in Python's notation"):
+        convert({"prompt": "2 + 2?", "chosen": str([USER, ANSWER]), "rejected": str([USER, WRONG])})
+
+
+def test_a_json_answer_stays_a_text() -> None:
+    answer = '[{"value": 4, "unit": "m"}]'
+    assert convert({"prompt": "2 + 2?", "completion": answer}).completion == answer
+
+
+@pytest.mark.parametrize("label", [True, False, "True", "false"])
+def test_the_label_of_an_answer_is_refused_in_a_table_too(label: bool | str) -> None:
+    with pytest.raises(DataError, match="the boolean `label` says which answers are good"):
+        convert({"prompt": "2 + 2?", "completion": "5", "label": label})
+
+
 def test_ambiguous_columns_are_an_error_that_names_the_key_and_the_key_decides() -> None:
     raw = {"messages": [USER, ANSWER], "text": "plain"}
     with pytest.raises(DataError, match="`dataset_format: messages` or `dataset_format: text`"):
@@ -381,7 +449,7 @@ def test_a_declared_layout_that_does_not_fit_names_what_is_missing() -> None:
         detect_format({"prompt": "a", "text": "b"}, "prompt_completion", where="data.jsonl:1")
 
 
-@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), [1.0]])
+@pytest.mark.parametrize("margin", ["0.5", True, float("nan"), float("inf"), 10**39, 10**400, [1.0]])
 def test_a_margin_that_is_no_number_is_refused(margin: object) -> None:
     with pytest.raises(DataError, match=r"`margin` is .*, not a finite number"):
         convert({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "margin": margin})

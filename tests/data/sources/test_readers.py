@@ -96,7 +96,7 @@ def test_an_error_in_an_array_has_its_line_and_column_and_follows_the_rows_befor
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ('{"a": 1,\n "a": 2}', "the key 'a' stands twice"),
+        ('{"a": 1,\n "a": 2}', "the key 'a' occurs twice"),
         ("[" * 99_999, "nested too deeply"),
     ],
 )
@@ -187,6 +187,7 @@ def test_a_long_document_fits_in_a_cell() -> None:
         ({"a": None, "b": 0, "c": "", "d": []}, {"b": 0, "c": "", "d": []}),
         ({"a": [{"b": None, "c": {"d": None}}]}, {"a": [{"c": {}}]}),
         ([None, 1], [None, 1]),
+        ([[("role", "user"), ("content", "a"), ("name", None)]], [{"role": "user", "content": "a"}]),
     ],
 )
 def test_null_keys_go_and_nothing_else(value: object, expected: object) -> None:

@@ -127,6 +127,12 @@ def test_what_json_has_no_word_for_is_named_with_its_row(column: str, value: obj
     assert problem.remedy
 
 
+def test_a_key_that_json_has_no_word_for_is_refused_with_its_row() -> None:
+    row = Row(messages=[{"role": "user", "content": "a", "\ud83d": 1}], source="d.parquet", index=7)
+    with pytest.raises(DataError, match=r"d\.parquet row 7: the row cannot be written as JSON"):
+        compute_row_digest(row)
+
+
 def test_overlap_is_counted_and_its_first_pairs_are_named() -> None:
     train = [digest(value) for value in (5, 1, 2, 1, 3)]
     held_out = [digest(value) for value in (9, 3, 1, 1)]

@@ -145,7 +145,7 @@ def test_a_source_of_which_all_is_held_out_is_too_small(build, load_tokenizer):
 
 
 def test_a_share_that_holds_nothing_out_is_refused(build, load_tokenizer):
-    with pytest.raises(DataError, match="hold out more"):
+    with pytest.raises(DataError, match="no document is held out"):
         prepare_tokens(build(test_split_size=1e-9), load_tokenizer)
 
 

@@ -26,7 +26,7 @@ def make_rows(texts=TEXTS) -> list[Row]:
 def encode(rows, tokenizer, hold_out=None):
     broken = BrokenRows()
     encoder = RowEncoder(tokenizer, loss_on="all")
-    return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken)), broken.judge("d.txt")
+    return list(encode_documents(encoder, rows, hold_out or HoldOut(), broken)), broken.list_problems("d.txt")
 
 
 def test_a_chunk_is_closed_by_characters_of_any_layout(tiny_tokenizer, monkeypatch):

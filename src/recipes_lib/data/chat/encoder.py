@@ -1,6 +1,6 @@
-"""Chat rows to token ids and loss mask: the only module that derives a loss mask, and its verification.
+"""Canonical rows to token ids and loss mask: the only module that derives a loss mask, and its verification.
 
-Each row is tokenised once, as one text. Its loss mask is derived from character offsets and then verified: the target
+Each row is tokenised once, as one text. The loss mask is derived from character offsets and then verified: the target
 tokens are decoded and compared with the characters of their spans.
 """
 
@@ -30,7 +30,7 @@ _REMEDY: Final = "change the text, or use a tokenizer that can write it"
 
 
 class Claim(NamedTuple):
-    """Tokens ``first:last`` of a row, whose expected decoding is ``text``."""
+    """Tokens ``first:last`` of a row that must decode to ``text``."""
 
     where: str
     ids: npt.NDArray[np.uint32]
@@ -40,23 +40,23 @@ class Claim(NamedTuple):
 
 
 class _Surfaces(dict[int, str]):
-    """Text of each single token; a lone surrogate, which equals no text, for tokens that are part of a character."""
+    """Cache of the text of single tokens; a lone surrogate, which equals no text, for those of partial characters."""
 
     def __init__(self, backend: Any) -> None:
         super().__init__()
         self._backend = backend
 
     def __missing__(self, token: int) -> str:
-        said = str(self._backend.decode([token], skip_special_tokens=False))
-        self[token] = said = "\ud800" if "\ufffd" in said else said
-        return said
+        text = str(self._backend.decode([token], skip_special_tokens=False))
+        self[token] = text = "\ud800" if "\ufffd" in text else text
+        return text
 
 
 class Proof:
-    """Decodes claims and compares them.
+    """Verifies claims by decoding their tokens.
 
-    A byte-level decoder only concatenates tokens. Where all of them are complete characters, their cached texts are
-    joined here, at a tenth of the cost of ``decode_batch``.
+    A byte-level decoder only concatenates tokens. If all of them are complete characters, their cached texts are joined
+    here, at a tenth of the cost of ``decode_batch``.
 
     Args:
         tokenizer: A fast tokenizer.
@@ -66,58 +66,58 @@ class Proof:
         self._backend = tokenizer.backend_tokenizer
         self._surfaces = _Surfaces(self._backend) if isinstance(self._backend.decoder, ByteLevel) else None
         special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._swallowing = [
+        self._absorbing = [
             (re.compile((r"\s*" if t.lstrip else "") + re.escape(str(t)) + (r"\s*" if t.rstrip else "")), str(t))
             for t in special
             if t.lstrip or t.rstrip
         ]
 
     def problems(self, claims: Sequence[Claim]) -> list[Problem]:
-        """Return one problem for each claim that does not hold."""
-        claims = [claim for claim in claims if not self._is_plain(claim)]
+        """Return a problem for each claim that does not hold."""
+        claims = [claim for claim in claims if not self._holds_by_cache(claim)]
         decoded = self._backend.decode_batch(
             [c.ids[c.first : c.last].tolist() for c in claims], skip_special_tokens=False
         )
         return [
-            Problem(claim.where, f"trained tokens decode to a different text: {_difference(said, claim.text)}", _REMEDY)
-            for claim, said in zip(claims, decoded, strict=True)
-            if said != claim.text and not self._holds_in_context(claim)
+            Problem(claim.where, f"trained tokens decode to a different text: {_describe(text, claim.text)}", _REMEDY)
+            for claim, text in zip(claims, decoded, strict=True)
+            if text != claim.text and not self._holds_in_context(claim)
         ]
 
-    def _is_plain(self, claim: Claim) -> bool:
+    def _holds_by_cache(self, claim: Claim) -> bool:
         if self._surfaces is None:
             return False
         return "".join(map(self._surfaces.__getitem__, claim.ids[claim.first : claim.last].tolist())) == claim.text
 
     def _holds_in_context(self, claim: Claim) -> bool:
-        """Whether tokens decode to their text after the preceding tokens, up to the tokenizer's own normalisation.
+        """Return whether the tokens decode to their text after the preceding tokens, up to normalisation.
 
-        Decoders drop a leading space at the start of a text. Normalisers change characters, and special tokens remove
-        white space beside them, in every use of the tokenizer: texts that differ only in this are the same to the
-        model.
+        Some decoders remove a leading space at the start of a text, so the tokens are decoded in context. Normalisers
+        change characters, and special tokens absorb adjacent white space, in every use of the tokenizer: texts that
+        differ only in this are equal to the model.
         """
-        before, said = (
+        before, text = (
             self._backend.decode(claim.ids[:end].tolist(), skip_special_tokens=False)
             for end in (claim.first, claim.last)
         )
-        return self._fold(said) == self._fold(before + claim.text)
+        return self._fold(text) == self._fold(before + claim.text)
 
     def _fold(self, text: str) -> str:
-        for pattern, token in self._swallowing:
+        for pattern, token in self._absorbing:
             text = pattern.sub(token.replace("\\", r"\\"), text)
         normalizer = self._backend.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
 
-def _difference(said: str, text: str) -> str:
-    """Excerpt of both texts from shortly before their first difference."""
-    at = next((i for i, (a, b) in enumerate(zip(said, text, strict=False)) if a != b), min(len(said), len(text)))
+def _describe(decoded: str, text: str) -> str:
+    """Return excerpts of both texts around their first difference."""
+    at = next((i for i, (a, b) in enumerate(zip(decoded, text, strict=False)) if a != b), min(len(decoded), len(text)))
     start = max(0, at - _EXCERPT)
-    return f"they say {said[start : at + _EXCERPT]!r}, the text says {text[start : at + _EXCERPT]!r}"
+    return f"decoded {decoded[start : at + _EXCERPT]!r}, expected {text[start : at + _EXCERPT]!r}"
 
 
 class _Draft(NamedTuple):
-    """A row before tokenisation: its text, its target characters (``None``: all), and remarks."""
+    """A row before tokenisation: its text, its target spans in characters (``None`` for all), and its remarks."""
 
     row: Row
     text: str
@@ -126,7 +126,7 @@ class _Draft(NamedTuple):
 
     @property
     def places(self) -> list[int]:
-        """Character positions at which its spans start and end."""
+        """Characters at which spans start and end: start, end, start, end, ..."""
         return [at for span in self.spans or () for at in span]
 
 
@@ -135,14 +135,14 @@ class RowEncoder:
 
     Args:
         tokenizer: A fast tokenizer.
-        loss_on: What is trained on; ``None`` decides by layout: ``assistant`` for chats, ``completion`` where the row
-            has a prompt, ``all`` for text.
-        chat_template: Jinja text that replaces the tokenizer's template.
-        eos_token: Ends texts, completions, and chat turns that the template leaves open. Unset: the tokenizer's ends
-            texts and completions, and an open turn is an error.
+        loss_on: Part of each row that is trained on. Default: by layout, ``assistant`` for chats, ``completion`` for
+            rows with a separate prompt, ``all`` for texts.
+        chat_template: Jinja template that replaces the tokenizer's.
+        eos_token: Token appended to texts, completions, and chat turns that the template leaves open. Default: the
+            tokenizer's, for texts and completions; an open turn is an error.
 
     Raises:
-        ConfigError: The tokenizer has no character offsets, or no such ``eos_token``.
+        ConfigError: The tokenizer is not a fast one, or does not have the ``eos_token``.
     """
 
     def __init__(
@@ -164,23 +164,23 @@ class RowEncoder:
         added = tokenizer.added_tokens_decoder
         self._special = {id_: str(token) for id_, token in added.items() if token.special}
         self._bos_id: int | None = tokenizer.bos_token_id
-        # Observed, because the post-processor decides, and not every tokenizer has `add_bos_token`.
+        # Observed instead of read: the post-processor decides, and not every tokenizer has `add_bos_token`.
         adds_bos = self._bos_id is not None and self._backend.encode("a").ids[:1] == [self._bos_id]
         self._bos: list[int] = [self._bos_id] if adds_bos else []
         self._eos_id = _token_id(tokenizer, eos_token) if eos_token is not None else tokenizer.eos_token_id
         self._eos: str | None = eos_token or tokenizer.eos_token
         self._byte_ends = ByteEnds(tokenizer) if ByteEnds.suits(tokenizer) else None
         self._proof = Proof(tokenizer)
-        # Tokenizers can have another template for rows with tools.
+        # By whether the row has tools, for which a tokenizer can have a separate template.
         self._finders: dict[bool, SpanFinder] = {}
 
     def encode(self, rows: Sequence[Row]) -> list[EncodedRow]:
         """Return token ids and loss mask of each row, in order.
 
-        A row without targets has a mask that is False everywhere.
+        The mask of a row without targets is False everywhere.
 
         Raises:
-            DataError: Rows that cannot be rendered, tokenised or masked exactly; all of them.
+            DataError: Rows cannot be rendered, tokenised or masked exactly; has the problems of all of them.
         """
         problems: list[Problem] = []
         drafts = self._drafts(rows, problems)
@@ -207,10 +207,10 @@ class RowEncoder:
         return drafts
 
     def render_prompt(self, row: Row) -> str:
-        """Render the text before the answer with ``add_generation_prompt``; for plain rows, the prompt.
+        """Return the text before the last answer, rendered with ``add_generation_prompt``; of a plain row, its prompt.
 
         Raises:
-            DataError: The row has no prompt, or the template refused it.
+            DataError: The row has no prompt, or the template raises.
         """
         if row.messages is None:
             if row.prompt is None:
@@ -223,19 +223,19 @@ class RowEncoder:
         return self._finder(row).render_prompt(row, num_messages)
 
     def encode_prompt(self, row: Row) -> npt.NDArray[np.uint32]:
-        """Return the ids of ``render_prompt``, a prefix of the ids of the encoded row, ``uint32 (T,)``.
+        """Return the token ids of ``render_prompt``, ``uint32 (T,)``: a prefix of the ids of the encoded row.
 
         Raises:
             DataError: As ``render_prompt``.
         """
-        # Templates write their own BOS; a second one would come from the tokenizer.
+        # Chat templates write BOS themselves; the tokenizer would add a second one.
         ids = self._backend.encode(self.render_prompt(row), add_special_tokens=False).ids
         array = np.array(ids, dtype=np.uint32)
         return array if row.messages is not None else self._with_bos(array)
 
     @property
     def cautions(self) -> list[str]:
-        """Warnings about the chat template, one sentence each."""
+        """Warnings about the chat template, one clause each."""
         template = self._template(with_tools=False)
         cautions = []
         if template.reads_clock:
@@ -271,9 +271,8 @@ class RowEncoder:
     def _draft(self, row: Row) -> _Draft:
         loss_on = _resolve(self._loss_on, row)
         if row.messages is None and self._eos_id is None:
-            raise ConfigError(
-                Problem("eos_token", "the tokenizer has no token that ends a text", "name one of its tokens")
-            )
+            found = "the tokenizer has no token that ends a text"
+            raise ConfigError(Problem("eos_token", found, "name one of its tokens"))
         if row.messages is not None:
             text, spans, remarks = self._finder(row).find(row, _trained_messages(row, loss_on))
             places = None if loss_on == "all" else [(span.start, span.end) for span in spans]
@@ -295,8 +294,9 @@ class RowEncoder:
         return draft
 
     def _tokenize(self, drafts: Sequence[_Draft]) -> tuple[list[npt.NDArray[np.uint32]], Sequence[list[int] | None]]:
-        """Tokens of each draft, and their number before each span boundary."""
-        if self._backend.truncation or self._backend.padding:  # Left over from an earlier call of the tokenizer.
+        """Return the token ids of each draft, and the number of tokens before each of its ``places``."""
+        # An earlier call of the tokenizer leaves its truncation and padding set in the backend.
+        if self._backend.truncation or self._backend.padding:
             self._backend.no_truncation()
             self._backend.no_padding()
         texts = [draft.text for draft in drafts]
@@ -315,7 +315,7 @@ class RowEncoder:
     def _mask(
         self, draft: _Draft, text_ids: npt.NDArray[np.uint32], cuts: list[int] | None, claims: list[Claim]
     ) -> EncodedRow:
-        """Ids and loss mask of a row; appends its spans to ``claims``."""
+        """Return the ids and loss mask of a row, and append a claim for each of its spans to ``claims``."""
         is_plain = draft.row.messages is None
         ids = text_ids
         if is_plain:
@@ -323,16 +323,17 @@ class RowEncoder:
             if not len(ids) or ids[-1] != self._eos_id:
                 ids = np.append(ids, np.uint32(self._eos_id))
         elif self._bos_id is not None and len(ids) > 1 and ids[0] == ids[1] == self._bos_id:
-            found, remedy = "the chat begins with two BOS tokens", "take one out of the chat, or out of the template"
+            found, remedy = "the chat begins with two BOS tokens", "remove one from the chat, or from the template"
             raise DataError(Problem(draft.row.where, found, remedy))
         if draft.spans is None:
             loss_mask = np.ones(len(ids), dtype=np.bool_)
             loss_mask[:1] = ids[:1] != self._bos_id
             return EncodedRow(ids, loss_mask, draft.remarks)
         if cuts is None:
-            # A token that crosses a boundary, or tokens that are not the literal text: use character offsets.
+            # A token crosses a boundary, or the tokens are not the literal text: character offsets decide.
             cuts = self._cut(draft, self._backend.encode(draft.text, add_special_tokens=False))
         loss_mask = np.zeros(len(ids), dtype=np.bool_)
+        # `cuts` count tokens of the text, without a prepended BOS; the appended EOS of a plain row is a target.
         shift = int(is_plain and len(text_ids) > 0 and ids[0] != text_ids[0])
         for (start, end), first, last in zip(draft.spans, cuts[::2], cuts[1::2], strict=True):
             loss_mask[first + shift : len(ids) if is_plain else last] = True
@@ -343,10 +344,10 @@ class RowEncoder:
         try:
             return self._cut(draft, encoding)
         except DataError:
-            return None  # Raised again when the row is masked.
+            return None  # `_mask` repeats the call, and raises.
 
     def _cut(self, draft: _Draft, encoding: Encoding) -> list[int]:
-        """Number of tokens before each boundary of a draft."""
+        """Return the number of tokens before each of the draft's ``places``."""
         cuts = []
         for at in draft.places:
             try:
@@ -367,7 +368,11 @@ def _merged(draft: _Draft, error: MergedTokenError, at: int) -> DataError:
 
 
 def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
-    """Resolve what a row trains on; raises for combinations that its layout does not support."""
+    """Return the part of a row that is trained on.
+
+    Raises:
+        DataError: The layout of the row does not support ``loss_on``.
+    """
     if row.messages is not None:
         has_prompt = row.num_prompt_messages is not None
         default: LossOn = "completion" if has_prompt else "assistant"
@@ -382,12 +387,12 @@ def _resolve(loss_on: LossOn | None, row: Row) -> LossOn:
         raise DataError(Problem(row.where, found, f"leave loss_on out, or set it to {default}"))
     if loss_on == "all" and row.untrained:
         found = f"loss_on: all trains on every message, and message {min(row.untrained)} is marked not to be trained on"
-        raise DataError(Problem(row.where, found, "take the mark out of the row, or leave loss_on out"))
+        raise DataError(Problem(row.where, found, "remove the mark from the row, or leave loss_on out"))
     return loss_on or default
 
 
 def _trained_messages(row: Row, loss_on: LossOn) -> Collection[int]:
-    """Numbers of the messages that are individually targets: none if everything is, or if all are marked."""
+    """Return the indices of the messages with target spans; none for ``all``, where the whole text is a target."""
     assert row.messages is not None
     answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
     match loss_on:
@@ -414,14 +419,14 @@ _METASPACE = "\u2581"
 
 
 def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArray[np.int64] | None:
-    """UTF-8 bytes that each id decodes to, ``int64 (V,)``; a special token counts its own text.
+    """Return the number of UTF-8 bytes that each id decodes to, ``int64 (V,)``; for a special token, those of its text.
 
-    The lengths of a text's tokens add up to the length of the text, even for tokens that split characters. In
-    SentencePiece-style vocabularies the space in front of the first word counts, although decoding drops it. An unused
-    id has length 0.
+    The lengths of a text's tokens add up to the length of the text, even if tokens split characters. In
+    SentencePiece-style vocabularies, the space before the first word counts, although decoding removes it. Unused ids
+    have length 0.
 
     Returns:
-        ``None`` for a tokenizer that does not keep its text (WordPiece), or that has no fast implementation.
+        ``None`` for tokenizers that do not preserve the text (WordPiece), and those without a fast implementation.
 
     Source: the decoders of the ``tokenizers`` library; ``tests/data/chat/test_token_bytes.py``.
     """
@@ -431,7 +436,7 @@ def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArra
     decoders = set(_iterate_types(json.loads(backend.to_str())["decoder"]))
     if "ByteLevel" not in decoders and not decoders & {"ByteFallback", "Metaspace"}:
         return None
-    # Ids without a token stay 0: vocabularies have holes, and embeddings more rows.
+    # Vocabularies can have holes, whose ids keep length 0.
     lengths = np.zeros(count_ids(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         lengths[index] = len(token) if "ByteLevel" in decoders else _count_bytes(token)
@@ -441,10 +446,10 @@ def compute_token_byte_lengths(tokenizer: PreTrainedTokenizerBase) -> npt.NDArra
 
 
 class ByteEnds:
-    """Finds token boundaries by summing token lengths, so that the tokenizer need not compute character offsets.
+    """Token boundaries from cumulative byte lengths of tokens, without the tokenizer's character offsets.
 
-    Only for tokenizers that preserve text: a byte-level decoder without a normaliser. Offsets would cost a third of the
-    tokenisation time.
+    Offsets would take a third of the tokenisation time. Only for tokenizers that preserve the text: those with a
+    byte-level decoder and no normaliser.
 
     Args:
         tokenizer: A fast tokenizer for which ``ByteEnds.suits`` is True.
@@ -457,7 +462,7 @@ class ByteEnds:
 
     @staticmethod
     def suits(tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Return whether the concatenated tokens of a tokenizer are always the input text."""
+        """Return whether the concatenated tokens of a tokenizer always equal its input text."""
         backend = tokenizer.backend_tokenizer
         added = tokenizer.added_tokens_decoder.values()
         return (
@@ -469,18 +474,18 @@ class ByteEnds:
     def cut(
         self, ids: Sequence[npt.NDArray[np.uint32]], texts: Sequence[str], places: Sequence[Sequence[int]]
     ) -> list[list[int] | None]:
-        """Return the number of tokens before each of some characters of each text.
+        """Return the number of tokens before given characters of each text.
 
         Args:
-            ids: Tokens of each text, ``uint32 (T,)``.
+            ids: Token ids of each text, ``uint32 (T,)``.
             texts: The texts.
-            places: Characters of each text, as indices into it.
+            places: Character indices for each text.
 
         Returns:
-            For each text one number a place; ``None`` where a token lies on both sides of a place, or where the tokens
-            are not the text as it stands.
+            For each text, one number per place; ``None`` if a token has characters on both sides of a place, or if the
+            tokens do not have the length of the text.
         """
-        # All texts of a batch at once: one search instead of one for each row.
+        # All texts of a batch are concatenated, so that one search is enough.
         last = np.cumsum([0, *map(len, ids)])
         # Entry n is the byte position, counted over all texts, at which the first n tokens end.
         ends = np.concatenate([[0], self._lengths[np.concatenate([*ids, np.empty(0, np.uint32)])]]).cumsum()
@@ -490,7 +495,7 @@ class ByteEnds:
             for text, start, text_places in zip(texts, starts, places, strict=False)
             for at in (*text_places, len(text))
         ]
-        # A boundary is exact where some number of tokens ends at that very byte.
+        # A boundary is exact if a token ends at the same byte.
         found = ends.searchsorted(wanted)
         exact = (ends.take(found, mode="clip") == wanted).tolist()
         counts, cuts, done = found.tolist(), list[list[int] | None](), 0

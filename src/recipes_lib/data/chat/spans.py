@@ -1,7 +1,7 @@
 """Target character spans of a rendered chat: derived from the template, then verified against the messages.
 
-The span of a turn starts at the end of the generation prompt, and so includes reasoning and tool calls. It ends with
-the terminator, the special token on which a server stops.
+The span of a turn starts after the generation prompt, so that it includes reasoning and tool calls. It ends with the
+terminator, the special token on which a server stops.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ _THOUGHT: Final = re.compile(r"(?:.*?<think>)?(.*?)</think>", re.DOTALL)
 
 
 class WrittenCheck:
-    """Compares rows with their rendering by the template.
+    """Verifies that a template writes the messages of a chat, and finds what it omits.
+
+    A text that does not occur in the rendering may still be written, in another form (escaped, trimmed). Therefore the
+    test is by intervention: the part is changed and the chat rendered again; an equal rendering shows that the template
+    ignores the part. The search for the literal text only avoids most of these renderings.
 
     Args:
-        render: Renders a row, with a generation prompt or without.
-        special_tokens: Text of the tokenizer's special tokens.
+        render: Function of a row and a flag, whether to add the generation prompt, that renders the row.
+        special_tokens: Texts of the tokenizer's special tokens.
     """
 
     def __init__(self, render: Callable[[Row, bool], Rendered], special_tokens: Collection[str]) -> None:
@@ -42,11 +46,11 @@ class WrittenCheck:
 
         Args:
             row: A chat.
-            rendered: The same, rendered.
-            trained: Messages that are known to be written.
+            rendered: Rendering of ``row``.
+            trained: Indices of messages that are known to be written.
 
         Raises:
-            DataError: It does.
+            DataError: The template omits a message.
         """
         written = _find_written(_list_messages(row), rendered, trained)
         for number in range(len(_list_messages(row))):
@@ -58,11 +62,11 @@ class WrittenCheck:
 
         Args:
             row: A chat.
-            rendered: The same, rendered.
-            trained: The messages that are trained on.
+            rendered: Rendering of ``row``.
+            trained: Indices of the messages that are trained on.
 
         Raises:
-            DataError: The template does not write the arguments of a tool call that is trained on.
+            DataError: The template omits the arguments of a tool call that is trained on.
         """
         messages, remarks = _list_messages(row), []
         for number, message in enumerate(messages):
@@ -79,42 +83,40 @@ class WrittenCheck:
 
     def _spells_special(self, message: Message) -> bool:
         content = message.get("content")
-        said = content if isinstance(content, str) else "".join(find_texts(message))
-        for opener in self._openers:
-            if opener in said:
-                return any(token in said for token in self._special)
-        return False
+        text = content if isinstance(content, str) else "".join(find_texts(message))
+        # Most texts contain no first character of a special token, which is faster to test.
+        return any(opener in text for opener in self._openers) and any(token in text for token in self._special)
 
     def _check_message(self, row: Row, rendered: Rendered, number: int) -> None:
         turn = rendered.turn(number)
         message = _list_messages(row)[number]
         if calls := message.get("tool_calls"):  # The text beside them can be omitted.
-            renamed = [_change_function(call, name=_say_else(_read_name(call))) for call in calls]
+            renamed = [_change_function(call, name=_replace_text(_read_name(call))) for call in calls]
             if self._ignores(row, rendered, number, {**message, "tool_calls": renamed}):
                 found = f"message {number} calls {_read_name(calls[0])!r}, but the chat template does not write that"
                 raise DataError(Problem(row.where, found, "use a template that writes tool_calls"))
             return
         # Many templates render a system message before the loop, or inside the first turn.
         head = rendered.text[: rendered.turns[0].end] if rendered.turns else rendered.text
-        if all(said in turn or said in head for said in find_texts(message)):
+        if all(text in turn or text in head for text in find_texts(message)):
             return
         if self._ignores(row, rendered, number, reword(message)):
             found = f"the chat template does not write message {number}, of the role {message['role']!r}"
-            remedy = "use a template that writes such messages (chat_template_path), or take them out of the rows"
+            remedy = "use a template that writes such messages (chat_template_path), or remove them from the rows"
             raise DataError(Problem(row.where, found, remedy))
 
     def _check_calls(self, row: Row, rendered: Rendered, number: int) -> list[Remark]:
         message, turn = _list_messages(row)[number], rendered.turn(number)
         remarks = []
-        answers = [said.rpartition(THINK_END)[2].strip() for said in find_texts(message)]
-        if any(said not in turn for said in answers) and self._ignores(row, rendered, number, reword(message)):
+        answers = [text.rpartition(THINK_END)[2].strip() for text in find_texts(message)]
+        if any(text not in turn for text in answers) and self._ignores(row, rendered, number, reword(message)):
             remarks.append(Remark.LOST_BESIDE_CALL)
         for at, call in enumerate(message["tool_calls"]):
             function = call.get("function") or call
             arguments = function.get("arguments")
             if not isinstance(arguments, Mapping) or not arguments:
                 continue
-            if str(dict(arguments)) in turn:
+            if str(dict(arguments)) in turn:  # `{{ arguments }}` in Jinja writes Python's `str` of the object.
                 remarks.append(Remark.PYTHON_ARGUMENTS)
             elif not _writes_arguments(turn, arguments):
                 calls = list(message["tool_calls"])
@@ -125,19 +127,19 @@ class WrittenCheck:
         return remarks
 
     def _loses_reasoning(self, row: Row, rendered: Rendered) -> bool:
-        """Whether the template drops the reasoning of the last turn, on which a reasoning model would train."""
+        """Return whether the template omits the reasoning of the last turn, on which a reasoning model would train."""
         last = len(_list_messages(row)) - 1
         message = _list_messages(row)[last]
         if len(message) == 2 and THINK_END not in (message.get("content") or ""):
             return False
         key = next((key for key in REASONING_KEYS if message.get(key)), "content")
-        said = message.get(key)
-        if not isinstance(said, str) or (key == "content" and THINK_END not in said):
+        text = message.get(key)
+        if not isinstance(text, str) or (key == "content" and THINK_END not in text):
             return False
-        thought = _THOUGHT.match(said) if key == "content" else None
-        start, end = thought.span(1) if thought else (0, len(said))
-        reasoning = said[start:end].strip()
-        other = said[:start] + _say_else(reasoning) + said[end:]
+        thought = _THOUGHT.match(text) if key == "content" else None
+        start, end = thought.span(1) if thought else (0, len(text))
+        reasoning = text[start:end].strip()
+        other = text[:start] + _replace_text(reasoning) + text[end:]
         return reasoning not in rendered.turn(last) and self._ignores(row, rendered, last, {**message, key: other})
 
     def _loses_tools(self, row: Row, rendered: Rendered) -> bool:
@@ -157,11 +159,11 @@ class WrittenCheck:
         try:
             return self._render(row, rendered.asks).text == rendered.text
         except TemplateError:
-            return False  # The template reads the chat before it raises.
+            return False  # A template that refuses the change has read it.
 
 
 def _find_written(messages: Sequence[Message], rendered: Rendered, trained: Collection[int]) -> set[int]:
-    """Target messages, and those whose text occurs in their rendering."""
+    """Return the indices of target messages, and of messages whose text and calls occur in their rendering."""
     written = set(trained)
     for number, start, end in rendered.turns:
         if number not in written:
@@ -174,23 +176,20 @@ def _find_written(messages: Sequence[Message], rendered: Rendered, trained: Coll
 
 
 def find_texts(message: Message) -> list[str]:
-    """Texts of a message, stripped as templates do; one per content part."""
+    """Return the non-empty texts of a message, one per content part, stripped as many templates do."""
     content = message.get("content")
-    if isinstance(content, str):
-        said = content.strip()
-        return [said] if said else []
-    parts = [part.get("text") for part in content or []]
-    return [part.strip() for part in parts if isinstance(part, str) and part.strip()]
+    texts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
+    return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
 
 
 def reword(message: Message) -> Message:
-    """Copy of the message with each of its texts replaced."""
+    """Return a copy of the message with each of its texts replaced by another one."""
     content = message["content"]
     if isinstance(content, str):
-        return {**message, "content": _say_else(content)}
+        return {**message, "content": _replace_text(content)}
     return {
         **message,
-        "content": [{**part, "text": _say_else(part["text"])} if part.get("text") else part for part in content],
+        "content": [{**part, "text": _replace_text(part["text"])} if part.get("text") else part for part in content],
     }
 
 
@@ -199,11 +198,11 @@ def _read_name(call: Mapping[str, Any]) -> str:
 
 
 def _change_function(call: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
-    """Copy of the tool call with another name, or other arguments."""
+    """Return a copy of the tool call with another name or other arguments."""
     return {**call, "function": {**call["function"], **changes}} if call.get("function") else {**call, **changes}
 
 
-def _say_else(text: str) -> str:
+def _replace_text(text: str) -> str:
     return PLACEHOLDER if PLACEHOLDER not in text else "something else"
 
 
@@ -220,32 +219,35 @@ def _list_messages(row: Row) -> Sequence[Message]:
 _EXCERPT: Final = 20
 
 
-def refuse_inner_ends(where: str, who: str, said: Iterable[str], turn: str, ends: Collection[str]) -> None:
+def refuse_inner_ends(where: str, answer: str, texts: Iterable[str], turn: str, ends: Collection[str]) -> None:
     """Raise for an answer with an end token inside, which would teach the model to continue after it.
 
-    A text may contain the one end token of its turn, if the template does not add it.
+    The text of an answer may contain the end token of its turn if the template does not add one.
 
     Args:
-        where: The row's place.
-        who: The answer, as the error names it.
-        said: The texts of the answer.
-        turn: What is trained on of it, its end included.
-        ends: Tokens that end answers.
+        where: Location of the row.
+        answer: Name of the answer in errors.
+        texts: Texts of the answer in the dataset.
+        turn: Text of the answer that is trained on, including its end token.
+        ends: Texts of the tokens that end answers.
 
     Raises:
-        DataError: A text spells one of ``ends`` elsewhere than at the end of the turn, or a second time; or the turn
-            ends twice without that.
+        DataError: One of ``texts`` contains an end token that is not the only one, at the end of the turn; or the turn
+            ends with two end tokens.
     """
-    for text in said:
+    for text in texts:
         for end in ends:
             if end in text and not (turn.count(end) == 1 and turn.rstrip().endswith(end)):
                 at = text.index(end)
                 excerpt = text[max(0, at - _EXCERPT) : at + len(end) + _EXCERPT]
-                found = f"{who} is trained on and spells the end token {end!r}, where the model would stop: {excerpt!r}"
-                raise DataError(Problem(where, found, "take it out of the text; what ends the answer is added to it"))
+                found = (
+                    f"{answer} is trained on and spells the end token {end!r}, where the model would stop: {excerpt!r}"
+                )
+                raise DataError(Problem(where, found, "remove it from the text; the end of an answer is added to it"))
     for end in ends:
         if turn.rstrip().endswith(end + end):
-            raise DataError(Problem(where, f"{who} ends twice, with {end + end!r}", "let the template write it once"))
+            found = f"{answer} ends twice, with {end + end!r}"
+            raise DataError(Problem(where, found, "let the template write it once"))
 
 
 _BESIDE: Final = (*REASONING_KEYS, "tool_calls")
@@ -253,7 +255,13 @@ _MARK_IT: Final = "put {% generation %} ... {% endgeneration %} around the assis
 
 
 class Targets(NamedTuple):
-    """A rendered chat, its target character spans in order, and remarks on the row."""
+    """A rendered chat, with target character spans in order and remarks.
+
+    Attributes:
+        text: The rendered text, with an ``eos_token`` where the template leaves a trained turn open.
+        spans: Target characters; a message can have several spans.
+        remarks: Remarks for the audit.
+    """
 
     text: str
     spans: list[Span]
@@ -265,9 +273,9 @@ class SpanFinder:
 
     Args:
         template: The chat template.
-        special_tokens: Text of the tokenizer's special tokens, one of which must end every trained turn.
-        eos_token: Ends turns that the template leaves open; ``None`` makes such turns an error.
-        end_tokens: Tokens that end an answer besides those that the template writes.
+        special_tokens: Texts of the tokenizer's special tokens, one of which must end every trained turn.
+        eos_token: Token appended to turns that the template leaves open; ``None`` makes such turns an error.
+        end_tokens: Tokens that end answers, in addition to those that the template writes.
     """
 
     def __init__(
@@ -279,7 +287,7 @@ class SpanFinder:
     ) -> None:
         self._template = template
         self._eos_token = eos_token
-        # Longest first: one token can be the beginning of another. `(?!)` matches nothing.
+        # Longest first, because a token can be a prefix of another one. `(?!)` never matches.
         any_special = "|".join(map(re.escape, sorted(special_tokens, key=len, reverse=True))) or "(?!)"
         self._special = re.compile(any_special)
         self._at_end = re.compile(rf"(?:{any_special})\Z")
@@ -288,11 +296,15 @@ class SpanFinder:
         self._written = WrittenCheck(self._render, special_tokens)
 
     def find(self, row: Row, trained: Collection[int]) -> Targets:
-        """Render the chat of ``row``, with the spans of the ``trained`` messages.
+        """Render the chat of a row, and find the spans of the trained messages.
+
+        Args:
+            row: A chat.
+            trained: Indices of the messages that are trained on.
 
         Raises:
-            DataError: The template refused the chat, wrote a turn's text somewhere else than in its span, put another
-                message into it, does not end it, or leaves a message out; or an answer spells the token that ends it.
+            DataError: The template raises; omits a message; writes the text of a trained message outside its span, or
+                another message into it; or does not end it. Or an answer contains an end token.
         """
         try:
             rendered = self._render(row)
@@ -305,10 +317,10 @@ class SpanFinder:
         return Targets(targets.text, targets.spans, self._written.list_remarks(row, rendered, trained))
 
     def render_prompt(self, row: Row, num_messages: int) -> str:
-        """Render the prompt for the turn after the first ``num_messages`` messages, as a server does.
+        """Render the prompt of the turn after the first ``num_messages`` messages, as a server does.
 
         Raises:
-            DataError: The template refused the messages, or does not write one of them.
+            DataError: The template raises, or omits one of the messages.
         """
         prompt = replace(row, messages=_list_messages(row)[:num_messages])
         try:
@@ -329,10 +341,10 @@ class SpanFinder:
 
     @cached_property
     def _ends(self) -> Collection[str]:
-        """End tokens of answers: those that the template adds after one, in the last turn and in earlier turns."""
-        # Two answers: templates can end the last turn in another way than earlier ones.
-        speakers = ("user", "assistant", "user", "assistant")
-        row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in speakers])
+        """End tokens of answers: ``end_tokens``, and those that the template adds to the last and to earlier turns."""
+        # Two answers, because templates can end the last turn in another way than earlier ones.
+        roles = ("user", "assistant", "user", "assistant")
+        row = Row(source="", index=0, messages=[{"role": role, "content": PLACEHOLDER} for role in roles])
         try:
             text, spans, _ = self._targets(row, self._render(row), (1, 3))
         except (TemplateError, DataError):  # The template does not accept this chat, but may accept others.
@@ -344,14 +356,14 @@ class SpanFinder:
         if not trained:
             return Targets(rendered.text, [])
         if not rendered.turns:
-            found = "the chat template does not loop over the messages in a way that shows who wrote what"
+            found = "the chat template does not loop over the messages, so the text of a turn cannot be located"
             raise _fault(row, found, _MARK_IT)
         if self._template.marks_generation:
-            return self._marked(row, rendered, trained)
+            return self._find_marked(row, rendered, trained)
         return self._derive(row, rendered, trained)
 
-    def _marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
-        """The ``{% generation %}`` blocks; one outside of the loop belongs to the turn before it."""
+    def _find_marked(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
+        """Return the ``{% generation %}`` blocks as spans; a block after the loop belongs to the turn before it."""
         spans: list[Span] = []
         for block in rendered.generated:
             owner = block.message
@@ -369,6 +381,7 @@ class SpanFinder:
         return Targets(rendered.text, spans)
 
     def _derive(self, row: Row, rendered: Rendered, trained: Collection[int]) -> Targets:
+        """Return the spans of a template without ``{% generation %}``: from the generation prompt to the terminator."""
         text = rendered.text
         spans: list[Span] = []
         for message in sorted(trained):
@@ -379,8 +392,8 @@ class SpanFinder:
             start, end = turns[0].start, turns[-1].end
             start += self._header_length(row, message, text[start : turns[0].end])
             if rendered.turns[-1].end == end < len(text) and self._terminated(text, end, len(text)):
-                end = len(text)  # A final EOS after the loop.
-            # A message that is written in several stretches: what others write in between is no target.
+                end = len(text)  # The template writes the EOS after the loop.
+            # A message can be written in several parts; text of other messages in between is no target.
             for turn, next_turn in pairwise(turns):
                 spans.append(Span(message, start, _rstripped(text, start, turn.end)))
                 start = next_turn.start
@@ -389,36 +402,37 @@ class SpanFinder:
         return Targets(text, spans)
 
     def _terminated(self, text: str, start: int, end: int) -> int | None:
-        """Position after the special token that ends ``text[start:end]``, ignoring white space."""
+        """Return the position after the special token that ends ``text[start:end]``, trailing white space ignored."""
         end = _rstripped(text, start, end)
         return end if self._at_end.search(text, max(start, end - self._longest), end) else None
 
     def _terminate(self, row: Row, text: str, turn: Span) -> tuple[str, int]:
-        """The text, and the end of a turn's terminator; open turns get ``eos_token`` if there is one."""
+        """Return the text and the end of a turn's terminator; an open turn gets ``eos_token``, if that is set."""
         message, start, end = turn
         if (terminated := self._terminated(text, start, end)) is not None:
             return text, terminated
         if self._eos_token is not None:
             if end == len(text):
                 return text + self._eos_token, end + len(self._eos_token)
-            if opening := self._special.match(text, end):  # Some models stop on the opening token of the next turn.
+            # Some models stop on the token that opens the next turn.
+            if opening := self._special.match(text, end):
                 return text, opening.end()
         found = f"message {message} ends in no special token, so the model would never learn to stop"
         remedy = "set eos_token to the token that generation stops on, or let the template end the turn with one"
         raise _fault(row, found, remedy)
 
     def _header_length(self, row: Row, message: int, turn: str) -> int:
-        """Number of characters of an assistant turn that the generation prompt provides, which are no targets."""
+        """Return the number of leading characters of an assistant turn that belong to the generation prompt."""
         header = self._header(row, message)
         if turn.startswith(header):
             return len(header)
-        # The generation prompt differs from this rendering, for example where reasoning of old turns is dropped.
-        # Not the end token, whose name could contain the text of a short answer.
+        # The turn differs from the generation prompt, for example where reasoning of earlier turns is dropped. The
+        # header is then their common prefix, at most up to the content, and without a partial special token.
+        # Content is not searched in the end token, whose name could contain a short answer.
         body_end = max((found.start() for found in self._special.finditer(turn)), default=len(turn))
         content = [turn.rfind(text, 0, body_end) for text in find_texts(_list_messages(row)[message])]
         shared = next((at for at, (a, b) in enumerate(zip(header, turn, strict=False)) if a != b), len(turn))
         common = min([shared, *(at for at in content if at >= 0)])
-        # A special token is in the header as a whole, or not at all.
         for token in self._special.finditer(turn):
             if token.start() < common < token.end():
                 common = token.start()
@@ -428,9 +442,10 @@ class SpanFinder:
         return common
 
     def _header(self, row: Row, num_messages: int) -> str:
-        """The text that a server renders before the answer to the first ``num_messages`` messages."""
-        if self._template.has_generation_prompt and (header := self._asked(row, num_messages)) is not None:
+        """Return the text that a server renders before the answer to the first ``num_messages`` messages."""
+        if self._template.has_generation_prompt and (header := self._generation_prompt(row, num_messages)) is not None:
             return header
+        # No generation prompt, or an unknown one: take the text before the content of a probe answer.
         parts = any(isinstance(message.get("content"), list) for message in _list_messages(row))
         answer = {"role": "assistant", "content": [{"type": "text", "text": PLACEHOLDER}] if parts else PLACEHOLDER}
         probe = replace(row, messages=[*_list_messages(row)[:num_messages], answer])
@@ -442,11 +457,11 @@ class SpanFinder:
             raise _fault(row, found, "add {% if add_generation_prompt %} with the opening of an assistant turn")
         return header if header.strip() else ""
 
-    def _asked(self, row: Row, num_messages: int) -> str | None:
-        """Generation prompt after the first ``num_messages`` messages; that of any chat if they have no question.
+    def _generation_prompt(self, row: Row, num_messages: int) -> str | None:
+        """Return the generation prompt after the first ``num_messages`` messages.
 
-        Many templates raise for a chat without a user turn, or add no prompt after it, although they accept the full
-        chat.
+        For messages without a user turn, that of a chat with an empty question is used instead if necessary: many
+        templates raise without a user turn, or add no generation prompt, although they accept the full chat.
         """
         prompt = _list_messages(row)[:num_messages]
         try:
@@ -455,13 +470,13 @@ class SpanFinder:
                 return header
         except TemplateError:
             pass
-        anyone = [{"role": "user", "content": ""}]
-        return self._template.generation_prompt(anyone, tools=row.tools, variables=row.template_kwargs)
+        question = [{"role": "user", "content": ""}]
+        return self._template.generation_prompt(question, tools=row.tools, variables=row.template_kwargs)
 
     def _refuse_foreign_text(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
-        """Verify that target spans contain no text of other messages: changing those must not change the spans."""
+        """Verify that target spans contain no text of other messages: changing that text must not change the spans."""
         written = [targets.text[span.start : span.end] for span in targets.spans]
-        # Joined, so that one search a message is enough; a hit only makes a suspect.
+        # Joined, so that one search per message is enough. Answers may quote a question: a hit is no proof yet.
         answers = "\n".join(written)
         suspects = {
             index
@@ -480,29 +495,30 @@ class SpanFinder:
             raise _fault(row, found, _MARK_IT)
 
     def _check_answers(self, row: Row, targets: Targets, trained: Collection[int]) -> None:
-        """Verify that every target span contains the text of its message: its answer, or its tool calls."""
+        """Verify that the spans of every trained message contain its content and its tool calls, and one end."""
         for index in sorted(trained):
             message = _list_messages(row)[index]
             turn = "".join([targets.text[span.start : span.end] for span in targets.spans if span.message == index])
             texts = find_texts(message)
-            if [end for end in self._ends if end in turn[:-1]]:  # Not at the end itself of the span.
-                said = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
-                refuse_inner_ends(row.where, f"message {index}", said, turn, self._ends)
+            if any(end in turn[:-1] for end in self._ends):  # Without the last character, as every turn ends with one.
+                written = [*texts, *(str(message[key]) for key in _BESIDE if key in message)]
+                refuse_inner_ends(row.where, f"message {index}", written, turn, self._ends)
             calls = [_read_name(call) for call in message.get("tool_calls") or []]
             for name in calls:
-                if not self._says(turn, name):
+                if not self._contains(turn, name):
                     found = f"message {index} calls {name!r}, but the chat template does not write that"
                     raise _fault(row, found, "use a template that writes tool_calls")
-            # A template may drop reasoning, and any text beside a tool call.
+            # Templates may omit reasoning, and any content beside a tool call (`Remark`).
             for answer in [] if calls else texts:
-                if not self._says(turn, answer) and not self._says(turn, answer.rpartition(THINK_END)[2].strip()):
+                visible = answer.rpartition(THINK_END)[2].strip()
+                if not self._contains(turn, answer) and not self._contains(turn, visible):
                     found = (
                         f"the answer of message {index} ({answer[:40]!r}) is not in the text that would be trained on"
                     )
                     raise _fault(row, found, _MARK_IT)
 
-    def _says(self, turn: str, text: str) -> bool:
-        if len(text) < self._longest:  # It could also match inside the name of a special token.
+    def _contains(self, turn: str, text: str) -> bool:
+        if len(text) < self._longest:  # A short text could match inside the name of a special token.
             turn, text = self._special.sub("", turn), self._special.sub("", text).strip()
         return text in turn
 

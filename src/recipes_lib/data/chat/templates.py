@@ -1,9 +1,9 @@
-"""Chat templates: a render that records which message and ``{% generation %}`` block wrote each character.
+"""Chat templates: rendering that records which message and ``{% generation %}`` block wrote each character.
 
-A template is parsed in the Jinja environment of ``apply_chat_template``, and calls are woven into its loops and
-generation blocks. The calls write nothing, so the text is the template's own by construction; they only note how many
-pieces of output had been written when a loop took up a message. What a macro or a ``{% set %}`` block builds is output
-as one piece, when it is written: it belongs to the turn that writes it, not to loops inside it.
+A template is parsed in the Jinja environment of ``apply_chat_template``, and hooks are inserted into its loops and
+generation blocks. The hooks output nothing, so the text is that of the template by construction; they only record how
+many pieces of output existed when a loop advanced to a message. The output of a macro or a ``{% set %}`` block is a
+single piece where it is written: it belongs to the turn that writes it, not to loops inside of it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from recipes_lib.data.sources.rows import Message
 
 TEMPLATE_DATE: Final = datetime.datetime(2025, 1, 1)
-"""What ``strftime_now`` reads in training: a fixed day, so that a set prepared or resumed tomorrow is the same set."""
+"""Date of ``strftime_now`` in training: fixed, so that prepared sets and resumed runs do not depend on the day."""
 
 NOBODY: Final = -1
-"""Message index of text that no message wrote: preambles, tool schemas, what follows the loop."""
+"""Message index of text outside of messages: preambles, tool schemas, text after the loop."""
 
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names under which messages hold reasoning, the first that has a value counting."""
+"""Keys of a message that may have its reasoning, in order of precedence."""
 
 _TRACE: Final = "recipes_lib_trace"
 
 
 class TemplateError(ValueError):
-    """The template raised while rendering; the text is its own message."""
+    """The template does not compile, or raised while rendering; has the template's message."""
 
 
 class Span(NamedTuple):
-    """Characters ``start:end`` of a rendered chat, written by message number ``message`` (``NOBODY`` for none)."""
+    """Characters ``start:end`` of a rendered chat, written by the message with index ``message``, or ``NOBODY``."""
 
     message: int
     start: int
@@ -50,10 +50,10 @@ class Rendered:
     """A rendered chat.
 
     Attributes:
-        text: What ``apply_chat_template(tokenize=False)`` gives.
-        turns: Non-empty stretches that messages wrote, in order; a message may have several.
+        text: The text, equal to that of ``apply_chat_template(tokenize=False)``.
+        turns: Non-empty spans that messages wrote, in order; a message may have several.
         generated: The ``{% generation %}`` blocks, in order.
-        asks: Whether it was rendered with ``add_generation_prompt``.
+        asks: Whether the chat was rendered with ``add_generation_prompt``.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Rendered:
 
     @property
     def body(self) -> str:
-        """The text up to the end of the last turn; all of it if no message wrote any."""
+        """The text up to the end of the last turn; the whole text if there are no turns."""
         return self.text[: self.turns[-1].end] if self.turns else self.text
 
     @property
@@ -72,20 +72,20 @@ class Rendered:
         return self.text[len(self.body) :]
 
     def turn(self, message: int) -> str:
-        """The text written by a message."""
+        """Return the text that a message wrote."""
         return "".join([self.text[start:end] for number, start, end in self.turns if number == message])
 
 
 class ChatTemplate:
-    """A chat template, compiled once.
+    """A compiled chat template.
 
     Args:
-        source: The Jinja text.
-        variables: Special tokens by name, as the tokenizer's ``special_tokens_map``.
+        source: The Jinja template.
+        variables: Special tokens by name, as in the tokenizer's ``special_tokens_map``.
 
     Attributes:
-        marks_generation: Whether it has ``{% generation %}`` blocks.
-        reads_clock: Whether it may write today's date; it reads ``TEMPLATE_DATE`` here.
+        marks_generation: Whether the template has ``{% generation %}`` blocks.
+        reads_clock: Whether the template may write the current date; here it writes ``TEMPLATE_DATE``.
 
     Raises:
         TemplateError: The template does not compile.
@@ -103,7 +103,7 @@ class ChatTemplate:
         self.marks_generation = any(_is_generation(block) for block in tree.find_all(nodes.CallBlock))
         self._reads_flag = "add_generation_prompt" in names
         self._constant_prompt = _constant_generation_prompt(tree)
-        self._template = _weave(tree, environment)
+        self._template = _instrument(tree, environment)
 
     @cached_property
     def has_generation_prompt(self) -> bool:
@@ -113,7 +113,7 @@ class ChatTemplate:
         try:
             return self.generation_prompt([{"role": "user", "content": ""}]) != ""
         except TemplateError:
-            return True  # The template may accept other chats.
+            return True  # Refused for this chat; for others, the template may write one.
 
     def render(
         self,
@@ -123,24 +123,30 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendered:
-        """Render the chat, with the characters that each message wrote.
+        """Render a chat, and record the characters that each message wrote.
+
+        Args:
+            messages: The chat.
+            tools: Tool schemas.
+            variables: Additional variables of the template; may replace special tokens.
+            add_generation_prompt: Whether to append the generation prompt.
 
         Raises:
-            TemplateError: The template refused the messages, or failed on them.
+            TemplateError: The template raises for these messages.
 
         Source: ``transformers.utils.chat_template_utils.render_jinja_template``; equality over every shipped template
         in ``tests/data/chat/test_templates.py``.
         """
         chat = [_canonical(message) for message in messages]
         trace = _Trace(chat)
-        # A row's variables may replace special tokens, but not the trace.
+        # `_TRACE` comes last, so that the variables of an untrusted row cannot replace it.
         context = {**self._variables, **(variables or {}), _TRACE: trace}
         try:
             for piece in self._template.generate(
                 messages=chat, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **context
             ):
                 trace.pieces.append(piece)
-        except Exception as error:  # Template code runs on user data: any error concerns this row.
+        except Exception as error:  # Template code runs on user data, so any error is a problem of this row.
             raise TemplateError(str(error) or type(error).__name__) from error
         return trace.rendered(add_generation_prompt)
 
@@ -151,10 +157,10 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """The text that prompts the turn after ``messages``; empty if the template adds none.
+        """Return the generation prompt after ``messages``; empty if the template adds none, ``None`` if it is unknown.
 
-        Some templates add it after the last turn, some at the end of that turn: then it is the difference between the
-        turn with and without the prompt. ``None`` if the two turns differ in more, so that it is unknown.
+        Most templates add it after the last turn. Some add it inside of that turn: it is then the difference between
+        the renderings with and without it, and unknown if one is not a prefix of the other.
 
         Raises:
             TemplateError: As ``render``.
@@ -167,38 +173,40 @@ class ChatTemplate:
         silent = self.render(messages, tools=tools, variables=variables)
         if asking.text == silent.text:
             return ""
-        said, asked = silent.body, asking.body
-        return asked.removeprefix(said) + asking.tail if asked.startswith(said) else None
+        with_prompt, without = asking.body, silent.body
+        return with_prompt.removeprefix(without) + asking.tail if with_prompt.startswith(without) else None
 
 
 class _Trace:
-    """Records which message writes: the calls woven into a template report here during rendering."""
+    """Records which message writes the output; called by the hooks during rendering."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.pieces: list[str] = []
-        # By identity: two turns can say the same. `_canonical` makes a new object of each.
+        # By identity, since turns can be equal; `_canonical` has made a new object of each.
         self._index = {id(message): index for index, message in enumerate(messages)}
+        # (number of pieces, message that writes from there on)
         self._changes = [(0, NOBODY)]
+        # For each open loop: the message that writes outside of it, and whether the loop is over messages.
         self._loops: list[tuple[int, bool]] = []
         self._open_block = 0
+        # (message, first piece, piece after the last)
         self._blocks: list[tuple[int, int, int]] = []
 
     def enter_loop(self) -> None:
-        # Who writes outside of the loop, and whether it has met a message so far.
         self._loops.append((self._changes[-1][1], False))
 
     def item(self, *candidates: Any) -> None:
-        """A loop advanced to its next item: the message among ``candidates``, if there is one, writes from here on."""
+        """Record that a loop advanced: from here on, the message among the ``candidates`` writes, if there is one."""
         message = NOBODY
         for candidate in candidates:
-            # A pair is `(list, index)`, of a loop over numbers.
+            # In a loop over indices, a candidate is the pair `(list, index)`.
             item = _indexed(*candidate) if type(candidate) is tuple else candidate
             message = self._index.get(id(item), message)
         outer, over_messages = self._loops[-1]
         if message != NOBODY:
             self._loops[-1] = (outer, True)
         elif not over_messages:
-            return  # A loop over tools or content parts: its enclosing message continues.
+            return  # A loop over tools or content parts: the enclosing message continues.
         self._switch(message)
 
     def leave_loop(self) -> None:
@@ -218,7 +226,7 @@ class _Trace:
             if message == NOBODY or start == end:
                 continue
             if turns and turns[-1].message == message and turns[-1].end == start:
-                start = turns.pop().start  # A scan over other messages without output does not end a turn.
+                start = turns.pop().start  # An inner loop over messages without output does not end a turn.
             turns.append(Span(message, start, end))
         generated = [Span(message, at[start], at[end]) for message, start, end in self._blocks]
         return Rendered("".join(self.pieces), turns, generated, asks)
@@ -233,14 +241,14 @@ def _indexed(items: Any, index: Any) -> Any:
     return items[index] if in_range else None
 
 
-def _weave(tree: nodes.Template, environment: Environment) -> Template:
-    """Compile the template with the calls woven in as filters: the sandbox takes 2 us for every other kind of call."""
-    woven = environment.overlay()
-    woven.filters = {**environment.filters, **_HOOKS}
-    tree = _Weaver().visit(tree)
-    tree.set_environment(woven)
+def _instrument(tree: nodes.Template, environment: Environment) -> Template:
+    """Compile a template with hooks, as filters, since the sandbox adds 2 us to every other kind of call."""
+    overlay = environment.overlay()
+    overlay.filters = {**environment.filters, **_HOOKS}
+    tree = _Instrumentation().visit(tree)
+    tree.set_environment(overlay)
     return Template.from_code(
-        woven, woven.compile(tree), {**environment.globals, "strftime_now": TEMPLATE_DATE.strftime}
+        overlay, overlay.compile(tree), {**environment.globals, "strftime_now": TEMPLATE_DATE.strftime}
     )
 
 
@@ -250,8 +258,8 @@ _HOOKS: Final[dict[str, Callable[..., None]]] = {
 }
 
 
-class _Weaver(NodeTransformer):
-    """Weaves the calls of ``_Trace`` into loops and generation blocks."""
+class _Instrumentation(NodeTransformer):
+    """Inserts calls of ``_Trace`` into the loops and generation blocks of a template."""
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
         item = _call("item", _item_expressions(node), node.lineno)
@@ -268,7 +276,7 @@ class _Weaver(NodeTransformer):
 
 
 def _item_expressions(loop: nodes.For) -> list[nodes.Expr]:
-    """Expressions for a loop's item: its variables, and for index loops each ``(list, variable)`` of its body."""
+    """Return expressions that may be a loop's message: its variables, and each ``(list, index)`` used in its body."""
     targets = [loop.target, *loop.target.find_all(nodes.Name)]
     variables = {target.name for target in targets if isinstance(target, nodes.Name)}
     indexed = {
@@ -295,7 +303,10 @@ def _is_generation(block: nodes.CallBlock) -> bool:
 
 
 def _constant_generation_prompt(tree: nodes.Template) -> str | None:
-    """The generation prompt, if the template ends in a loop and an ``if add_generation_prompt`` of constants."""
+    """Return the generation prompt of a template that ends in a loop and an ``if add_generation_prompt`` of constants.
+
+    ``None`` for other templates. Almost all templates have this form, and need no rendering to find the prompt.
+    """
     *_, loop, branch = [None, None, *tree.body]
     if not (isinstance(loop, nodes.For) and isinstance(branch, nodes.If) and isinstance(branch.test, nodes.Name)):
         return None
@@ -309,7 +320,7 @@ def _constant_generation_prompt(tree: nodes.Template) -> str | None:
 
 
 def _canonical(message: Message) -> dict[str, Any]:
-    """Normalise a message as ``apply_chat_template`` does: without empty keys, reasoning under all its names."""
+    """Return a copy of a message, normalised as by ``apply_chat_template``: no null keys, reasoning under all names."""
     if len(message) == 2 and message.get("content") is not None:
         return dict(message)  # Most messages have only a role and a content.
     present = {key: value for key, value in message.items() if value is not None}

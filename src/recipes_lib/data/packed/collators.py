@@ -1,4 +1,4 @@
-"""Collators: from prepared rows to the tensors of a micro-batch."""
+"""Collator of packed rows: from prepared rows to the tensors of a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,36 +16,43 @@ Layout = Literal["rows", "flat"]
 
 
 def find_targets(row: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
-    """Mask of the target tokens of a prepared row, ``bool (T,)``: never the first of a document."""
+    """Return the mask of target tokens of a prepared row, ``bool (T,)``; False at the first token of a document."""
     lengths = np.asarray(row["seq_lengths"], np.int64)
     is_target = np.array(row["loss_mask"], np.bool_)
-    # Nothing predicts it: the token before belongs to another document.
+    # The token before it belongs to another document, and must not predict it.
     is_target[np.cumsum(lengths) - lengths] = False
     return is_target
 
 
 def build_bounds(boundaries: npt.NDArray[np.int64]) -> dict[str, torch.Tensor | int]:
-    """Document boundaries of a row as kernels take them, from where each document begins, and the end of the last."""
-    # The kernels of flash-attention take int32.
+    """Return the arguments of variable-length attention kernels for the documents of a row.
+
+    Args:
+        boundaries: Start of each document and end of the last one, ``int64 (documents + 1,)``.
+
+    Returns:
+        ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (documents + 1,)``; ``max_length_q`` and ``max_length_k``, int.
+    """
+    # flash-attention requires int32.
     bounds, longest = torch.from_numpy(boundaries.astype(np.int32)), int(np.diff(boundaries).max(initial=0))
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCollator:
-    """Builds a batch in which documents are isolated by restarting positions.
+    """Builds a batch of packed rows, in which documents are isolated by restarting ``position_ids``.
 
-    There is no ``attention_mask``: with one, transformers does not derive the documents from ``position_ids``. For the
-    same reason the model must be called with ``use_cache=False``.
+    The batch has no ``attention_mask``: with one, transformers does not derive the documents from ``position_ids``. For
+    the same reason, the model must be called with ``use_cache=False``.
 
-    Padding is a separate document at the end of a row, identified by length and never by id. Therefore ``pad_token_id``
-    may equal the end-of-text token, which stays a target where it is one.
+    Padding is a separate document at the end of a row. It is identified by length and never by id, so ``pad_token_id``
+    may equal the EOS id, which stays a target in documents.
 
     Attributes:
-        pad_token_id: Id written into padding.
-        layout: ``rows`` keeps the rows apart, for sdpa and eager; ``flat`` lays all documents in one row, for kernels
-            that take document boundaries.
-        pad_to_multiple_of: The padded length is a multiple of this.
+        pad_token_id: Token id of padding.
+        layout: ``rows`` for one batch row per pack, for sdpa and eager attention; ``flat`` for all documents in one
+            row, for variable-length kernels.
+        pad_to_multiple_of: Multiple to which the length of rows is rounded up.
 
     Source: transformers ``masking_utils.find_packed_sequence_indices``; ``tests/data/packed/test_collators.py``.
     """
@@ -55,41 +62,45 @@ class PackedCollator:
     pad_to_multiple_of: int = 1
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Builds the batch.
+        """Build the batch of B packs.
 
         Args:
-            rows: Each with ``input_ids (T,)``, ``loss_mask (T,)`` (True where the token is a target) and
-                ``seq_lengths``, the documents' lengths, which sum to T; maybe ``row_ids``. Other columns are ignored.
+            rows: Packs with ``input_ids (T,)``, ``loss_mask (T,)``, True at targets, and ``seq_lengths``, the lengths
+                of the documents, which sum to T; optionally ``row_ids``. Other columns are ignored.
 
         Returns:
-            ``input_ids``, ``labels``, ``position_ids``: ``int64 (B, L)`` with L the longest row, rounded up; the first
-            token of every document and all padding are ignored in ``labels``; ``token_mask``, ``bool (B, L)``, True for
-            tokens that are not padding; ``num_tokens``, a scalar: padding not
-            counted; ``row_ids``, an array of numpy, so that it stays where it is: those of all rows, which the model
-            does not take. In the ``flat`` layout ``(1, L)`` with L
-            the sum, rounded up, and besides ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (documents + 1,)``, and
-            ``max_length_q`` and ``max_length_k``, int: the longest document; padding counts as a document.
+            Tensors of shape ``(B, L)``, L being the length of the longest pack, rounded up; in the ``flat`` layout of
+            shape ``(1, L)``, L being the sum of the lengths, rounded up:
+
+            - ``input_ids`` and ``position_ids``, ``int64``.
+            - ``labels``, ``int64``: ``IGNORE_INDEX`` at tokens that are not targets, at the first token of every
+              document, and at padding.
+            - ``token_mask``, ``bool``: True at tokens that are not padding.
+
+            Also ``num_tokens``, an ``int64`` scalar, the number of tokens without padding; and ``row_ids`` of all
+            documents, a numpy array, so that it is not moved to the device. The ``flat`` layout has the entries of
+            ``build_bounds``, in which padding counts as a document.
         """
         numbers = {"row_ids": np.concatenate([row["row_ids"] for row in rows])} if "row_ids" in rows[0] else {}
         sizes = np.array([len(row["input_ids"]) for row in rows])
         if self.layout == "rows":
             return {**self._fill(rows, sizes), **numbers}
         batch = self._fill(rows, sizes.sum(keepdims=True))
-        # Every document begins at position 0, padding too: with its boundary, no document sees padding.
+        # Padding starts at position 0 as well, so that it is a document to the kernel.
         starts = np.flatnonzero(batch["position_ids"].numpy()[0] == 0)
         return {**batch, **numbers, **build_bounds(np.append(starts, batch["position_ids"].shape[1]))}
 
     def _fill(self, rows: Sequence[Mapping[str, Any]], sizes: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Lay out the tokens of all rows in lines of ``sizes`` tokens each."""
+        """Write the tokens of all packs into batch rows of ``sizes`` tokens each, ``int64 (B,)``."""
         joined = {name: np.concatenate([row[name] for row in rows]) for name in ("loss_mask", "seq_lengths")}
-        # `uint32` on disk; torch's embeddings take int32 and int64 only.
+        # uint32 in the prepared set; torch's embedding accepts only int32 and int64.
         ids = np.concatenate([row["input_ids"] for row in rows]).astype(np.int64)
         lengths = joined["seq_lengths"].astype(np.int64)
         columns = np.arange(-(-sizes.max() // self.pad_to_multiple_of) * self.pad_to_multiple_of)
         is_real = columns < sizes[:, None]
         input_ids = np.full(is_real.shape, self.pad_token_id, np.int64)
         labels = np.full(is_real.shape, IGNORE_INDEX, np.int64)
-        # Padding documents are no longer than the longest real one: a model may have no more positions than that.
+        # Positions of padding restart at the length of the longest document: a model may have no more positions.
         position_ids = (columns - sizes[:, None]) % max(1, lengths.max(initial=0))
         input_ids[is_real] = ids
         labels[is_real] = np.where(find_targets(joined), ids, IGNORE_INDEX)

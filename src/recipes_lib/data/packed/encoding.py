@@ -1,4 +1,4 @@
-"""Tokenisation of a mixture in chunks, with all broken rows reported together, and the inputs of its cache key."""
+"""Tokenisation of a mixture in chunks, with all broken rows reported together, and the inputs of the cache key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from recipes_lib.config.paths import expand_home
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.packed.packing import Examples, build_examples, concatenate_examples
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
+from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
 from recipes_lib.data.sources.mixtures import Mixture
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import compute_digests
@@ -39,29 +39,32 @@ if TYPE_CHECKING:
     from recipes_lib.data.chat.encoder import RowEncoder
 
 TokenizerLoader = Callable[[RecipeConfig], "PreTrainedTokenizerBase"]
-"""Loads the run's tokenizer; handed in, since loading models and tokenizers is not this room's work."""
+"""Function that loads the tokenizer of a run; a parameter, because ``data`` does not import ``models``."""
 
 ROWS_PER_CHUNK: Final = 500
-"""Rows tokenised together; also the window in which a stream is shuffled and packed."""
+"""Rows that are tokenised together; also the window in which a stream is shuffled and packed."""
 
 CHARACTERS_PER_CHUNK: Final = 1 << 21
-"""A chunk is closed when it has so many characters, so that memory does not grow with the length of rows."""
+"""Characters at which a chunk is closed, so that memory does not grow with the length of rows."""
 
 _THREADS: Final = 2
 
 Chunk = TypeVar("Chunk")
 Encode = Callable[[Sequence[Row], Sequence[int]], tuple[Examples, Mapping[str, npt.NDArray[Any]]]]
-"""Takes rows and their positions in a mixture; gives their tokens, and the other columns of ``EncodedMixture``."""
+"""Function of rows and their positions in a mixture, to their tokens and the ``columns`` of ``EncodedMixture``."""
 
 
 class TokenFile:
-    """Tokens of examples on disk, as ``Tokens``; memory does not grow with their number.
+    """Tokens of examples in a temporary file, as ``Tokens``; a context manager, which closes the file.
 
-    A temporary file without a name, so that a killed process leaves nothing. It is read, not memory-mapped: mapped
-    pages count as memory of the process, and packs read from everywhere. Use it as a context manager.
+    The file has no name, so that a killed process leaves nothing behind. It is read instead of memory-mapped: packs
+    access it at random, and mapped pages would count as memory of the process.
+
+    Args:
+        root: Folder of the file.
 
     Raises:
-        DataError: ``root`` cannot be made or written.
+        DataError: ``root`` cannot be written.
     """
 
     def __init__(self, root: Path) -> None:
@@ -82,23 +85,22 @@ class TokenFile:
         tokens = np.empty(span.stop - span.start, np.uint32)
         with explain_disk_errors(self._root):
             self._file.seek(tokens.itemsize * span.start)
-            # Bytes that are not read would be uninitialised memory.
+            # After a short read, the rest of the array would be uninitialised memory.
             if self._file.readinto(tokens.data) != tokens.nbytes:
-                raise OSError(errno.EIO, "the temporary file of its tokens is shorter than what was written")
+                raise OSError(errno.EIO, "the temporary file of its tokens has lost data")
         return tokens
 
     def keep(self, examples: Examples) -> Examples:
-        """Append the tokens of examples, and return the examples with their tokens in this file.
+        """Append the tokens of examples to the file, and return the examples with this file as their ``tokens``.
 
         Args:
-            examples: Laid end to end in an array.
+            examples: Examples whose tokens are contiguous from the start of an array.
 
         Raises:
             DataError: The disk is full.
         """
         tokens = examples.tokens[0 : int(examples.lengths.sum())]
         with explain_disk_errors(self._root):
-            # Reads have moved the position.
             self._file.seek(0, os.SEEK_END)
             self._file.write(tokens.data)
         starts = examples.starts + self._num_tokens
@@ -108,13 +110,13 @@ class TokenFile:
 
 @dataclass(frozen=True, slots=True)
 class EncodedMixture:
-    """Rows of a mixture: their places, digests and tokens.
+    """Tokenised rows of a mixture.
 
     Attributes:
-        mixture: What they were read from; ``examples.row_ids`` are positions in it.
-        examples: The tokens.
-        digests: From ``compute_digests``, one for each example.
-        columns: What else is known of each example: arrays by name, each with one entry for each.
+        mixture: The mixture; ``examples.row_ids`` are positions in it.
+        examples: The tokenised rows, R examples.
+        digests: Digests from ``compute_digests``, ``S16 (R,)``.
+        columns: Further arrays by name, each with R entries.
     """
 
     mixture: Mixture
@@ -124,24 +126,24 @@ class EncodedMixture:
 
     @property
     def num_duplicates(self) -> int:
-        """Number of rows with the same content as an earlier one."""
+        """Number of rows with the same content as an earlier row."""
         return len(self.digests) - len(np.unique(self.digests))
 
     def take(self, positions: npt.NDArray[np.int64]) -> EncodedMixture:
-        """Return the rows at these positions, in that order."""
+        """Return the rows at ``positions``, ``int64 (K,)``, in that order."""
         columns = {name: column[positions] for name, column in self.columns.items()}
         return EncodedMixture(self.mixture, self.examples.take(positions), self.digests[positions], columns)
 
     def find_places(self, positions: Collection[int]) -> dict[int, str]:
-        """Return the places of these rows for error messages; reads the mixture again, up to the last of them."""
+        """Return the locations of rows by position, for errors; reads the mixture again up to the last of them."""
         numbers = {position: int(self.examples.row_ids[position]) for position in positions}
         places = self.mixture.find_places(numbers.values())
         return {position: places[number] for position, number in numbers.items()}
 
 
 def read_seed(config: RecipeConfig) -> int:
-    """Return the run's seed for held-out rows, draws and shuffling."""
-    # The default is 0, not upstream's 42: otherwise existing prepared sets would change.
+    """Return the seed of held-out rows, of rows drawn from mixtures, and of shuffling."""
+    # The default is 0 instead of upstream's 42, because another one would change the key of existing prepared sets.
     return int(config.training.get("seed") or 0)
 
 
@@ -149,9 +151,11 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
     """Build the encoder of a run.
 
     Raises:
-        ConfigError: The tokenizer is not a fast one or has no such ``eos_token``, or the chat template cannot be read.
+        ConfigError: The tokenizer is not a fast one, does not have the ``eos_token``, or the chat template cannot be
+            read.
     """
-    from recipes_lib.data.chat.encoder import RowEncoder  # imports transformers, which finding a set does not need
+    # Imports transformers, which is slow and not needed to find an existing set.
+    from recipes_lib.data.chat.encoder import RowEncoder
 
     tokens, template = config.tokens, read_chat_template(config)
     return RowEncoder(tokenizer, loss_on=tokens.loss_on, chat_template=template, eos_token=tokens.eos_token)
@@ -160,12 +164,12 @@ def build_encoder(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> R
 def split_chunks(
     entries: Iterable[Row | Problem], broken: BrokenRows, max_characters: float = math.inf
 ) -> Iterator[list[Row | Problem]]:
-    """Yield entries in chunks of ``ROWS_PER_CHUNK``; the last one is shorter.
+    """Yield entries in chunks of ``ROWS_PER_CHUNK``; the last one may be shorter.
 
     Args:
-        entries: The rows.
-        broken: Told what is wrong with what they are read from; those that were read before are yielded all the same.
-        max_characters: A chunk is closed, too, when its rows have so many.
+        entries: Rows and problems.
+        broken: Receives the problems if the source cannot be read further; entries before that are yielded.
+        max_characters: Number of characters at which a chunk is closed before it has ``ROWS_PER_CHUNK`` entries.
     """
     chunk: list[Row | Problem] = []
     num_characters = 0
@@ -177,47 +181,47 @@ def split_chunks(
                 yield chunk
                 chunk, num_characters = [], 0
     except DataError as error:
-        broken.refused += error.problems
+        broken.fatal += error.problems  # Raised by the caller, together with the problems of single rows.
     if chunk:
         yield chunk
 
 
 def _count_characters(row: Row) -> int:
-    """Number of characters of a row's texts, without markup."""
+    """Return the number of characters of a row's texts, without those that the chat template adds."""
     if row.messages is not None:
         return sum(len(str(message.get("content", ""))) for message in row.messages)
     return len(row.text or "") + len(row.prompt or "") + len(row.completion or "")
 
 
 def encode_chunk(encoder: RowEncoder, rows: Sequence[Row], row_ids: Sequence[int]) -> Examples:
-    """Tokenise some rows.
+    """Tokenise rows.
 
     Args:
-        encoder: From ``build_encoder``.
+        encoder: Encoder from ``build_encoder``.
         rows: The rows.
-        row_ids: Their positions in their mixture.
+        row_ids: Positions of the rows in their mixture.
 
     Raises:
-        DataError: Rows that cannot be tokenised or masked, or give no token.
+        DataError: Rows cannot be tokenised or masked, or have no token.
     """
     encoded = encoder.encode(rows)
     empty = [row for row, tokens in zip(rows, encoded, strict=True) if not len(tokens.input_ids)]
     if empty:
-        raise DataError(*(Problem(row.where, "the row gives no token", "remove it") for row in empty))
+        raise DataError(*(Problem(row.where, "the row has no token", "remove it") for row in empty))
     return build_examples(encoded, row_ids)
 
 
 def encode_mixture(
     encode: Encode, mixture: Mixture, broken: BrokenRows, on_rows: Callable[[int], None], file: TokenFile
 ) -> EncodedMixture:
-    """Tokenise all valid rows.
+    """Tokenise all valid rows of a mixture.
 
     Args:
-        encode: Gives the tokens of some rows, and what else there is to know of each; called by several threads.
+        encode: Function that encodes the rows of a chunk; called by several threads.
         mixture: The rows.
-        broken: Counts the others, for the caller to judge.
-        on_rows: Told the number of rows of each chunk that is done.
-        file: Takes the tokens, of any number of mixtures; in memory are some numbers for each row.
+        broken: Receives the counts and problems of broken rows, which the caller raises.
+        on_rows: Called with the number of rows of each finished chunk.
+        file: File for the tokens, which several mixtures can share; memory has only a few numbers per row.
 
     Raises:
         DataError: The disk is full.
@@ -228,7 +232,7 @@ def encode_mixture(
         return examples, {"digests": compute_digests(rows), **columns}
 
     parts, columns = [], defaultdict(list)
-    # An empty chunk first, so that columns have their types where there is no row.
+    # The empty first chunk determines the dtypes, in case no row is valid.
     for examples, chunk in chain([encode_all([], [])], map_chunks(mixture.entries(), encode_all, broken)):
         parts.append(file.keep(examples))
         for name, column in chunk.items():
@@ -241,25 +245,25 @@ def encode_mixture(
 def map_chunks(
     entries: Iterable[Row | Problem], encode: Callable[[Sequence[Row], Sequence[int]], Chunk], broken: BrokenRows
 ) -> Iterator[Chunk]:
-    """Yield the result of each chunk of rows, in order, without the broken ones.
+    """Encode the valid rows in chunks, and yield the results in order.
 
-    While some chunks are in the tokenizer, which releases the GIL, others are read and masked.
+    Chunks are processed by a few threads: the tokenizer releases the GIL, so that reading, rendering and masking of
+    other chunks overlap with it.
 
     Args:
-        entries: The rows.
-        encode: Takes the rows of a chunk and their numbers; called by several threads.
-        broken: Told of every row of the chunks up to the one that is yielded, and of what is wrong.
+        entries: Rows and problems.
+        encode: Function of the rows of a chunk and their positions; called by several threads.
+        broken: Receives the counts and problems of all chunks up to the yielded one.
     """
     pending: deque[tuple[int, Future[tuple[Chunk | None, list[Problem]]]]] = deque()
     num_read = 0
     with ThreadPoolExecutor(_THREADS) as pool:
-        chunks = split_chunks(broken.skim(entries), broken, CHARACTERS_PER_CHUNK)
-        while not broken.are_hopeless:
-            # One more than there are threads, so that none waits while this one masks and yields.
+        chunks = split_chunks(broken.skip_after_error(entries), broken, CHARACTERS_PER_CHUNK)
+        while not broken.exceeds_limit:
+            # One chunk more than threads, so that no thread is idle while this one reads.
             for chunk in islice(chunks, _THREADS + 1 - len(pending)):
-                pending.append(
-                    (len(chunk), pool.submit(encode_sound, encode, chunk, num_read, drop=broken.are_dropped))
-                )
+                future = pool.submit(encode_valid, encode, chunk, num_read, drop=broken.are_dropped)
+                pending.append((len(chunk), future))
                 num_read += len(chunk)
             if not pending:
                 return
@@ -281,22 +285,23 @@ TOKENIZER_FILES: Final = (
     "chat_template*",
     "additional_chat_templates/*",
 )
-"""Files of a model folder that make a tokenizer."""
+"""Patterns of the files of a tokenizer in a model folder."""
 
 _TOKENIZER_CLASS_FILES: Final = ("config.json", "*.py")
-"""Files that may name its class, or be it."""
+"""Patterns of files that can determine the class of a tokenizer."""
 
 _PACKAGES: Final = ("jinja2", "tokenizers", "transformers")
-_TOLD_BY_CONTENT: Final = {"dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"}
-"""Options that only say where something lies: what lies there is in the key instead, so moving it changes nothing."""
+"""Packages whose version can change token ids."""
+_NOT_IN_KEY: Final = {"dataset_name", "dataset_revision", "chat_template_path", "eval_datasets", "prepared_dir"}
+"""Options that are only locations; the key has the content instead, so that moved data keep their prepared set."""
 
 
 def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str, Any]:
     """Return everything that determines the content of a prepared set, as JSON values; the key is their hash.
 
     Args:
-        config: The run.
-        sources: Fingerprint of the rows of each split.
+        config: Configuration of the run.
+        sources: Fingerprint of the rows by split.
 
     Raises:
         ConfigError: The tokenizer or the chat template cannot be found.
@@ -305,7 +310,7 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
     template = read_chat_template(config)
     return {
         "sources": dict(sources),
-        "options": {name: value for name, value in options.items() if name not in _TOLD_BY_CONTENT},
+        "options": {name: value for name, value in options.items() if name not in _NOT_IN_KEY},
         "trust_remote_code": config.model.trust_remote_code,
         "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest(),
         "tokenizer": _hash_files(find_tokenizer_folder(config), (*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES)),
@@ -315,27 +320,26 @@ def collect_inputs(config: RecipeConfig, sources: Mapping[str, str]) -> dict[str
 
 
 def find_tokenizer_folder(config: RecipeConfig) -> Path:
-    """Return the folder with the tokenizer files of the run; those of a Hub model are downloaded to its cache.
+    """Return the folder with the tokenizer files of a run; those of a Hub model are downloaded to the Hub cache.
 
     Raises:
-        ConfigError: There is no such folder or Hub model, or it has no tokenizer.
+        ConfigError: The folder or Hub model does not exist, or has no tokenizer.
     """
     own = config.model.tokenizer_name_or_path
     name = own or str(config.model.model_name_or_path)
     option = "tokenizer_name_or_path" if own else "model_name_or_path"
     folder = Path(name) if Path(name).is_dir() else _fetch(config, option, name)
     if not _list_files(folder, TOKENIZER_FILES):
-        raise _missing(
-            config, option, f"{name} has no tokenizer files", "name the tokenizer with tokenizer_name_or_path"
-        )
+        remedy = "name the tokenizer with tokenizer_name_or_path"
+        raise _missing(config, option, f"{name} has no tokenizer files", remedy)
     return folder
 
 
 def read_chat_template(config: RecipeConfig) -> str | None:
-    """Return the text of ``chat_template_path``; ``None`` if the tokenizer's own template is used.
+    """Return the template in ``chat_template_path``; ``None`` if the tokenizer's own template is used.
 
     Raises:
-        ConfigError: The file cannot be read as text.
+        ConfigError: The file cannot be read as UTF-8 text.
     """
     path = config.tokens.chat_template_path
     try:
@@ -347,15 +351,14 @@ def read_chat_template(config: RecipeConfig) -> str | None:
 
 
 def _fetch(config: RecipeConfig, option: str, name: str) -> Path:
-    from huggingface_hub import snapshot_download  # Not needed for a tokenizer on disk.
+    from huggingface_hub import snapshot_download  # Slow to import, and not needed for a local tokenizer.
 
     is_models = option == "model_name_or_path"
     revision = config.model.tokenizer_revision or (config.model.model_revision if is_models else None)
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=[*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES])
-        )
-    except (OSError, ValueError) as error:  # No repository id, no such repository, or no network and not in the cache.
+        patterns = [*TOKENIZER_FILES, *_TOKENIZER_CLASS_FILES]
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (OSError, ValueError) as error:  # Invalid repository id, no such repository, or offline and not cached.
         reason = str(error).splitlines()[0]
         raise _missing(config, option, f"no folder and no Hub model {name!r}: {reason}", "check the name") from error
 

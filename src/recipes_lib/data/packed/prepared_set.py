@@ -65,14 +65,14 @@ _ROWS_PER_RECORD_BATCH: Final = 1000
 
 
 class SetIdentity(NamedTuple):
-    """Identity of a run's prepared set, before it is looked up.
+    """Identity of a prepared set, and the rows from which it is built.
 
     Attributes:
         root: Folder of prepared sets.
-        key: From ``compute_key`` and the inputs.
-        inputs: Everything that decides the content.
-        train: The rows to train on.
-        test: The held-out rows, if some are named.
+        key: Key from ``compute_key(inputs)``.
+        inputs: Everything that determines the content, as JSON values.
+        train: Training rows.
+        test: Held-out rows of ``dataset_test_split``; ``None`` if it is not set.
     """
 
     root: Path
@@ -83,17 +83,17 @@ class SetIdentity(NamedTuple):
 
 
 def prepare(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
-    """Find the prepared set of a run, or build it; a second call tokenises nothing and loads no tokenizer.
+    """Find the prepared set of a run, or build it; an existing set is found without loading a tokenizer.
 
     Args:
-        config: The run.
-        load_tokenizer: Called only when the set has to be made.
-        local_rank: Rank on this node; all but the first wait for its set.
+        config: Configuration of the run.
+        load_tokenizer: Function that loads the tokenizer; called only to build the set.
+        local_rank: Local rank of this process; all ranks but 0 wait for the set.
 
     Raises:
-        ConfigError: The options do not fit together, or the tokenizer is not there.
-        DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn, each named up to
-            twenty; the set cannot be written; or, on the other ranks, that the first one gave up.
+        ConfigError: Options are incompatible, or the tokenizer does not exist.
+        DataError: Rows are broken, too long, without targets, or both trained on and held out; the set cannot be
+            written; on other ranks, local rank 0 has not built the set.
     """
     identity = identify_set(config)
     return prepare_set(
@@ -107,16 +107,16 @@ def prepare_set(
     *,
     local_rank: int,
 ) -> PreparedSet:
-    """Find a prepared set, or build it, in memory that does not grow with its tokens.
+    """Find a prepared set, or build it, with memory that does not grow with the number of its tokens.
 
     Args:
-        identity: Which.
-        build: Gives the rows of each split, read once, and the manifest without key and inputs; what it tokenises is
-            in the file for as long as they are read.
-        local_rank: Rank on this node; all but the first wait for its set.
+        identity: Identity of the set.
+        build: Function of a file for tokens, which stays open until the rows are written. Returns the rows of each
+            split, which are consumed once, and the entries of the manifest other than ``key`` and ``inputs``.
+        local_rank: Local rank of this process; all ranks but 0 wait for the set.
 
     Raises:
-        DataError: As ``build``; the set cannot be written; or, on the other ranks, that the first one gave up.
+        DataError: As ``build``; the set cannot be written; on other ranks, local rank 0 has not built the set.
     """
 
     def write(staging: Path) -> dict[str, Any]:
@@ -129,15 +129,15 @@ def prepare_set(
 
 
 def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
-    """Return the identity of a run's set, without tokenising anything.
+    """Return the identity of a run's prepared set, without tokenising anything.
 
     Args:
-        config: The run.
-        decisions: What decides the content besides.
+        config: Configuration of the run.
+        decisions: Additional inputs of the key.
 
     Raises:
-        ConfigError: The options do not fit together, or the tokenizer is not there.
-        DataError: The data are not there.
+        ConfigError: The data are streamed, options are incompatible, or the tokenizer does not exist.
+        DataError: The data do not exist or cannot be read.
     """
     if config.data.dataset_streaming:
         where = config.provenance.get("dataset_streaming", "dataset_streaming")
@@ -145,7 +145,8 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
     seed = read_seed(config)
     train, test = load_train_data(config.data, seed=seed), load_test_data(config.data)
     fingerprints = {"train": train.fingerprint()} | ({} if test is None else {"test": test.fingerprint()})
-    # The seed is in the key only where rows are drawn by it: else another seed would make the set again.
+    # The seed is part of the key only if it determines the held-out rows; the mixtures' fingerprints have it if rows
+    # are drawn. Otherwise, another seed of a run does not build the set again.
     draws = test is None and config.data.test_split_size is not None
     inputs = {**collect_inputs(config, fingerprints), "split_seed": seed if draws else None, **decisions}
     return SetIdentity(find_root(config), compute_key(inputs), inputs, train, test)
@@ -154,7 +155,7 @@ def identify_set(config: RecipeConfig, **decisions: str) -> SetIdentity:
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
-    """Return the packs of each split, and the manifest without key and inputs."""
+    """Return the packs of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
     encoder = build_encoder(config, tokenizer)
     sides, broken = encode_sides(
         config,
@@ -191,21 +192,24 @@ def encode_sides(
     describe: Callable[[str, int, int], Problem],
     count: Callable[[EncodedMixture], IntArray] = lambda side: side.examples.lengths,
 ) -> tuple[dict[str, EncodedMixture], dict[str, BrokenRows]]:
-    """Encode ``train`` and, with held-out rows, ``eval``; collect broken rows of both.
+    """Encode the rows of ``train``, and those of ``eval`` if there is a ``dataset_test_split``.
 
-    Both are read to the end before anything is raised.
+    Both are read to the end before problems are raised.
 
     Args:
-        config: The run.
-        identity: Its set.
-        encode: As for ``encode_mixture``.
-        file: Takes the tokens.
-        describe: The problem of a row that is too long: where it stands, its length and ``max_length``, in tokens.
-        count: The length of each row, ``int64 (R,)``, that ``max_length`` is a limit to.
+        config: Configuration of the run.
+        identity: Identity of the set.
+        encode: Function that encodes the rows of a chunk, as for ``encode_mixture``.
+        file: File for the tokens.
+        describe: Function that returns the problem of an overlong row, given its location, its length in tokens and
+            ``max_length``.
+        count: Function that returns the lengths that ``max_length`` limits, in tokens, ``int64 (R,)``.
+
+    Returns:
+        The encoded rows, and the counts of broken rows, by split.
 
     Raises:
-        DataError: Rows are broken, or too long where ``overlong`` is ``error``: of each kind the first, the worst and
-            their number.
+        DataError: Too many rows are broken; or rows are too long and ``overlong`` is ``error``.
     """
     mixtures = {"train": identity.train} | ({} if identity.test is None else {"eval": identity.test})
     broken = {name: BrokenRows(config.tokens) for name in mixtures}
@@ -220,8 +224,8 @@ def encode_sides(
             lengths = count(side)
             places = side.find_places(np.flatnonzero(lengths > limit).tolist())
             overlong = [describe(places[at], int(lengths[at]), limit) for at in sorted(places)]
-            broken[name].refused += merge_alike(overlong, broken[name].num_rows)
-    problems = [problem for name, mixture in mixtures.items() for problem in broken[name].judge(mixture.name)]
+            broken[name].fatal += merge_alike(overlong, broken[name].num_rows)
+    problems = [problem for name, mixture in mixtures.items() for problem in broken[name].list_problems(mixture.name)]
     raise_problems(problems, identity.train.name)
     return sides, broken
 
@@ -233,18 +237,18 @@ def separate_sides(
     inseparable: str = "equal rows",
     relation: str = "",
 ) -> dict[str, EncodedMixture]:
-    """``train`` and, with held-out rows, ``eval``, without rows that are in both.
+    """Return ``train`` and, if rows are held out, ``eval``, after verifying that no row is in both.
 
     Args:
-        config: The run.
-        sides: From ``encode_sides``; of ``train`` alone, rows are held out where ``test_split_size`` says so.
-        groups: A digest for each row; rows with the same one are on the same side.
-        inseparable: What such rows are, for the error.
-        relation: What training rows do that share a group with a held-out row, for the error; empty where
-            they are the same row.
+        config: Configuration of the run.
+        sides: Rows by split from ``encode_sides``; without ``eval``, ``test_split_size`` of ``train`` are held out.
+        groups: Function that returns a digest of each row, ``S16 (R,)``; rows with equal digests are on the same side.
+        inseparable: Description of rows with equal digests in the error.
+        relation: Predicate of training rows whose digest is that of a held-out row, in the error; empty if the digest
+            is that of the whole row.
 
     Raises:
-        DataError: As ``split_rows``, or rows, or groups, are trained on as well as held out.
+        DataError: As ``split_rows``; or rows, or groups, are both trained on and held out.
     """
     train, held_out = sides["train"], sides.get("eval")
     if held_out is None:
@@ -255,8 +259,8 @@ def separate_sides(
     problems: list[Problem] = []
     kinds = [(train.digests, held_out.digests, "are held-out rows too")]
     kinds += [(groups(train), groups(held_out), relation)] if relation else []
-    for ours, theirs, what in () if config.data.allow_eval_overlap else kinds:
-        overlap = find_overlap(ours, theirs)
+    for train_digests, eval_digests, what in () if config.data.allow_eval_overlap else kinds:
+        overlap = find_overlap(train_digests, eval_digests)
         train_places = train.find_places([position for position, _ in overlap.pairs])
         eval_places = held_out.find_places([position for _, position in overlap.pairs])
         with collecting(problems):
@@ -266,7 +270,7 @@ def separate_sides(
 
 
 def _digest_rows(rows: datasets.Dataset) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64]]:
-    """Return a digest of each row's tokens, of a pair's prompt, ``S16 (R,)``, and its number in the data ``(R,)``."""
+    """Return a digest of each document's tokens, or of each pair's prompt, ``S16 (R,)``, and its row id, ``(R,)``."""
     digests, numbers = [], [np.zeros(0, np.int64)]
     for batch in rows.with_format("arrow").iter(batch_size=ROWS_PER_CHUNK):
         if "prompt_ids" in batch.column_names:
@@ -274,6 +278,7 @@ def _digest_rows(rows: datasets.Dataset) -> tuple[npt.NDArray[np.bytes_], npt.ND
             lengths, row_ids = ids.value_lengths(), batch["row_id"].combine_chunks()
         else:
             ids = batch["input_ids"].combine_chunks()
+            # A pack has several documents, each with a length and a row id.
             lengths, row_ids = (batch[name].combine_chunks().flatten() for name in ("seq_lengths", "row_ids"))
         tokens = ids.flatten().to_numpy(zero_copy_only=False)
         for row in np.split(tokens, np.cumsum(lengths.to_numpy())[:-1]):
@@ -289,19 +294,20 @@ def describe_set(
     findings: Sequence[Finding],
     broken: Mapping[str, BrokenRows],
 ) -> dict[str, Any]:
-    """Common entries of every manifest.
+    """Return the entries that the manifests of all kinds of sets have.
 
     Args:
-        config: The run.
-        identity: Its set.
-        max_length: Given or derived, in tokens.
-        findings: Of the audit of all splits.
-        broken: From ``encode_sides``; rows that were dropped are told as warnings.
+        config: Configuration of the run.
+        identity: Identity of the set.
+        max_length: Maximum length of a row in tokens, configured or derived.
+        findings: Audit findings of all splits.
+        broken: Counts of broken rows by split; a warning is added if rows were dropped.
 
     Raises:
-        DataError: There are findings of severity ``error``.
+        DataError: A finding has the severity ``error``.
     """
-    findings = [*findings, *(Finding("warning", told) for split, rows in broken.items() for told in rows.tell(split))]
+    dropped = [Finding("warning", text) for split, rows in broken.items() for text in rows.list_warnings(split)]
+    findings = [*findings, *dropped]
     refuse_errors(identity.train.name, findings)
     return {
         "max_length": max_length,
@@ -312,14 +318,14 @@ def describe_set(
 
 
 def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
-    """The packs with the columns of ``PreparedSet.train``, read from the examples' tokens in batches."""
-    import pyarrow as pa  # Imported only if a set is built.
+    """Return the packs with the columns of ``PreparedSet.train``; their tokens are read in batches."""
+    import pyarrow as pa  # Slow to import, and needed only to build a set.
 
     def read(packs: slice) -> pa.RecordBatch:
         offsets = bins.offsets[packs.start : packs.stop + 1]
         members = bins.order[offsets[0] : offsets[-1]]
         lengths, documents = examples.lengths[members], offsets - offsets[0]
-        # Ends of the packs, in documents and in tokens.
+        # Boundaries of the packs, in documents and in tokens.
         tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])[documents]
         input_ids, loss_mask = examples.read(members)
         columns = {
@@ -333,34 +339,34 @@ def _read_packs(examples: Examples, bins: Bins) -> pa.RecordBatchReader:
     return read_batches(len(bins), read)
 
 
-def build_lists(ends: IntArray, values: npt.NDArray[Any]) -> pa.ListArray:
-    """Array of lists that are concatenated in ``values``; the ``i``-th is ``ends[i]:ends[i + 1]``."""
+def build_lists(offsets: IntArray, values: npt.NDArray[Any]) -> pa.ListArray:
+    """Return an Arrow array of lists; list ``i`` is ``values[offsets[i]:offsets[i + 1]]``."""
     import pyarrow as pa
 
-    return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(values))
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))
 
 
 def read_batches(num_rows: int, read: Callable[[slice], pa.RecordBatch]) -> pa.RecordBatchReader:
-    """Yield the rows of a split in batches.
+    """Return a reader of the rows of a split, in batches.
 
     Args:
-        num_rows: Of the split.
-        read: Gives the rows of a stretch, which may be empty.
+        num_rows: Number of rows of the split.
+        read: Function that returns the rows of a slice, which may be empty.
     """
     import pyarrow as pa
 
     starts = range(0, num_rows, _ROWS_PER_RECORD_BATCH)
-    stretches = (slice(start, min(start + _ROWS_PER_RECORD_BATCH, num_rows)) for start in starts)
-    # An empty stretch has the types of all.
-    return pa.RecordBatchReader.from_batches(read(slice(0, 0)).schema, map(read, stretches))
+    slices = (slice(start, min(start + _ROWS_PER_RECORD_BATCH, num_rows)) for start in starts)
+    # An empty batch has the schema of all batches.
+    return pa.RecordBatchReader.from_batches(read(slice(0, 0)).schema, map(read, slices))
 
 
 @contextmanager
 def _show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
-    """Show the number of tokenised rows on a terminal.
+    """Show the number of tokenised rows, if stderr is a terminal.
 
     Yields:
-        Opens the line of a mixture; what it returns is told how many more rows are done.
+        Function that adds a line for a mixture, and returns the function that advances it by a number of rows.
     """
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("{task.description}: {task.completed:,.0f} rows")
@@ -374,12 +380,12 @@ def _show_progress() -> Iterator[Callable[[Mixture], Callable[[int], None]]]:
 
 
 def derive_max_length(longest: int) -> int:
-    """Default length limit: the longest row, rounded up to ``LENGTH_MULTIPLE`` tokens."""
+    """Return the default ``max_length``: the longest row, rounded up to a multiple of ``LENGTH_MULTIPLE`` tokens."""
     return -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
 
 
 def render_summary(prepared: PreparedSet) -> Table:
-    """Table of a prepared set, one column for each split."""
+    """Return a table of the figures of a prepared set, with a column for each split."""
     manifest = prepared.manifest
     capacity = int(manifest["max_length"])
     table = Table(title=f"max_length {capacity:,}" + (" (derived)" if manifest["max_length_is_derived"] else ""))
@@ -403,7 +409,7 @@ def render_summary(prepared: PreparedSet) -> Table:
 
 
 def add_findings(table: Table, findings: Sequence[Mapping[str, str]]) -> None:
-    """Add the warnings of a set's audit, a section each."""
+    """Add the warnings of a set's audit to its table, one section each."""
     for finding in findings:
         if finding["severity"] != "ok":
             table.add_section()
@@ -415,14 +421,14 @@ class PreparedRows:
     """Rows of a run with their statistics.
 
     Attributes:
-        train: To train on.
-        eval: Held out, or ``None``.
-        max_length: Tokens that one has room for.
-        audit: Figures of the training rows.
-        findings: What the audit of all rows makes of them.
-        record: JSON values for ``run.json``: where the rows came from, their counts, and what was left out.
-        eval_sets: The rows of each of ``eval_datasets``.
-        order: In which rows are trained on where some are replayed, which stand behind the others in ``train``.
+        train: Training rows; with replay, new rows followed by replayed rows.
+        eval: Held-out rows, or ``None``.
+        max_length: Maximum length of a row, in tokens.
+        audit: Audit figures of the training rows.
+        findings: Audit findings of all rows.
+        record: JSON values for ``run.json``: the origin of the rows, their counts, and those of dropped rows.
+        eval_sets: Rows of each of ``eval_datasets``, by name.
+        order: Order of new and replayed rows; ``None`` without replay.
     """
 
     train: Any
@@ -436,12 +442,12 @@ class PreparedRows:
 
     @property
     def held_out(self) -> Mapping[str, Any]:
-        """Held-out rows by name; empty without any."""
+        """All held-out rows by name."""
         return {**({} if self.eval is None else {"held-out set": self.eval}), **self.eval_sets}
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row after truncation, including held-out rows; for a stream, the maximum length."""
+        """Length in tokens of the longest row after truncation, held-out rows included; for a stream ``max_length``."""
         parts = (self.record, self.record.get("replay", {}))
         audits = [part[side] for part in parts for side in ("train", "eval") if part.get(side)]
         audits += self.record.get("eval_datasets", {}).values()
@@ -449,13 +455,13 @@ class PreparedRows:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of the audit."""
+        """Warnings of the audit and about replay."""
         audited = [finding.found for finding in self.findings if finding.severity == "warning"]
         return [*audited, *tell_replay(self.record)]
 
     @property
     def typical_length(self) -> int:
-        """Typical number of tokens that attend to each other: the median row's."""
+        """Median length of a row in tokens, for estimates of the cost of attention."""
         length: int = self.audit.length_p50
         return length
 
@@ -469,12 +475,15 @@ def open_set(
     prepare: Callable[[RecipeConfig], PreparedSet],
     count_terms: Callable[[datasets.Dataset], IntArray],
 ) -> tuple[dict[str, Any], list[TrainedSet]]:
-    """Return the fields of ``PreparedRows`` of a run, replayed rows among them, and its sets for ``add_eval_sets``.
+    """Prepare the training rows of a run, with replayed rows.
 
     Args:
-        config: The run.
-        prepare: Finds or builds the set of a configuration.
-        count_terms: What each row adds to the mean that the loss is, ``int64 (R,)``.
+        config: Configuration of the run.
+        prepare: Function that finds or builds the prepared set of a configuration.
+        count_terms: Function that returns the number of terms of the loss's mean for each row, ``int64 (R,)``.
+
+    Returns:
+        The fields of ``PreparedRows`` other than ``audit`` and ``eval_sets``, and the sets that are trained on.
 
     Raises:
         ConfigError: As ``prepare``.
@@ -488,7 +497,7 @@ def open_set(
         trained.append((replayed, other))
         order = build_order(config, count_terms(train), count_terms(other.train))
         train = join_rows(train, other.train)
-        # What is stored of each row, such as a reference's log-probabilities, covers the rows of both, in their order.
+        # Stored values of each row, such as log-probabilities of the reference model, cover both sets in this order.
         record |= {
             "key": compute_key({"sets": [prepared.key, other.key]}),
             "replay": describe_replay(config, order, other),
@@ -510,19 +519,18 @@ def add_eval_sets(
     trained: Sequence[TrainedSet],
     relation: str = "are held-out rows too",
 ) -> Rows:
-    """Return the data of a run with the rows of its ``eval_datasets``.
+    """Return the data of a run, completed by the rows of its ``eval_datasets``.
 
     Args:
-        config: The run.
-        data: Without them.
-        prepare: Finds or builds the set of a configuration.
-        trained: Sets whose rows no held-out set may have, each with the run that it was prepared under; none on ranks
-            that leave the comparison to another.
-        relation: What such training rows do, for the error.
+        config: Configuration of the run.
+        data: Data of the run without ``eval_sets``.
+        prepare: Function that finds or builds the prepared set of a configuration.
+        trained: Sets that are trained on, with which the held-out sets are compared; empty on ranks other than 0.
+        relation: Predicate of a training row that is also held out, in the error.
 
     Raises:
         ConfigError: As ``prepare``.
-        DataError: As ``prepare``; or rows are trained on and held out; of each two sets the first few.
+        DataError: As ``prepare``; or rows are both trained on and held out.
     """
     derived = derive_eval_configs(config, data.max_length)
     sets = {name: (run, prepare(run)) for name, run in derived.items()}
@@ -530,26 +538,31 @@ def add_eval_sets(
         return data
     if trained and not config.data.allow_eval_overlap:
         _refuse_named_overlap(trained, list(sets.values()), relation)
-    told = {
-        name: {"prepared_set": str(found.path), "key": found.key, **found.manifest["train"]}
-        for name, (_, found) in sets.items()
+    record = {
+        name: {"prepared_set": str(prepared.path), "key": prepared.key, **prepared.manifest["train"]}
+        for name, (_, prepared) in sets.items()
     }
-    packs = {name: found.train for name, (_, found) in sets.items()}
-    return dataclasses.replace(data, eval_sets=packs, record={**data.record, "eval_datasets": told})
+    packs = {name: prepared.train for name, (_, prepared) in sets.items()}
+    return dataclasses.replace(data, eval_sets=packs, record={**data.record, "eval_datasets": record})
 
 
 def _refuse_named_overlap(trained: Sequence[TrainedSet], named: Sequence[TrainedSet], relation: str) -> None:
-    """Raise when rows of ``eval_datasets`` are trained on too; told by their token ids, of pairs by their prompts'."""
+    """Raise if rows of ``eval_datasets`` are also trained on, compared by token ids; pairs by those of their prompts.
+
+    Raises:
+        DataError: There are such rows; names the first few of each pair of sets.
+    """
     problems: list[Problem] = []
-    digested = [_digest_rows(found.train) for _, found in named]
+    digested = [_digest_rows(prepared.train) for _, prepared in named]
     for config, prepared in trained:
-        ours, numbers = _digest_rows(prepared.train)
-        for (held_out, _), (theirs, their_numbers) in zip(named, digested, strict=True):
-            overlap = find_overlap(ours, theirs)
-            pairs = [(int(numbers[train]), int(their_numbers[test])) for train, test in overlap.pairs]
+        train_digests, train_ids = _digest_rows(prepared.train)
+        for (held_out, _), (eval_digests, eval_ids) in zip(named, digested, strict=True):
+            overlap = find_overlap(train_digests, eval_digests)
+            # From positions in the prepared sets to positions in the mixtures, whose locations can be looked up.
+            pairs = [(int(train_ids[train]), int(eval_ids[test])) for train, test in overlap.pairs]
             places = load_train_data(config.data, seed=read_seed(config)).find_places({train for train, _ in pairs})
             test_places = load_train_data(held_out.data).find_places({test for _, test in pairs})
-            told = Overlap(overlap.num_rows, pairs)
+            overlap = Overlap(overlap.num_rows, pairs)
             with collecting(problems):
-                refuse_overlap(told, places.__getitem__, test_places.__getitem__, relation=relation)
+                refuse_overlap(overlap, places.__getitem__, test_places.__getitem__, relation=relation)
     raise_problems(problems, "eval_datasets")

@@ -1,4 +1,4 @@
-"""Token-level preview of rows, coloured by loss mask in the terminal; ``preview.html.jinja`` shows the same."""
+"""Token-level preview of rows with their loss mask, for the terminal and for ``preview.html.jinja``."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _TARGET_STYLE, _CONTEXT_STYLE = "black on green", "dim"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Display text of one token.
+    """A token for display.
 
     Attributes:
-        text: Its text with white space and control characters made visible.
-        token_id: Its id.
-        is_target: True when it is trained on.
-        is_special: True for a special token of the tokenizer.
+        text: Text of the token, with visible white space and escaped control characters.
+        token_id: Id of the token.
+        is_target: Whether the token is trained on.
+        is_special: Whether it is a special token of the tokenizer.
     """
 
     text: str
@@ -46,11 +46,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """A row and its origin.
+    """A row for display.
 
     Attributes:
-        where: Its place, as an error would name it.
-        pieces: Its tokens.
+        where: Location of the row.
+        pieces: Tokens of the row.
     """
 
     where: str
@@ -58,13 +58,13 @@ class PreviewRow:
 
     @property
     def title(self) -> str:
-        """Place, length and number of targets of the row in one line."""
+        """Location, length and number of targets of the row, in one line."""
         num_targets = sum(piece.is_target for piece in self.pieces)
         return f"{self.where}: {len(self.pieces)} tokens, {num_targets} trained on"
 
 
 def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> list[Piece]:
-    """Tokens of one ``example``; a token that is part of a character is shown in the tokenizer's spelling."""
+    """Return the tokens of a single example; tokens of incomplete characters have the spelling of the vocabulary."""
     ids, special = example.input_ids.tolist(), set(tokenizer.all_special_ids)
     return [
         Piece(_show(_decode_one(tokenizer, ids, at)), token_id, is_target, token_id in special)
@@ -73,7 +73,7 @@ def compute_pieces(tokenizer: PreTrainedTokenizerBase, example: Examples) -> lis
 
 
 def render_text(row: PreviewRow) -> Text:
-    """The row for a terminal: targets on green, other tokens dim, special tokens bold."""
+    """Return a row for the terminal: targets on green, other tokens dim, special tokens bold."""
     text = Text(f"{row.title}\n", style="bold")
     for piece in row.pieces:
         style = _TARGET_STYLE if piece.is_target else _CONTEXT_STYLE
@@ -82,7 +82,10 @@ def render_text(row: PreviewRow) -> Text:
 
 
 def _decode_one(tokenizer: PreTrainedTokenizerBase, ids: list[int], at: int) -> str:
-    """Text that token ``at`` adds to the preceding tokens: alone, many decoders would drop its leading space."""
+    """Return the text that token ``at`` adds to the tokens before it.
+
+    Decoded alone, many tokenizers would remove its leading space.
+    """
     before = ids[max(0, at - _CONTEXT_TOKENS) : at]
     prefix = str(tokenizer.decode(before, clean_up_tokenization_spaces=False))
     text = str(tokenizer.decode([*before, ids[at]], clean_up_tokenization_spaces=False))
@@ -93,20 +96,19 @@ def _decode_one(tokenizer: PreTrainedTokenizerBase, ids: list[int], at: int) -> 
 
 
 def _show(text: str) -> str:
-    shown = (_WHITESPACE.get(character) or _escape(character) for character in text)
-    return "".join(shown)
+    return "".join(_WHITESPACE.get(character) or _escape(character) for character in text)
 
 
 def _escape(character: str) -> str:
-    """Escape control and invisible characters, so that data can neither hide text nor control a terminal."""
+    """Escape control, format and separator characters, so that data cannot hide text or control the terminal."""
     return f"\\u{{{ord(character):x}}}" if unicodedata.category(character)[0] in "CZ" else character
 
 
 def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """Build the first training rows, tokenised and masked by the same functions as prepared sets, before truncation.
+    """Return the first training rows, tokenised and masked by the functions of prepared sets, before truncation.
 
     Raises:
-        ConfigError: The options do not fit together.
+        ConfigError: Options are incompatible.
         DataError: The rows cannot be read, tokenised or masked.
     """
     if config.recipe in ("reward", "dpo"):
@@ -126,7 +128,7 @@ def build_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_
 
 
 def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """Build the first prompts as the policy reads them; they have no targets."""
+    """Return the first prompts as the policy reads them, without targets."""
     from recipes_lib.data.prompts import load_prompt_data  # Imports transformers.
 
     prompts = load_prompt_data(config, tokenizer).train[:num_rows]
@@ -134,7 +136,7 @@ def _build_prompt_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> list[PreviewRow]:
-    """Build both answers of the first pairs, each after the prompt."""
+    """Return the first pairs, as two rows each: the prompt with the chosen and with the rejected answer."""
     from recipes_lib.data.pairs.pair_encoding import PairEncoder  # Imports transformers.
 
     data = replace(config.data, dataset_format="preference")
@@ -150,7 +152,7 @@ def _build_pair_preview(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase
 def _preview_answer(
     tokenizer: PreTrainedTokenizerBase, where: str, prompt: npt.ArrayLike, answer: npt.ArrayLike
 ) -> PreviewRow:
-    """Build a prompt with an answer, whose tokens are the targets; none for a prompt alone."""
+    """Return a row of a prompt and an answer, which may be empty and whose tokens are the targets."""
     ids = np.concatenate([np.asarray(part, np.uint32) for part in (prompt, answer)])
     example = build_examples([EncodedRow(ids, np.arange(len(ids)) >= np.size(prompt))], [0])
     return PreviewRow(where, compute_pieces(tokenizer, example))

@@ -1,4 +1,4 @@
-"""Supervision audit of a prepared set: target tokens, data losses, warnings and errors."""
+"""Supervision audit of a prepared set: counts of target tokens and of lost data, with warnings and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from recipes_lib.data.sources.rows import RemarkBits, find_remarked
 from recipes_lib.errors import DataError, Problem
 
 MAX_FRACTION_WITHOUT_TARGET = 0.01
-"""Largest share of rows that may hold nothing to learn before it is an error."""
+"""Share of rows without targets above which they are an error instead of a warning."""
 
 Severity = Literal["ok", "warning", "error"]
 FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
@@ -24,22 +24,22 @@ FindPlaces = Callable[[Collection[int]], Mapping[int, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitAudit:
-    """Figures of one split; JSON values. Rows are counted as tokenised, before truncation; packs are the training rows.
+    """Figures of one split, as JSON values. Figures of rows are before truncation, those of packs after it.
 
     Attributes:
-        num_rows: Rows.
-        num_rows_without_target: Rows on which nothing is trained.
-        num_duplicates: Rows that say what an earlier one says.
-        num_tokens: Tokens of the rows.
-        stop_fraction: Share of rows with targets whose last one is an end token.
-        terminators: End tokens that last targets are, in order; empty for rows that need none.
-        length_p5: 5th percentile of the rows' lengths in tokens.
-        length_p50: Median length.
-        length_p95: 95th percentile.
-        length_max: Longest row.
-        num_packs: Rows of the batch.
-        num_packed_tokens: Tokens in them.
-        num_target_tokens: Tokens trained on in them.
+        num_rows: Number of rows.
+        num_rows_without_target: Rows without target tokens.
+        num_duplicates: Rows with the same content as an earlier row.
+        num_tokens: Tokens of all rows.
+        stop_fraction: Share of rows whose last targets include an end token, among rows with targets.
+        terminators: Ids of these end tokens, ascending.
+        length_p5: 5th percentile of the lengths of rows, in tokens.
+        length_p50: Median length, in tokens.
+        length_p95: 95th percentile of the lengths, in tokens.
+        length_max: Length of the longest row, in tokens.
+        num_packs: Number of packs, the training rows.
+        num_packed_tokens: Tokens of all packs.
+        num_target_tokens: Target tokens of all packs.
     """
 
     num_rows: int
@@ -58,22 +58,28 @@ class SplitAudit:
 
     @property
     def target_fraction(self) -> float:
-        """Share of packed tokens that are targets."""
+        """Share of target tokens in packed tokens, from 0 to 1."""
         return self.num_target_tokens / max(1, self.num_packed_tokens)
 
     def packing_efficiency(self, capacity: int) -> float:
-        """Share of ``num_packs`` rows of ``capacity`` tokens that is filled."""
+        """Return the share of non-padding tokens if every pack is padded to ``capacity`` tokens, from 0 to 1."""
         return self.num_packed_tokens / max(1, self.num_packs * capacity)
 
 
 def read_audit(figures: Mapping[str, Any]) -> SplitAudit:
-    """Return the audit of a split in a manifest, which has ``cut`` beside it."""
+    """Return the audit of a split from its entry in a manifest, which also has ``cut``, the ``LengthCounts``."""
     return SplitAudit(**{name: value for name, value in figures.items() if name != "cut"})
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one check of the audit: severity, finding, and remedy (empty if it is fine)."""
+    """Result of one check of the audit.
+
+    Attributes:
+        severity: ``ok``, ``warning`` or ``error``.
+        found: Finding, in one clause.
+        remedy: What to do, in one clause; may be empty.
+    """
 
     severity: Severity
     found: str
@@ -85,11 +91,11 @@ class PackedSplit:
     """Examples after truncation and packing, with their audit.
 
     Attributes:
-        examples: What ``fit_to_length`` left.
-        bins: How they are packed.
-        audit: The figures.
-        cut: What the cut cost.
-        findings: From ``judge`` and ``judge_remarks``.
+        examples: Examples after truncation.
+        bins: Assignment of the examples to packs.
+        audit: Figures of the split.
+        cut: Counts of what truncation lost.
+        findings: Findings of ``check_audit`` and ``check_remarks``, worst first.
     """
 
     examples: Examples
@@ -108,29 +114,29 @@ def pack_split(
     find_places: FindPlaces,
     num_duplicates: int = 0,
 ) -> PackedSplit:
-    """Truncate, pack, count and check one split, without raising.
+    """Truncate, pack, count and check one split; errors are findings, and not raised.
 
     Args:
-        split: ``train`` or ``eval``, as the messages name it.
-        examples: Every row as tokenised, at least one.
+        split: Name of the split in the findings, ``train`` or ``eval``.
+        examples: All tokenised rows; at least one.
         tokens: Options.
-        capacity: ``max_length``, given or derived.
-        end_token_ids: Ids that end an answer.
-        find_places: As for ``judge_remarks``.
-        num_duplicates: Rows that say what an earlier one says.
+        capacity: Maximum length of a pack in tokens, configured or derived.
+        end_token_ids: Ids of tokens that end answers.
+        find_places: As for ``check_remarks``.
+        num_duplicates: Number of rows with the same content as an earlier row.
     """
     fitted, cut = fit_to_length(examples, capacity, tokens.overlong)
     bins = choose_bins(fitted.lengths, capacity, packing=tokens.packing)
     audit = compute_split_audit(examples, fitted, bins, end_token_ids, num_duplicates)
     findings = [
-        *judge(split, audit, cut, tokens.max_truncated_fraction),
-        *judge_remarks(split, examples.remarks, find_places),
+        *check_audit(split, audit, cut, tokens.max_truncated_fraction),
+        *check_remarks(split, examples.remarks, find_places),
     ]
     return PackedSplit(fitted, bins, audit, cut, sort_findings(findings))
 
 
 def describe_overlong(where: str, length: int, capacity: int) -> Problem:
-    """Return the problem of a row that is too long."""
+    """Return the problem of a row that has ``length`` tokens, more than ``capacity``."""
     remedy = "raise max_length, or set overlong to truncate, drop or split"
     return Problem(where, f"{length:,} tokens, max_length is {capacity:,}", remedy, size=length)
 
@@ -138,23 +144,24 @@ def describe_overlong(where: str, length: int, capacity: int) -> Problem:
 def compute_split_audit(
     examples: Examples, fitted: Examples, bins: Bins, end_token_ids: Collection[int], num_duplicates: int
 ) -> SplitAudit:
-    """Compute the audit of one split.
+    """Compute the figures of one split.
 
     Args:
-        examples: Every row as tokenised, at least one.
-        fitted: What ``fit_to_length`` left.
-        bins: How those are packed.
-        end_token_ids: Ids that end an answer.
-        num_duplicates: Rows that say what an earlier one says.
+        examples: All tokenised rows; at least one.
+        fitted: Examples after truncation.
+        bins: Assignment of ``fitted`` to packs.
+        end_token_ids: Ids of tokens that end answers.
+        num_duplicates: Number of rows with the same content as an earlier row.
     """
     num_with_target = num_stopped = 0
     terminators: set[int] = set()
     for block in examples.iterate_blocks():
+        # (NUM_OF_END, rows with targets), from the last target backwards. Templates can train on a line break after
+        # the end token, so the end token need not be the last target.
         last_targets = _last_targets(*examples.read(block), examples.num_targets[block])
-        # (tokens from the last target back, rows)
         is_end = np.isin(last_targets, list(end_token_ids))
         stops = np.logical_or.reduce(is_end, axis=0)
-        # The last end token of each row.
+        # `argmax` finds the first True, which is the last end token of each row.
         ends = np.take_along_axis(last_targets, is_end.argmax(axis=0)[None], axis=0)[0][stops]
         num_with_target, num_stopped = num_with_target + len(stops), num_stopped + int(stops.sum())
         terminators.update(ends.tolist())
@@ -173,19 +180,19 @@ def compute_split_audit(
 
 
 def summarize_lengths(lengths: npt.NDArray[np.int64]) -> dict[str, int]:
-    """Percentiles of lengths in tokens, by their names in an audit."""
+    """Return the percentiles of lengths in tokens, by their names in an audit."""
     names = ("length_p5", "length_p50", "length_p95", "length_max")
     return dict(zip(names, np.percentile(lengths, [5, 50, 95, 100], method="nearest").tolist(), strict=True))
 
 
-def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float | None) -> list[Finding]:
+def check_audit(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fraction: float | None) -> list[Finding]:
     """Return the findings on the figures of a split.
 
     Args:
-        split: ``train`` or ``eval``, as the messages name it.
-        audit: From ``compute_split_audit``.
-        lengths: From ``fit_to_length``.
-        max_lost_fraction: ``max_truncated_fraction``.
+        split: Name of the split in the findings, ``train`` or ``eval``.
+        audit: Figures from ``compute_split_audit``.
+        lengths: Counts from ``fit_to_length``.
+        max_lost_fraction: Share of lost target tokens above which they are an error (``max_truncated_fraction``).
     """
     overlong = (
         f"{split}: rows longer than max_length: {lengths.num_overlong:,}; lost with them: "
@@ -193,20 +200,20 @@ def judge(split: str, audit: SplitAudit, lengths: LengthCounts, max_lost_fractio
         f"{lengths.num_lost_rows:,} of the rows entirely"
     )
     return [
-        _judge_targets(split, audit),
-        _judge_stops(split, audit),
-        judge_lengths(split, overlong, lengths.num_overlong, lengths.lost_fraction, max_lost_fraction),
-        judge_duplicates(split, audit.num_duplicates),
+        _check_targets(split, audit),
+        _check_stops(split, audit),
+        check_lengths(split, overlong, lengths.num_overlong, lengths.lost_fraction, max_lost_fraction),
+        check_duplicates(split, audit.num_duplicates),
     ]
 
 
-def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> list[Finding]:
-    """Return a warning for each remark on rows of a split, with their count and the first of them.
+def check_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> list[Finding]:
+    """Return a warning for each remark that occurs, with the number of rows and the first of them.
 
     Args:
-        split: ``train`` or ``eval``, as the messages name it.
-        remarks: On each row of the split.
-        find_places: The places of rows as errors name them, by their position in the split.
+        split: Name of the split in the findings, ``train`` or ``eval``.
+        remarks: Remarks on all rows of the split, ``uint8 (R,)``.
+        find_places: Function that returns the locations of rows, given their positions in the split.
     """
     remarked = find_remarked(remarks)
     places = find_places({int(rows[0]) for rows in remarked.values()}) if remarked else {}
@@ -220,17 +227,17 @@ def judge_remarks(split: str, remarks: RemarkBits, find_places: FindPlaces) -> l
     ]
 
 
-def judge_lengths(
+def check_lengths(
     split: str, overlong: str, num_overlong: int, lost_fraction: float, max_lost_fraction: float | None
 ) -> Finding:
-    """Return the finding on targets lost to ``max_length``: a warning, or an error above the limit, if one is set.
+    """Return the finding on targets lost to ``max_length``: a warning, or an error above the limit.
 
     Args:
-        split: ``train`` or ``eval``, as the messages name it.
-        overlong: What was lost, in words.
-        num_overlong: Rows that are longer than ``max_length``.
-        lost_fraction: Share of the target tokens that is lost.
-        max_lost_fraction: ``max_truncated_fraction``.
+        split: Name of the split in the finding, ``train`` or ``eval``.
+        overlong: Text of the finding, with the counts.
+        num_overlong: Number of rows longer than ``max_length``.
+        lost_fraction: Share of lost target tokens.
+        max_lost_fraction: Limit of that share (``max_truncated_fraction``); ``None`` for no limit.
     """
     if not num_overlong:
         return Finding("ok", f"{split}: no row is longer than max_length")
@@ -240,30 +247,34 @@ def judge_lengths(
     return Finding("error", overlong, remedy)
 
 
-def judge_duplicates(split: str, num_duplicates: int) -> Finding:
-    """Return the finding on rows that say what an earlier one says."""
+def check_duplicates(split: str, num_duplicates: int) -> Finding:
+    """Return the finding on rows with the same content as an earlier row."""
     found = f"{split}: exact duplicates of earlier rows: {num_duplicates:,}"
     return Finding("warning" if num_duplicates else "ok", found)
 
 
 def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Sort findings, worst first."""
+    """Return the findings sorted by severity, worst first."""
     order: Sequence[Severity] = ("error", "warning", "ok")
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
 def refuse_errors(where: str, findings: Sequence[Finding]) -> None:
-    """Raise for findings of severity ``error``.
+    """Raise the findings of severity ``error``, if there are any.
+
+    Args:
+        where: Name of the dataset in the error.
+        findings: All findings.
 
     Raises:
-        DataError: Naming every one of them.
+        DataError: There are such findings; has all of them.
     """
     problems = [Problem(where, finding.found, finding.remedy) for finding in findings if finding.severity == "error"]
     if problems:
         raise DataError(*problems)
 
 
-def _judge_targets(split: str, audit: SplitAudit) -> Finding:
+def _check_targets(split: str, audit: SplitAudit) -> Finding:
     fraction = audit.num_rows_without_target / audit.num_rows
     found = f"{split}: {audit.num_rows_without_target} of {audit.num_rows} rows ({fraction:.1%}) hold no target token"
     if not audit.num_packs:
@@ -274,7 +285,7 @@ def _judge_targets(split: str, audit: SplitAudit) -> Finding:
     return Finding(severity, found, "look at them with `recipes preview`, and remove them or change loss_on")
 
 
-def _judge_stops(split: str, audit: SplitAudit) -> Finding:
+def _check_stops(split: str, audit: SplitAudit) -> Finding:
     found = f"{split}: {audit.stop_fraction:.1%} of the rows end their last answer with an end token that is trained on"
     if audit.stop_fraction == 1:
         return Finding("ok", found)
@@ -285,9 +296,12 @@ def _judge_stops(split: str, audit: SplitAudit) -> Finding:
 def _last_targets(
     input_ids: npt.NDArray[np.uint32], loss_mask: npt.NDArray[np.bool_], num_targets: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint32]:
-    """Ids of the last targets of every row with targets, ``(NUM_OF_END, rows)``; a short row repeats its first."""
+    """Return the ids of the last targets of each row with targets, ``(NUM_OF_END, rows)``, from the last one backwards.
+
+    A row with fewer targets repeats its first one.
+    """
     num_targets = num_targets[num_targets > 0]
-    # Targets are in order, so the last one of a row is directly before the first one of the next row with targets.
+    # Indices into all targets of the block, in which those of a row are contiguous.
     ends = np.cumsum(num_targets)
     at = np.maximum(ends[None] - 1 - np.arange(NUM_OF_END)[:, None], (ends - num_targets)[None])
     last: npt.NDArray[np.uint32] = input_ids[loss_mask][at]

@@ -1,4 +1,4 @@
-"""Training data of a run: a prepared set, or rows streamed and tokenised on the fly."""
+"""Training data of fine-tuning: a prepared set, or rows that are streamed and tokenised during training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from recipes_lib.data.packed.supervision_audit import (
     refuse_errors,
     sort_findings,
 )
-from recipes_lib.data.sources.broken_rows import BrokenRows, encode_sound
+from recipes_lib.data.sources.broken_rows import BrokenRows, encode_valid
 from recipes_lib.data.sources.mixtures import Mixture, derive_eval_configs, load_test_data, load_train_data
 from recipes_lib.data.sources.rows import Row
 from recipes_lib.data.sources.splits import Digests, compute_digests, compute_row_digest, find_overlap, refuse_overlap
@@ -47,19 +47,19 @@ Pack = dict[str, np.ndarray[Any, np.dtype[Any]]]
 
 
 def build_train_stream(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.IterableDataset:
-    """Training packs as ``prepare`` would build them from each window of rows, shuffled inside the window.
+    """Build the stream of training packs: each window of rows is packed as by ``prepare``, and shuffled.
 
-    The order is a function of seed, epoch (``set_epoch``) and window, so that resuming by skipping rows is exact. Every
-    process reads the whole stream and trains on its share.
+    The order is a function of seed, epoch (``set_epoch``) and window, so that resuming by skipping packs is exact. All
+    processes read the whole stream; each trains on its share of the packs.
     """
     windows = _Windows(config, tokenizer, load_train_data(config.data, seed=read_seed(config)), "train")
     return datasets.IterableDataset(_EpochIterable(windows.generate, {"epoch_seed": 0}))
 
 
 def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> datasets.Dataset | None:
-    """Held-out packs, read into memory, or ``None`` without ``dataset_test_split``.
+    """Read the held-out packs of a streamed run into memory; ``None`` without ``dataset_test_split``.
 
-    They are evaluated repeatedly, divided over processes, which needs indexed rows.
+    Repeated evaluation on several processes needs random access.
     """
     test = load_test_data(config.data)
     if test is None:
@@ -69,7 +69,7 @@ def read_eval_packs(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PackedSplit:
-    """Audit of the first rows of the stream; errors are among its findings.
+    """Pack and audit the first window of a stream; errors of the audit are findings, and not raised.
 
     Raises:
         DataError: The rows cannot be read or tokenised, or are too long.
@@ -79,16 +79,16 @@ def audit_first_window(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 class _EpochIterable(ExamplesIterable):  # type: ignore[misc]
-    """Examples in an order by epoch: ``datasets`` calls ``shuffle_data_sources`` from the second epoch on."""
+    """Examples in an order that depends on the epoch: ``datasets`` calls ``shuffle_data_sources`` from epoch 1 on."""
 
     def shuffle_data_sources(self, generator: np.random.Generator) -> _EpochIterable:
-        # From 1, since 0 is the first epoch.
+        # At least 1, because 0 is the seed of the first epoch.
         return _EpochIterable(self.generate_examples_fn, {"epoch_seed": int(generator.integers(1, 2**32))})
 
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """Reads, encodes, truncates and packs ``ROWS_PER_CHUNK`` rows at a time; shuffles training packs inside it."""
+    """Windows of ``ROWS_PER_CHUNK`` rows of a stream, each encoded, truncated, packed and, for training, shuffled."""
 
     config: RecipeConfig
     tokenizer: PreTrainedTokenizerBase
@@ -96,26 +96,26 @@ class _Windows:
     split: Literal["train", "eval"]
 
     def generate(self, epoch_seed: int = 0) -> Iterator[tuple[int, Pack]]:
-        """Yield numbered packs; each window is checked like a prepared set.
+        """Yield the packs with their numbers; each window is audited like a prepared set.
 
         Raises:
-            DataError: Too many rows are broken; or rows of a window are too long, or hold nothing to learn.
+            DataError: Too many rows are broken; or rows of a window are too long or without targets.
         """
         number = 0
         for window, packed in enumerate(self.pack()):
             refuse_errors(self.mixture.name, packed.findings)
             order = np.arange(len(packed.bins))
             if self.split == "train":
-                # A generator of its own for every window: skipped windows of a resumed run cannot shift the others.
+                # A separate generator for each window, so that the order does not depend on earlier windows.
                 np.random.default_rng([read_seed(self.config), epoch_seed, window]).shuffle(order)
             for at in order.tolist():
                 yield number, _build_pack(packed, at)
                 number += 1
 
     def pack(self) -> Iterator[PackedSplit]:
-        """Yield the windows in order.
+        """Yield the packed windows in order.
 
-        The share of broken rows is checked over all rows read so far, from the first full window on and at the end.
+        The share of broken rows is that of all rows read so far. It is checked after each window and at the end.
 
         Raises:
             DataError: Too many rows are broken, or rows are too long.
@@ -131,9 +131,9 @@ class _Windows:
             return encode_chunk(encoder, rows, row_ids), rows, compute_digests(rows)
 
         for window, entries in enumerate(split_chunks(self.mixture.entries(), broken)):
-            encoded, problems = encode_sound(encode, entries, window * ROWS_PER_CHUNK, drop=broken.are_dropped)
+            encoded, problems = encode_valid(encode, entries, window * ROWS_PER_CHUNK, drop=broken.are_dropped)
             broken.add(len(entries), problems)
-            if encoded is None or broken.are_hopeless:
+            if encoded is None or broken.exceeds_limit:
                 break
             examples, rows, digests = encoded
             if held_out:
@@ -145,12 +145,12 @@ class _Windows:
                 raise_problems(merge_alike(overlong, len(rows)), name)
             if len(examples):
                 packed = pack_split(self.split, examples, tokens, capacity, end_tokens, _name_places(rows))
-                told = [Finding("warning", line) for line in (broken.tell(self.split) if problems else ())]
-                yield replace(packed, findings=sort_findings([*packed.findings, *told]))
-        raise_problems(broken.judge(name), name)
+                dropped = [Finding("warning", text) for text in (broken.list_warnings(self.split) if problems else ())]
+                yield replace(packed, findings=sort_findings([*packed.findings, *dropped]))
+        raise_problems(broken.list_problems(name), name)
 
     def _read_held_out(self) -> list[tuple[bytes, str]]:
-        """Digests and places of the held-out rows, which no training row may repeat."""
+        """Return the digest and location of each held-out row; training rows must not repeat one."""
         if self.split != "train" or self.config.data.allow_eval_overlap:
             return []
         capacity = self.config.tokens.max_length or 0
@@ -158,7 +158,7 @@ class _Windows:
         mixtures += filter(None, [load_test_data(self.config.data)])
         held_out: list[tuple[bytes, str]] = []
         for row in chain.from_iterable(mixture.rows(self.config.tokens) for mixture in mixtures):
-            with suppress(DataError):  # Broken; counted when the held-out rows are packed.
+            with suppress(DataError):  # A broken row, which is counted when the held-out rows are packed.
                 held_out.append((compute_row_digest(row), row.where))
         return held_out
 
@@ -186,18 +186,18 @@ def _build_pack(packed: PackedSplit, at: int) -> Pack:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData(PreparedRows):
-    """Packed rows with their statistics: columns ``input_ids``, ``loss_mask``, ``seq_lengths``, ``row_ids``.
+    """Packs with their statistics; columns ``input_ids``, ``loss_mask``, ``seq_lengths`` and ``row_ids``.
 
     Attributes:
-        num_packs: Training packs; ``None`` for a stream.
-        audit: Figures of the training rows; of a stream, of its first ones.
+        num_packs: Number of training packs per epoch; ``None`` for a stream.
+        audit: Figures of the training rows; for a stream, of its first window.
     """
 
     num_packs: int | None
     audit: SplitAudit
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-        """Yield ids and targets of the held-out rows, each ``(T,)``, in the order of the data, not of the packing."""
+        """Yield token ids and loss mask of the held-out rows, each ``(T,)``, in the order of the dataset."""
         if self.eval is None:
             return
         places = sorted(
@@ -215,16 +215,18 @@ class TrainingData(PreparedRows):
 def load_training_data(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0
 ) -> TrainingData:
-    """Find or build the prepared set of a run, or open its stream; call it before any process group exists.
+    """Find or build the prepared set of a run, or open its stream.
+
+    Call it before the process group is created: local rank 0 can take longer than the timeout of a collective.
 
     Args:
-        config: The run.
-        tokenizer: Of the run.
-        local_rank: Number of this process on its node; the first one prepares, the others wait for it.
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the run.
+        local_rank: Local rank of this process; rank 0 builds the set, the others wait for it.
 
     Raises:
-        ConfigError: The options do not fit together.
-        DataError: Rows are broken, too long, held out as well as trained on, or hold nothing to learn.
+        ConfigError: Options are incompatible.
+        DataError: Rows are broken, too long, without targets, or both trained on and held out.
     """
 
     def prepare_run(run: RecipeConfig) -> PreparedSet:
@@ -243,7 +245,7 @@ def count_trained_tokens(packs: datasets.Dataset) -> npt.NDArray[np.int64]:
     counts = [np.zeros(0, np.int64)]
     for batch in packs.with_format("arrow").iter(batch_size=ROWS_PER_CHUNK):
         masks = batch["loss_mask"].combine_chunks()
-        # Sums of the flat masks at the ends of the packs: their differences are the counts of each.
+        # Counts are differences of the cumulative sum at the boundaries of the packs.
         ends = np.cumsum(masks.flatten().to_numpy(zero_copy_only=False), dtype=np.int64)
         stops = np.cumsum(masks.value_lengths().to_numpy())
         counts.append(np.diff(np.concatenate([[0], ends[stops - 1]])))

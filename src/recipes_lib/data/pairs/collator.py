@@ -1,4 +1,4 @@
-"""Collator of preference pairs, with a prompt shared by both answers or repeated."""
+"""Collator of preference pairs, whose two answers share one copy of the prompt or have one each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from recipes_lib.data.packed.packing import IntArray, choose_bins
 PairLayout = Literal["shared", "shared_flat", "separate", "flat"]
 
 PADDING: Final = -1
-"""Value of ``pair_ids`` and ``branch_ids`` in padding."""
+"""Value of ``pair_ids`` and ``branch_ids`` at padding."""
 
 PAIR_FIGURES: Final = ("margin", "ref_chosen_logp", "ref_rejected_logp")
-"""Columns with a number for each pair, which go into the batch as they are."""
+"""Columns with one number per pair, which the collator passes through."""
 
 _PARTS: Final = ("prompt_ids", "chosen_ids", "rejected_ids")
 _Parts = Sequence[IntArray]
@@ -30,22 +30,24 @@ _Arrays = dict[str, npt.NDArray[Any]]
 class PairCollator:
     """Packs prepared pairs by best fit into as few rows as possible, each as long as the longest document.
 
-    In the ``shared`` layout a document is a pair, ``prompt, chosen, rejected``, and both answers have the positions
-    directly after the prompt. An attention mask isolates them, which the model builds from ``pair_ids`` and
-    ``branch_ids``. ``shared_flat`` is the same in one row, for kernels with sequence bounds, built from
-    ``part_lengths``. In the other layouts a document is a prompt with one answer, isolated by restarting positions
-    without a mask, as in ``PackedCollator``: ``separate`` for sdpa and eager, ``flat`` in one row for kernels with
-    document boundaries.
+    Layouts:
 
-    All layouts score the answers' tokens in the same way: ``predictors`` are the positions in the flattened batch whose
-    hidden states predict the next token. The last position of a prompt predicts the first token of both answers.
+    - ``shared``: A document is a pair, ``prompt, chosen, rejected``; positions of both answers continue those of the
+      prompt. An attention mask isolates the answers, which the model builds from ``pair_ids`` and ``branch_ids``.
+    - ``shared_flat``: The same in one row, for variable-length kernels; built from ``part_lengths``.
+    - ``separate``: A document is a prompt with one answer, isolated by restarting positions without a mask, as in
+      ``PackedCollator``; for sdpa and eager attention.
+    - ``flat``: The same in one row, for variable-length kernels.
+
+    All layouts score the tokens of answers in the same way: ``predictors`` are the positions in the flattened batch
+    whose hidden states predict them. The last position of a prompt predicts the first token of both answers.
 
     Attributes:
-        pad_token_id: Id written into padding; told by length and never by id, so it may be the end token's.
-        layout: How the two answers stand beside each other.
-        packing: Whether documents share rows; ``flat`` and ``shared_flat`` have but one row.
+        pad_token_id: Token id of padding, which is identified by length and never by id, so it may be the EOS id.
+        layout: Arrangement of prompts and answers.
+        packing: Whether documents share rows; ``flat`` and ``shared_flat`` always have one row.
 
-    Source: hidden states, scores and gradients are those of each answer alone,
+    Source: hidden states, scores and gradients equal those of each answer alone;
     ``tests/models/attention/test_shared_prompt.py``.
     """
 
@@ -54,29 +56,31 @@ class PairCollator:
     packing: bool = True
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Builds the batch of P pairs, N tokens of answers in all, in R rows of L tokens.
+        """Build the batch of P pairs, with N answer tokens in total, in R rows of L tokens.
 
         Args:
-            rows: Each with ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, at least one token each, and maybe
-                ``row_id`` and numbers of ``PAIR_FIGURES``. Other columns are ignored.
+            rows: Pairs with ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, at least one token each; optionally
+                ``row_id`` and the columns of ``PAIR_FIGURES``. Other columns are ignored.
 
         Returns:
-            ``int64`` by default:
+            Tensors, ``int64`` unless stated otherwise:
 
-            - ``input_ids`` and ``position_ids``, ``(R, L)``; positions are 0 in padding.
-            - ``token_mask``, ``bool (R, L)``, True for tokens that are not padding.
-            - ``shared``: ``pair_ids``, number of the pair in ``rows``, and ``branch_ids``, 0 in a prompt, 1 in a chosen
-              answer, 2 in a rejected one; ``(R, L)``, both -1 in padding.
-            - ``shared_flat``: ``part_lengths``, ``(P, 3)``: tokens of each prompt, chosen answer and rejected answer.
-            - ``flat``: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``int32 (2P + 1,)``; ``max_length_q`` and
-              ``max_length_k``, int.
-            - ``predictors``, ``(N,)``: places in ``R * L`` that predict the answers' tokens; ``targets``, ``(N,)``:
-              those tokens; ``sequence_ids``, ``(N,)``, ascending: whose they are, ``2 * pair`` for the chosen answer
-              and one more for the rejected one.
-            - ``last_positions``, ``(2P,)``: place of each answer's last token.
-            - ``num_tokens``, a scalar: tokens in the rows, padding not counted; ``num_completion_tokens``, ``(2P,)``.
-            - ``row_ids``, of the pairs that have a ``row_id``: an array of numpy, so that it stays where it is.
-            - ``margin``, ``ref_chosen_logp``, ``ref_rejected_logp``: ``float32 (P,)``, those that ``rows`` have.
+            - ``input_ids`` and ``position_ids``, ``(R, L)``; positions of padding are 0.
+            - ``token_mask``, ``bool (R, L)``: True at tokens that are not padding.
+            - ``pair_ids`` and ``branch_ids``, ``(R, L)``, in the layout ``shared``: index of the pair in ``rows``; and
+              0 in a prompt, 1 in a chosen and 2 in a rejected answer. Both are ``PADDING`` at padding.
+            - ``part_lengths``, ``(P, 3)``, in the layout ``shared_flat``: number of tokens of each prompt, chosen
+              answer and rejected answer.
+            - the entries of ``build_bounds`` in the layout ``flat``.
+            - ``predictors``, ``(N,)``: positions in the flattened batch, ``R * L``, that predict the answer tokens.
+            - ``targets``, ``(N,)``: the answer tokens.
+            - ``sequence_ids``, ``(N,)``, ascending: answer of each target, ``2 * pair`` for the chosen and
+              ``2 * pair + 1`` for the rejected one.
+            - ``last_positions``, ``(2P,)``: position of the last token of each answer in the flattened batch.
+            - ``num_tokens``, a scalar: number of tokens without padding.
+            - ``num_completion_tokens``, ``(2P,)``: number of tokens of each answer.
+            - ``row_ids``, if ``rows`` have ``row_id``: a numpy array, so that it is not moved to the device.
+            - the columns of ``PAIR_FIGURES`` that ``rows`` have, ``float32 (P,)``.
         """
         pairs = [[np.asarray(row[name], np.int64) for name in _PARTS] for row in rows]
         is_shared = self.layout in ("shared", "shared_flat")
@@ -99,12 +103,12 @@ class PairCollator:
         return tensors | (build_bounds(np.append(0, np.cumsum(lengths))) if self.layout == "flat" else {})
 
     def _place(self, lengths: IntArray) -> tuple[IntArray, tuple[int, int]]:
-        """Start of each document in the flattened batch, and the number and length of rows."""
+        """Return the start of each document in the flattened batch, and the shape ``(R, L)``."""
         if self.layout in ("flat", "shared_flat"):
             return np.cumsum(lengths) - lengths, (1, int(lengths.sum()))
         width = int(lengths.max())
         bins = choose_bins(lengths, width, packing=self.packing)
-        # Tokens before each document, over all bins; less those before its bin, its place in the row.
+        # Tokens before each document over all bins, minus those before its bin, is its offset in the row.
         before = np.cumsum(lengths[bins.order]) - lengths[bins.order]
         bin_of = np.repeat(np.arange(len(bins)), np.diff(bins.offsets))
         starts = np.empty_like(lengths)
@@ -113,7 +117,7 @@ class PairCollator:
 
 
 def _fill(documents: Sequence[_Parts], starts: IntArray, shape: tuple[int, int], pad_token_id: int) -> _Arrays:
-    """Write the documents to their positions; both answers have the positions directly after the prompt."""
+    """Return ``input_ids``, ``position_ids`` and ``token_mask``; positions of both answers continue the prompt's."""
     input_ids, position_ids = np.full(shape, pad_token_id, np.int64), np.zeros(shape, np.int64)
     token_mask = np.zeros(shape, np.bool_)
     for start, (prompt, *answers) in zip(starts, documents, strict=True):
@@ -138,19 +142,20 @@ def _write(rows: npt.NDArray[Any], start: int, parts: Sequence[npt.NDArray[Any]]
 
 
 def _find_predictors(pairs: Sequence[_Parts], starts: IntArray, *, is_shared: bool) -> _Arrays:
-    """Predictor position, target token and sequence of each answer token, one answer after the other."""
+    """Return the entries of the batch that locate answer tokens, one answer after the other."""
+    # (P,) each
     prompt, chosen, rejected = np.array([[len(part) for part in parts] for parts in pairs]).T
     lengths = np.column_stack([chosen, rejected]).ravel()
     if is_shared:
-        # (pairs, 2) in row order: chosen, rejected, chosen, ...
+        # (2P,): chosen, rejected, chosen, ... Both follow the same prompt, the rejected answer after the chosen one.
         prompt_ends = np.repeat(starts + prompt - 1, 2)
         firsts = prompt_ends + 1 + np.column_stack([np.zeros_like(chosen), chosen]).ravel()
     else:
         prompt_ends = starts + np.repeat(prompt, 2) - 1
         firsts = prompt_ends + 1
     begins = np.cumsum(lengths) - lengths
-    # The token before predicts each token of an answer, except the first, which the end of the prompt predicts; in a
-    # shared row the token before the rejected answer is the end of the chosen one.
+    # Each token of an answer is predicted by the position before it. The first one is predicted by the end of the
+    # prompt, which is not the position before it for a rejected answer that follows the chosen one.
     predictors = np.repeat(firsts - 1 - begins, lengths) + np.arange(lengths.sum())
     predictors[begins] = prompt_ends
     return {

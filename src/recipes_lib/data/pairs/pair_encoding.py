@@ -18,13 +18,13 @@ TokenIds = npt.NDArray[np.uint32]
 
 
 class EncodedPair(NamedTuple):
-    """A pair as tokens; the model reads ``prompt_ids`` followed by either answer.
+    """A tokenised pair; the model reads ``prompt_ids`` followed by either answer.
 
     Attributes:
-        prompt_ids: ``uint32``, at least one: what a server gives the model to answer.
-        chosen_ids: ``uint32``, at least one; the last one ends the answer, and no other token follows it.
-        rejected_ids: As ``chosen_ids``.
-        remarks: What an audit should tell of the row, with either answer.
+        prompt_ids: Token ids of the prompt, including the generation prompt; at least one, ``uint32``.
+        chosen_ids: Token ids of the chosen answer, up to and including its end token; at least one, ``uint32``.
+        rejected_ids: Token ids of the rejected answer, in the same form.
+        remarks: Remarks on the row with either answer, for the audit.
     """
 
     prompt_ids: TokenIds
@@ -37,8 +37,8 @@ class PairEncoder:
     """Converts preference rows to token ids; thread-safe.
 
     Args:
-        encoder: Renders, tokenises and masks each answer as fine-tuning does; its ``loss_on`` is unset.
-        tokenizer: The encoder's.
+        encoder: Encoder that renders, tokenises and masks each answer as in fine-tuning, with ``loss_on`` unset.
+        tokenizer: Tokenizer of the encoder, for error messages.
     """
 
     def __init__(self, encoder: RowEncoder, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -48,27 +48,28 @@ class PairEncoder:
     def encode(self, rows: Sequence[Row]) -> list[EncodedPair]:
         """Return the token ids of each pair, in order.
 
-        An answer has the target tokens of fine-tuning, from the end of the generation prompt to the terminator; text of
-        the template after it is dropped. The separately tokenised prompt is verified to be a prefix of both texts,
-        token by token.
+        An answer has the target tokens of fine-tuning: those from the end of the generation prompt to the end token.
+        Text that the template writes after it is dropped. The separately tokenised prompt is verified to be a prefix of
+        both texts, token by token.
 
         Raises:
-            DataError: Rows that cannot be rendered, tokenised or masked exactly; whose answers are not one assistant
-                turn, or do not continue the prompt; or without a prompt. All of them.
+            DataError: Rows cannot be rendered, tokenised or masked exactly; have no prompt, an answer that is not one
+                assistant turn, or one that does not continue the prompt. Has the problems of all rows.
 
-        Source: ``RowEncoder``; equality with what transformers renders and tokenises in
-        ``tests/data/pairs/test_pair_encoding.py``.
+        Source: ``RowEncoder``; ``tests/data/pairs/test_pair_encoding.py`` compares with rendering and tokenisation by
+        transformers.
         """
         problems = [problem for row in rows if (problem := _check_turns(row))]
-        sound = [row for row in rows if not _check_turns(row)] if problems else rows
+        valid = [row for row in rows if not _check_turns(row)] if problems else rows
         answers: list[EncodedRow] = []
         try:
-            # Chosen and rejected alternate, in one call: tokenisation is parallel inside of it.
-            answers = self._encoder.encode([row for pair in sound for row in (pair, take_rejected(pair))])
+            # Chosen and rejected answers alternate, in a single call, in which the tokenizer is parallel.
+            answers = self._encoder.encode([row for pair in valid for row in (pair, take_rejected(pair))])
         except DataError as error:
-            problems += dict.fromkeys(error.problems)  # A problem of the prompt occurs in both texts.
+            problems += dict.fromkeys(error.problems)  # A problem of the prompt occurs with both answers.
         pairs = []
-        for row, chosen, rejected in zip(sound, answers[::2], answers[1::2], strict=False):
+        # After an error `answers` is empty, and no pair is joined.
+        for row, chosen, rejected in zip(valid, answers[::2], answers[1::2], strict=False):
             try:
                 pairs.append(self._join(row, chosen, rejected))
             except DataError as error:
@@ -80,7 +81,7 @@ class PairEncoder:
     def _join(self, row: Row, chosen: EncodedRow, rejected: EncodedRow) -> EncodedPair:
         prompt = self._encoder.encode_prompt(row)
         if not len(prompt):
-            found = "the prompt has no token from which an answer's first one could be predicted"
+            found = "the prompt has no token that could predict the first token of an answer"
             raise DataError(Problem(row.where, found, "write a prompt, or remove the row"))
         answers = {"chosen": chosen, "rejected": rejected}
         cuts = [self._cut(row, name, prompt, answer) for name, answer in answers.items()]
@@ -88,12 +89,12 @@ class PairEncoder:
         return EncodedPair(prompt, cuts[0], cuts[1], remarks)
 
     def _cut(self, row: Row, name: str, prompt: TokenIds, answer: EncodedRow) -> TokenIds:
-        """Tokens of an answer, from the first after the prompt to the last target."""
+        """Return the tokens of an answer, from the first one after the prompt to the last target."""
         ids, targets = answer.input_ids, np.flatnonzero(answer.loss_mask)
         if not np.array_equal(ids[: len(prompt)], prompt):
             raise self._not_a_prefix(row, name, prompt, ids)
         if not len(targets) or (targets != len(prompt) + np.arange(len(targets))).any():
-            found = f"what would be trained on of `{name}` is not all that follows the generation prompt, up to one end"
+            found = f"the targets of `{name}` are not contiguous from the end of the generation prompt"
             remedy = "let {% generation %} enclose what the chat template writes after its generation prompt"
             raise DataError(Problem(row.where, found, remedy))
         return ids[len(prompt) : len(prompt) + len(targets)]
@@ -101,12 +102,12 @@ class PairEncoder:
     def _not_a_prefix(self, row: Row, name: str, prompt: TokenIds, ids: TokenIds) -> DataError:
         shared = min(len(prompt), len(ids))
         at = int(np.argmax(np.append(prompt[:shared] != ids[:shared], True)))
-        asked, written = (self._tokenizer.decode(tokens[at : at + 8].tolist()) for tokens in (prompt, ids))
-        found = f"the prompt is not what `{name}` begins with: after {at} tokens {asked!r} stands against {written!r}"
+        expected, written = (self._tokenizer.decode(tokens[at : at + 8].tolist()) for tokens in (prompt, ids))
+        found = f"`{name}` does not begin with the prompt: token {at} starts {written!r} instead of {expected!r}"
         if row.messages is None:
             remedy = "move the white space at the end of the prompt to the start of both answers"
         else:
-            remedy = "let the chat template write before an answer what its generation prompt is (chat_template_path)"
+            remedy = "let the chat template write its generation prompt before every answer (chat_template_path)"
         return DataError(Problem(row.where, found, remedy))
 
 

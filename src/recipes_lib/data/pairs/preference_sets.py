@@ -1,4 +1,4 @@
-"""Preference pairs: tokenised, verified, audited and stored once per content, and their derived statistics."""
+"""Prepared sets of preference pairs: tokenisation, verification, audit, and storage once per content."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from recipes_lib.data.packed.prepared_set import (
 )
 from recipes_lib.data.packed.supervision_audit import (
     Finding,
-    judge_duplicates,
-    judge_lengths,
-    judge_remarks,
+    check_duplicates,
+    check_lengths,
+    check_remarks,
     summarize_lengths,
 )
 from recipes_lib.data.sources.rows import EncodedRow, Row
@@ -49,24 +49,24 @@ if TYPE_CHECKING:
     from recipes_lib.data.pairs.pair_encoding import PairEncoder
 
 _SHARES_PROMPT: Final = "have the prompt of a held-out row"
-"""What is refused of training pairs: a prompt tells much of its answers."""
+"""Training pairs that are an error besides equal ones: other answers to a held-out prompt would leak information."""
 
 
 def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0) -> PreparedSet:
-    """Find the prepared pairs of a run, or build them; a second call tokenises nothing and loads no tokenizer.
+    """Find the prepared pairs of a run, or build them; an existing set is found without loading a tokenizer.
 
-    Rows have ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``; ``row_id``, the position in the data; and, where any
-    row of the data has one, ``margin``, 0 for those without.
+    Rows have ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` and ``row_id``, the position in the dataset; and
+    ``margin``, if any row of the dataset has one: 0 for rows without.
 
     Args:
-        config: The run.
-        load_tokenizer: Called only when the set has to be made.
-        local_rank: Rank on this node; all but the first wait for its set.
+        config: Configuration of the run.
+        load_tokenizer: Function that loads the tokenizer; called only to build the set.
+        local_rank: Local rank of this process; all ranks but 0 wait for the set.
 
     Raises:
-        ConfigError: The options do not fit together, or the tokenizer is not there.
-        DataError: Rows are broken, too long, or held out as well as trained on, by their prompt too, each named up to
-            twenty; no pair is left; the set cannot be written; or, on the other ranks, that the first one gave up.
+        ConfigError: Options are incompatible, or the tokenizer does not exist.
+        DataError: Rows are broken or too long; rows or their prompts are both trained on and held out; no pair is left;
+            the set cannot be written; on other ranks, local rank 0 has not built the set.
     """
     identity = identify_pairs(config)
     return prepare_set(
@@ -75,16 +75,13 @@ def prepare_pairs(config: RecipeConfig, load_tokenizer: TokenizerLoader, *, loca
 
 
 def identify_pairs(config: RecipeConfig) -> SetIdentity:
-    """Return the identity of a run's set, without tokenising anything.
+    """Return the identity of a run's prepared pairs, without tokenising anything.
 
     Raises:
-        ConfigError: The options do not fit together, rows are read in a layout without rejected answers, or the
-            tokenizer is not there.
-        DataError: The data are not there.
+        ConfigError: Options are incompatible, a layout has no rejected answers, or the tokenizer does not exist.
+        DataError: The data do not exist or cannot be read.
     """
-    # Pair datasets often have additional columns; the required ones are known here.
-    layout = "preference" if config.data.dataset_format == "auto" else config.data.dataset_format
-    identity = identify_set(replace(config, data=replace(config.data, dataset_format=layout)), rows="pairs")
+    identity = identify_set(read_as_pairs(config), rows="pairs")
     parts = [*identity.train.parts, *(identity.test.parts if identity.test else ())]
     wrong = dict.fromkeys((part.source.name, part.format) for part in parts if part.format != "preference")
     if wrong:
@@ -95,13 +92,23 @@ def identify_pairs(config: RecipeConfig) -> SetIdentity:
     return identity
 
 
+def read_as_pairs(config: RecipeConfig) -> RecipeConfig:
+    """Return the configuration with the layout ``preference`` in place of ``auto``.
+
+    Datasets of pairs often have columns of other layouts too, such as ``messages``, which would be ambiguous.
+    """
+    if config.data.dataset_format != "auto":
+        return config
+    return replace(config, data=replace(config.data, dataset_format="preference"))
+
+
 def _encode_pairs(
     encoder: PairEncoder, rows: Sequence[Row], row_ids: Sequence[int]
 ) -> tuple[Examples, dict[str, npt.NDArray[Any]]]:
-    """Each pair as one example: prompt, chosen and rejected answer, concatenated, with the answers as targets.
+    """Encode each pair as one example: prompt, chosen and rejected answer, concatenated, with the answers as targets.
 
     Raises:
-        DataError: Rows that cannot be tokenised or masked.
+        DataError: Rows cannot be tokenised or masked.
     """
     pairs, examples = encoder.encode(rows), []
     for pair in pairs:
@@ -128,10 +135,9 @@ def _describe_overlong(where: str, length: int, max_length: int) -> Problem:
 def _build(
     config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, identity: SetIdentity, file: TokenFile
 ) -> tuple[dict[str, pa.RecordBatchReader], dict[str, Any]]:
-    """Return the rows of each split, and the manifest without key and inputs."""
-    from recipes_lib.data.pairs.pair_encoding import (
-        PairEncoder,  # Imports transformers, which finding an existing set does not need.
-    )
+    """Return the rows of each split, and the entries of the manifest other than ``key`` and ``inputs``."""
+    # Imports transformers, which is slow and not needed to find an existing set.
+    from recipes_lib.data.pairs.pair_encoding import PairEncoder
 
     assert config.tokens.overlong in ("error", "drop"), "half an answer cannot be preferred to another"
     encoder = PairEncoder(build_encoder(config, tokenizer), tokenizer)
@@ -159,8 +165,8 @@ def _build(
         finding
         for name, audit in audits.items()
         for finding in (
-            *judge_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction),
-            *judge_remarks(name, sides[name].examples.remarks, sides[name].find_places),
+            *check_pairs(name, audit, dropped.get(name, DropCounts()), config.tokens.max_truncated_fraction),
+            *check_remarks(name, sides[name].examples.remarks, sides[name].find_places),
         )
     ]
     max_length = config.tokens.max_length or derive_max_length(max(audit.length_max for audit in audits.values()))
@@ -187,14 +193,15 @@ def _refuse_empty(sides: Mapping[str, EncodedMixture], dropped: Mapping[str, Dro
 
 
 def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchReader:
-    """The pairs with the columns of ``prepare_pairs``, read from the examples' tokens in batches."""
-    import pyarrow as pa  # Imported only if a set is built.
+    """Return the pairs with the columns of ``prepare_pairs``; their tokens are read in batches."""
+    import pyarrow as pa  # Slow to import, and needed only to build a set.
 
+    # (P, 3): prompt, chosen, rejected
     lengths = np.stack(count_tokens(side), axis=1)
 
     def read(rows: slice) -> pa.RecordBatch:
         ids, _ = side.examples.read(rows)
-        # Prompt, chosen and rejected answer alternate.
+        # Part of each token: prompt, chosen answer, rejected answer, prompt of the next pair, ...
         part = np.repeat(np.arange(lengths[rows].size) % 3, lengths[rows].ravel())
         columns = {
             name: build_lists(np.append(0, np.cumsum(lengths[rows, number])), ids[part == number])
@@ -202,7 +209,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
         }
         columns["row_id"] = pa.array(side.examples.row_ids[rows])
         if has_margins:
-            # Rows without a margin have NaN there.
+            # NaN stands for no margin.
             columns["margin"] = pa.array(np.nan_to_num(side.columns["margins"][rows]))
         return pa.record_batch(columns)
 
@@ -210,7 +217,7 @@ def _read_pairs(side: EncodedMixture, *, has_margins: bool) -> pa.RecordBatchRea
 
 
 class PairRows(Protocol):
-    """Pairs by number: a ``datasets.Dataset`` with the columns of ``prepare_pairs``."""
+    """Pairs with random access, such as a ``datasets.Dataset`` with the columns of ``prepare_pairs``."""
 
     def __len__(self) -> int: ...
 
@@ -219,14 +226,18 @@ class PairRows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PairData(PreparedRows):
-    """Pairs in the order of the data, with statistics; a length is that of a prompt with one answer."""
+    """Pairs in the order of the dataset, with statistics; lengths are those of a prompt with one answer.
+
+    Attributes:
+        audit: Figures of the training pairs.
+    """
 
     audit: PairAudit
 
     def iterate_examples(self) -> Iterator[tuple[npt.NDArray[np.uint32], npt.NDArray[np.bool_]]]:
-        """Yield ids of the held-out prompts with their chosen answers, and a mask of the answer; each ``(T,)``.
+        """Yield the token ids of each held-out prompt with its chosen answer, and the mask of the answer, ``(T,)``.
 
-        A prompt with several pairs is used once, with the answer of the first.
+        A prompt with several pairs occurs once, with the answer of the first pair.
         """
         seen: set[bytes] = set()
         for number in range(0 if self.eval is None else len(self.eval)):
@@ -239,18 +250,22 @@ class PairData(PreparedRows):
 
 
 def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, local_rank: int = 0) -> PairData:
-    """Find or build the prepared pairs of a run; call it before any process group exists.
+    """Find or build the prepared pairs of a run.
+
+    Call it before the process group is created: local rank 0 can take longer than the timeout of a collective.
 
     Args:
-        config: The run.
-        tokenizer: Of the run.
-        local_rank: Number of this process on its node; the first one prepares, the others wait for it.
+        config: Configuration of the run.
+        tokenizer: Tokenizer of the run.
+        local_rank: Local rank of this process; rank 0 builds the set, the others wait for it.
 
     Raises:
-        ConfigError: The options do not fit together.
-        DataError: Rows are broken, too long, or held out as well as trained on; no pair is left; or, on the other
-            processes, that the first one gave up.
+        ConfigError: Options are incompatible.
+        DataError: Rows are broken or too long; rows or their prompts are both trained on and held out; no pair is left;
+            on other ranks, local rank 0 has not built the set.
     """
+    # Also for `eval_datasets`, and to look up the locations of rows that are trained on and held out.
+    config = read_as_pairs(config)
 
     def prepare_run(run: RecipeConfig) -> PreparedSet:
         return prepare_pairs(run, lambda _: tokenizer, local_rank=local_rank)
@@ -261,7 +276,7 @@ def load_pair_data(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase, *, 
 
 
 def render_summary(prepared: PreparedSet) -> Table:
-    """Table of a set of pairs, one column for each split."""
+    """Return a table of the figures of a prepared set of pairs, with a column for each split."""
     manifest = prepared.manifest
     splits = [name for name in ("train", "eval") if name in manifest]
     audits = [PairAudit(**manifest[split]) for split in splits]
@@ -280,22 +295,23 @@ def render_summary(prepared: PreparedSet) -> Table:
 
 
 class UnfinishedAnswers:
-    """Prepared pairs, some of which train a lower score for an answer without its end token.
+    """Prepared pairs, some of which have a truncated copy of the chosen answer as the rejected one.
 
-    All answers of a dataset are complete, so a reward model is only trained at end tokens; scores of a policy's
-    truncated answers would be random. In a drawn pair the rejected answer is the chosen one without its end token (half
-    of them), or truncated at a random token. Draw and truncation are functions of ``seed`` and the number of the pair,
-    equal in every epoch.
+    All answers of a dataset are complete, so that a reward model is trained at end tokens only; its scores of a
+    policy's truncated answers would be arbitrary. In a share of pairs, the rejected answer is replaced by the chosen
+    one, in half of them without its end token, in the others truncated at a random token. Choice and truncation are
+    functions of the seed and the index of the pair, equal in every epoch.
     """
 
     def __init__(self, pairs: PairRows, tokenizer: PreTrainedTokenizerBase, share: float, seed: int) -> None:
         """Wrap pairs, which are read on demand.
 
         Args:
-            pairs: With ``chosen_ids`` and ``rejected_ids``; a ``margin`` of a pair that is drawn becomes 0.
-            tokenizer: Of the model.
-            share: Of the pairs, in ``[0, 1]``; answers of a single token stay as they are.
-            seed: Of the run.
+            pairs: Pairs with ``chosen_ids`` and ``rejected_ids``; the ``margin`` of a chosen pair becomes 0.
+            tokenizer: Tokenizer of the model.
+            share: Share of pairs whose rejected answer is replaced, in ``[0, 1]``; a chosen answer that is only an end
+                token is not used.
+            seed: Seed of the run.
         """
         self._pairs, self._share, self._seed = pairs, share, seed
         self._end_tokens = find_end_tokens(tokenizer)
@@ -305,7 +321,7 @@ class UnfinishedAnswers:
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         pair: Mapping[str, Any] = self._pairs[index]
-        # By pair, so that neither order nor number of processes matters.
+        # Seeded by the index, so that neither the order nor the number of processes matters.
         random = np.random.default_rng([self._seed, index])
         unfinished = pair["chosen_ids"][: count_before_end(pair["chosen_ids"], self._end_tokens)]
         if random.random() >= self._share or not len(unfinished):
@@ -318,21 +334,21 @@ class UnfinishedAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairAudit:
-    """Figures of one split; JSON values. The length of a pair is that of the prompt and the longer answer.
+    """Figures of one split, as JSON values. The length of a pair is that of its prompt and the longer answer.
 
     Attributes:
-        num_pairs: Pairs to train on.
-        num_prompts: Prompts that differ.
-        num_duplicates: Pairs that say what an earlier one says.
-        num_margins: Pairs of which the data say by how much the chosen answer is better.
-        num_prompt_tokens: Tokens of the prompts, each counted once a pair.
+        num_pairs: Number of pairs.
+        num_prompts: Number of distinct prompts.
+        num_duplicates: Pairs with the same content as an earlier pair.
+        num_margins: Pairs with a margin.
+        num_prompt_tokens: Tokens of the prompts, counted once per pair.
         num_chosen_tokens: Tokens of the chosen answers.
         num_rejected_tokens: Tokens of the rejected answers.
-        length_p5: 5th percentile of the pairs' lengths in tokens.
-        length_p50: Median length.
-        length_p95: 95th percentile.
-        length_max: Longest pair.
-        terminators: Last tokens of the answers, in order.
+        length_p5: 5th percentile of the lengths of pairs, in tokens.
+        length_p50: Median length, in tokens.
+        length_p95: 95th percentile of the lengths, in tokens.
+        length_max: Length of the longest pair, in tokens.
+        terminators: Ids of the last tokens of answers, ascending.
     """
 
     num_pairs: int
@@ -350,20 +366,20 @@ class PairAudit:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens with one copy of each prompt."""
+        """Number of tokens, with one copy of the prompt per pair."""
         return self.num_prompt_tokens + self.num_chosen_tokens + self.num_rejected_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropCounts:
-    """Counts of dropped rows and lost tokens; JSON values.
+    """Counts of dropped rows and lost tokens, as JSON values.
 
     Attributes:
         num_rows: Rows read.
-        num_identical: Rows whose answers are the same tokens, left out.
-        num_overlong: Rows longer than ``max_length``, left out.
-        num_answer_tokens: Tokens of all answers that differ.
-        num_lost_tokens: Those of them that were too long.
+        num_identical: Dropped rows, whose answers have the same tokens.
+        num_overlong: Dropped rows longer than ``max_length``.
+        num_answer_tokens: Answer tokens of all rows whose answers differ.
+        num_lost_tokens: Answer tokens of the overlong rows.
     """
 
     num_rows: int = 0
@@ -374,12 +390,12 @@ class DropCounts:
 
     @property
     def lost_fraction(self) -> float:
-        """Share of lost answer tokens, 0 to 1."""
+        """Share of lost answer tokens, from 0 to 1."""
         return self.num_lost_tokens / max(1, self.num_answer_tokens)
 
 
 class PairTokens(NamedTuple):
-    """Tokens of each prompt, chosen and rejected answer, ``int64 (P,)``."""
+    """Number of tokens of each prompt, chosen answer and rejected answer, ``int64 (P,)`` each."""
 
     prompt: IntArray
     chosen: IntArray
@@ -387,17 +403,16 @@ class PairTokens(NamedTuple):
 
     @property
     def lengths(self) -> IntArray:
-        """Tokens of the prompt and the longer answer, ``int64 (P,)``."""
+        """Number of tokens of the prompt and the longer answer, ``int64 (P,)``."""
         lengths: IntArray = self.prompt + np.maximum(self.chosen, self.rejected)
         return lengths
 
 
 def count_tokens(pairs: EncodedMixture) -> PairTokens:
-    """Lengths of the parts of each pair.
+    """Return the lengths of the parts of each pair.
 
     Args:
-        pairs: Each an example of prompt, chosen and rejected answer, end to end, of which the answers are the targets;
-            with the column ``num_chosen``, tokens of the chosen one.
+        pairs: Pairs as encoded by ``_encode_pairs``, with the column ``num_chosen``, tokens of each chosen answer.
     """
     answers, chosen = pairs.examples.num_targets, pairs.columns["num_chosen"].astype(np.int64)
     return PairTokens(pairs.examples.lengths - answers, chosen, answers - chosen)
@@ -407,8 +422,8 @@ def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMi
     """Drop pairs that cannot be trained on, and count them.
 
     Args:
-        pairs: As for ``count_tokens``; with the column ``is_identical``, True where both answers are the same tokens.
-        max_length: Tokens that a prompt and either answer have room for; ``None``: any number.
+        pairs: As for ``count_tokens``, with the column ``is_identical``, True if both answers have the same tokens.
+        max_length: Maximum number of tokens of a prompt with either answer; ``None`` for no limit.
     """
     tokens, is_identical = count_tokens(pairs), pairs.columns["is_identical"]
     is_overlong = ~is_identical & (tokens.lengths > (np.inf if max_length is None else max_length))
@@ -423,18 +438,18 @@ def drop_pairs(pairs: EncodedMixture, max_length: int | None) -> tuple[EncodedMi
 
 
 def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
-    """Compute the audit of one split.
+    """Compute the figures of one split.
 
     Args:
-        pairs: At least one, as for ``count_tokens``; with the columns ``prompt_digests``, what each prompt says, and
-            ``margins``, ``float32``, NaN where there is none.
+        pairs: At least one pair, as for ``count_tokens``; with the columns ``prompt_digests`` and ``margins``,
+            ``float32``, NaN for pairs without a margin.
     """
     tokens = count_tokens(pairs)
     terminators: set[int] = set()
     for block in pairs.examples.iterate_blocks():
         ends = np.cumsum(pairs.examples.lengths[block]) - 1
         ids, _ = pairs.examples.read(block)
-        # The last token of the rejected answer, and that of the chosen one, which stands before it.
+        # An example ends with the rejected answer; the token before that answer is the end of the chosen one.
         terminators.update(ids[ends].tolist(), ids[ends - tokens.rejected[block]].tolist())
     return PairAudit(
         num_pairs=len(tokens.prompt),
@@ -449,14 +464,14 @@ def compute_pair_audit(pairs: EncodedMixture) -> PairAudit:
     )
 
 
-def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float | None) -> list[Finding]:
+def check_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_fraction: float | None) -> list[Finding]:
     """Return the findings on the figures of a split.
 
     Args:
-        split: ``train`` or ``eval``, as the messages name it.
-        audit: From ``compute_pair_audit``.
-        dropped: What was left out.
-        max_lost_fraction: ``max_truncated_fraction``.
+        split: Name of the split in the findings, ``train`` or ``eval``.
+        audit: Figures from ``compute_pair_audit``.
+        dropped: Counts of dropped pairs.
+        max_lost_fraction: Share of lost answer tokens above which they are an error (``max_truncated_fraction``).
     """
     same = f"{split}: rows whose answers are the same tokens, left out: {dropped.num_identical:,}"
     overlong = (
@@ -464,7 +479,7 @@ def judge_pairs(split: str, audit: PairAudit, dropped: DropCounts, max_lost_frac
         f"{dropped.num_lost_tokens:,} tokens of answers ({dropped.lost_fraction:.2%})"
     )
     return [
-        judge_lengths(split, overlong, dropped.num_overlong, dropped.lost_fraction, max_lost_fraction),
+        check_lengths(split, overlong, dropped.num_overlong, dropped.lost_fraction, max_lost_fraction),
         Finding("warning" if dropped.num_identical else "ok", same),
-        judge_duplicates(split, audit.num_duplicates),
+        check_duplicates(split, audit.num_duplicates),
     ]

@@ -1,4 +1,4 @@
-"""``dataset_name`` to rows in canonical form, from files, folders or the Hub."""
+"""Opening of a dataset by its name (file, folder or Hub id), and its rows in canonical form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, suggest
 
 _OF_SOURCE: Final = ("name", "config", "revision", "split", "columns", "streaming", "text_documents")
-"""Keys of an entry that say which rows are read; the others are of who reads them."""
+"""Keys of a mixture's entry that select its rows: the arguments of ``load_source``."""
 _MAX_WITHOUT_LAYOUT: Final = 20
-"""Rows looked at in search of one that has a layout."""
+"""Leading rows that are searched for one with a known layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class RenamedSource:
     """A source with renamed or hidden columns.
 
     Attributes:
-        source: The source.
-        columns: Column of it by the name that it gets; ``None``: left out.
+        source: The underlying source.
+        columns: New name -> column of the source, or ``None`` to hide the column of that name.
     """
 
     source: Source
@@ -45,19 +45,20 @@ class RenamedSource:
 
     @property
     def streaming(self) -> bool:
-        """As for the source."""
+        """Whether the source is streamed."""
         return self.source.streaming
 
     def fingerprint(self) -> str:
-        """SHA-256 of the source's fingerprint and of the names."""
+        """Return the SHA-256 of the source's fingerprint and of ``columns``."""
         return hashlib.sha256(json.dumps([self.source.fingerprint(), dict(self.columns)]).encode()).hexdigest()
 
     def rows(self) -> Iterator[Entry]:
-        """Read from the start.
+        """Yield the rows from the start, with renamed columns.
 
         Raises:
-            DataError: The first row has not all of the columns.
+            DataError: The first row lacks one of the columns; or as the source.
         """
+        # Only the first row: in JSON Lines, later rows may omit optional columns.
         is_first = True
         for entry in self.source.rows():
             if isinstance(entry, RawRow):
@@ -70,9 +71,7 @@ class RenamedSource:
     def _rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
         hidden = {*self.columns, *self.columns.values()}
         kept = {name: value for name, value in row.items() if name not in hidden}
-        return kept | {
-            name: row[column] for name, column in self.columns.items() if column is not None and column in row
-        }
+        return kept | {name: row[column] for name, column in self.columns.items() if column and column in row}
 
     def _refuse_missing(self, row: RawRow) -> None:
         problems = []
@@ -94,20 +93,20 @@ def load_source(
     streaming: bool = False,
     text_documents: TextDocuments = "line",
 ) -> Source:
-    """Open a dataset by the user's name: the path of a file or folder if it exists, else a Hub id.
+    """Open a dataset by name: an existing file or folder, otherwise a Hub dataset.
 
     Args:
         name: Path or Hub id.
         config: Configuration of a Hub dataset.
         revision: Commit, tag or branch of a Hub dataset.
-        split: Split wanted.
-        columns: Column of the dataset for each column of a layout (``dataset_columns``); ``None`` leaves one out.
-        streaming: Read a Hub dataset without downloading it first; local data are never held in memory.
-        text_documents: What a row of a text or Markdown file is.
+        split: Split to read.
+        columns: Column of a layout -> column of the dataset (``dataset_columns``); ``None`` hides a column.
+        streaming: Whether to stream a Hub dataset instead of downloading it; local files are always read lazily.
+        text_documents: Unit of a row in text and Markdown files.
 
     Raises:
-        ConfigError: ``columns`` names what no layout has, or no column.
-        DataError: There is no such file, folder, Hub dataset or split, or it is of an unknown kind.
+        ConfigError: ``columns`` has a key that no layout has, or a value that is not a column name.
+        DataError: The file, folder, Hub dataset or split does not exist, or has an unknown file type.
     """
     if columns is not None:
         _check_columns(columns)
@@ -119,9 +118,8 @@ def load_source(
     try:
         is_folder, is_local = path.is_dir(), bool(name) and path.exists()
     except OSError as error:
-        raise DataError(
-            Problem(name, f"cannot be read: {error.strerror}", "check the path and its permissions")
-        ) from None
+        found = f"cannot be read: {error.strerror}"
+        raise DataError(Problem(name, found, "check the path and its permissions")) from None
     if not is_local:
         _refuse_missing_path(path, name)
         return load_hub(name, config, revision, split, streaming)
@@ -134,7 +132,11 @@ def load_source(
 
 
 def open_entry(entry: Mapping[str, Any], **defaults: Any) -> Source:
-    """Open an entry of a mixture or corpus by its keys of ``load_source``; ``defaults`` are those that it lacks.
+    """Open an entry of a mixture or corpus with ``load_source``; other keys of the entry are ignored.
+
+    Args:
+        entry: Keys of ``load_source`` by name, and possibly others, such as ``weight``.
+        defaults: Arguments of ``load_source`` for keys that the entry lacks.
 
     Raises:
         ConfigError: As ``load_source``.
@@ -158,19 +160,19 @@ def _check_columns(columns: Mapping[str, Any]) -> None:
 def read_rows(
     source: Source, declared_format: DatasetFormat = "auto", tokens: TokensConfig | None = None
 ) -> Iterator[Row]:
-    """Read the rows of a source in canonical form; the first row with a layout determines that of all.
+    """Yield the valid rows of a source in canonical form; the first row with a known layout determines that of all.
 
     Raises:
-        DataError: Once, after the whole source is read: every problem, or that there is no row.
+        DataError: The source has no rows, or too many broken ones; raised after the last row, with all problems.
     """
     return BrokenRows(tokens, is_stream=source.streaming).read(read_entries(source, declared_format), source.name)
 
 
 def detect_source_format(source: Source, declared_format: DatasetFormat = "auto") -> RowFormat:
-    """Return the layout of a source's rows, from the first row that has one.
+    """Return the layout of a source's rows: that of the first row with a known layout.
 
     Raises:
-        DataError: There is none: what is wrong with the first row, or that there is no row.
+        DataError: The source has no rows, or none of the leading ones has a known layout (the first row's problem).
     """
     first: Problem | None = None
     for entry in islice(source.rows(), _MAX_WITHOUT_LAYOUT):
@@ -184,10 +186,11 @@ def detect_source_format(source: Source, declared_format: DatasetFormat = "auto"
 
 
 def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row | Problem]:
-    """Yield each row in canonical form, or the problem in its place.
+    """Yield each row in canonical form, or a ``Problem`` in place of a broken one.
 
     Raises:
-        DataError: At the end: no row has a layout, there is no row, or the source cannot be read further.
+        DataError: The source has no rows, none of the leading ones has a known layout, or it cannot be read further;
+            raised after the last row.
     """
     row_format: RowFormat | None = None
     without_layout: list[Problem] = []
@@ -205,7 +208,8 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
         except DataError as error:
             if row_format is not None:
                 yield error.problems[0]
-            # Kept until a row has a layout: then these are broken ones; if none has, the first is told alone.
+            # Held back until the layout is known. Then these rows are broken ones among others; if no row has a layout,
+            # all fail for the same reason, and only the first is raised.
             elif len(without_layout) < _MAX_WITHOUT_LAYOUT:
                 without_layout += error.problems
             else:
@@ -217,13 +221,12 @@ def read_entries(source: Source, declared_format: DatasetFormat) -> Iterator[Row
 
 
 def _no_rows(source: Source) -> Problem:
-    return Problem(
-        source.name, "no rows: it is empty, has only blank lines, or is an empty list", "check how it was written"
-    )
+    found = "no rows: it is empty, has only blank lines, or is an empty list"
+    return Problem(source.name, found, "check how it was written")
 
 
 def _refuse_missing_path(path: Path, name: str) -> None:
-    """Raise if a name that does not exist can only be a path."""
+    """Raise if a name can only be a path, and so is not looked up on the Hub."""
     is_path = name.startswith(("/", ".", "~")) or "\\" in name or name.count("/") > 1 or find_suffix(path) in READERS
     if name.strip() and not is_path:
         return

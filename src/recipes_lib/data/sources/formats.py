@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+
+import numpy as np
 
 from recipes_lib.config.schema import DatasetFormat
 from recipes_lib.data.sources.messages import (
@@ -19,6 +20,8 @@ from recipes_lib.data.sources.messages import (
     check_text,
     clean_messages,
     describe,
+    parse_chat,
+    parse_json,
     parse_tools,
     split_marks,
 )
@@ -33,10 +36,10 @@ class RowFormat:
     """The layout of a dataset's rows.
 
     Attributes:
-        name: Layout, as ``dataset_format`` spells it.
+        name: Name of the layout, a value of ``dataset_format``.
         columns: Columns that are read.
-        ignored: Columns that are not.
-        renamed: Columns that are read under another name, and that name.
+        ignored: Columns that are not read.
+        renamed: Column of the dataset -> column of the layout, where the names differ.
     """
 
     name: DatasetFormat
@@ -45,9 +48,9 @@ class RowFormat:
     renamed: Mapping[str, str]
 
     def __str__(self) -> str:
-        told = [f"{column} as {self.renamed[column]}" if column in self.renamed else column for column in self.columns]
+        read = [f"{column} as {self.renamed[column]}" if column in self.renamed else column for column in self.columns]
         ignored = f"; ignored: {', '.join(self.ignored)}" if self.ignored else ""
-        return f"`{self.name}` layout, from {', '.join(told)}{ignored}"
+        return f"`{self.name}` layout, from {', '.join(read)}{ignored}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,34 +61,34 @@ class _Layout:
 
 
 def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> RowFormat:
-    """Return the layout of a row from its columns; null ones, as in unified Arrow rows, do not count.
+    """Return the layout of a row, determined by its columns; columns with null values do not count.
 
     Args:
-        raw: The first row.
-        declared: ``dataset_format``; unless ``auto``, only checked.
-        where: The row's place, for errors.
+        raw: The row.
+        declared: Value of ``dataset_format``; a layout other than ``auto`` is only verified.
+        where: Location of the row in errors.
 
     Raises:
-        DataError: The columns match no layout, several, or not the declared one.
+        DataError: The columns match no layout, several layouts, or not the declared one; or it is ambiguous which
+            column is the answer.
     """
     present = [column for column, value in raw.items() if value is not None]
     matches, renamed = _match(present), {}
     if not matches:
         renamed = _find_renamed(present, _SPELLINGS)
+        if "role" in present or len(renamed) > 1:  # The content of a message, or beside a question or answer.
+            renamed.pop("content", None)
         matches = _match(renamed.get(column, column) for column in present)
     renamed |= _find_renamed(present, {"system_prompt": "system"})
     if declared == "auto":
         matches = _drop_lesser(raw, matches)
+        if matches == ["question_answer"]:
+            _refuse_several_answers(present, where)
     else:
         if declared not in matches:
             missing = [column for column in _LAYOUTS[declared].required if column not in present]
-            raise DataError(
-                Problem(
-                    where,
-                    f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}",
-                    f"rename the columns, or change `dataset_format: {declared}`",
-                )
-            )
+            found = f"the `{declared}` layout needs {_quote(missing)}; found {_quote(present)}"
+            raise DataError(Problem(where, found, f"rename the columns, or change `dataset_format: {declared}`"))
         matches = [declared]
     if len(matches) > 1:
         found = " and ".join(f"`{name}` ({', '.join(_LAYOUTS[name].required)})" for name in matches)
@@ -93,13 +96,8 @@ def detect_format(raw: Raw, declared: DatasetFormat = "auto", *, where: str) -> 
         raise DataError(Problem(where, f"the columns match several layouts: {found}", f"set {fix}"))
     if not matches:
         known = "; ".join(" + ".join(layout.required) for layout in _LAYOUTS.values())
-        raise DataError(
-            Problem(
-                where,
-                f"the columns match no layout: {_quote(present)}",
-                f"rename them, or map them with `dataset_columns`, to one of: {known}",
-            )
-        )
+        remedy = f"rename them, or map them with `dataset_columns`, to one of: {known}"
+        raise DataError(Problem(where, f"the columns match no layout: {_quote(present)}", remedy))
     layout = _LAYOUTS[matches[0]]
     written = {name: column for column, name in renamed.items()}
     meant = [written.get(name, name) for name in (*layout.required, *layout.optional)]
@@ -114,14 +112,13 @@ def _match(columns: Iterable[str]) -> list[DatasetFormat]:
 
 
 def _find_renamed(present: Sequence[str], spellings: Mapping[str, str]) -> dict[str, str]:
-    """Return the columns that are known by another name: the only one with this meaning, and none has the name."""
-    # Two columns of one meaning, or one beside its own name: which is meant is not guessed.
+    """Return the columns that have another spelling of a layout's column, if no other column has the same meaning."""
     meanings = [spellings.get(column, column) for column in present]
     return {column: spellings[column] for column in present if meanings.count(spellings.get(column, "")) == 1}
 
 
 def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
-    """Drop layouts whose columns repeat, or belong to, those of another matching layout."""
+    """Drop matching layouts whose columns only repeat, or belong to, another matching layout."""
     lesser = set(_FALLBACKS) if set(matches) - set(_FALLBACKS) else set()
     if "preference" in matches and "sharegpt" in matches and not _ends_answered(raw["conversations"]):
         lesser.add("sharegpt")  # The conversation before LLaMA-Factory's pairs of answers.
@@ -132,29 +129,52 @@ def _drop_lesser(raw: Raw, matches: list[DatasetFormat]) -> list[DatasetFormat]:
     return [name for name in matches if name not in lesser]
 
 
+def _refuse_several_answers(present: Sequence[str], where: str) -> None:
+    """Raise for several columns that may be the answer: with a short ``answer`` beside a ``solution``, either is meant.
+
+    Raises:
+        DataError: There are several.
+    """
+    others = [column for column in present if _SPELLINGS.get(column) == "answer"]
+    if "answer" in present and others:
+        remedy = "set `dataset_format: question_answer`; to use another column, also `dataset_columns: {answer: ...}`"
+        raise DataError(Problem(where, f"each of {_quote(['answer', *others])} may be the answer to train on", remedy))
+
+
 def _ends_answered(conversations: object) -> bool:
     last = conversations[-1] if isinstance(conversations, (list, tuple)) and conversations else None
     role = last.get("from", last.get("role")) if isinstance(last, Mapping) else None
     return ROLES.get(str(role).lower()) == "assistant"
 
 
-def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index_name: str = "row") -> Row:
-    """Bring a row to canonical form, checked.
+def canonicalize(
+    raw: Raw, row_format: RowFormat, source: str, index: int, index_name: str = "row", *, needs_answer: bool = True
+) -> Row:
+    """Convert a row to canonical form, and validate it.
 
-    Source: agrees with TRL's ``maybe_convert_to_chatml`` and ``extract_prompt``; Alpaca as LLaMA-Factory reads it.
-    Proved in ``tests/data/sources/test_formats.py``.
+    Args:
+        raw: The row.
+        row_format: Layout of the dataset, from ``detect_format``.
+        source: File, folder or Hub id of the row.
+        index: Line or row number.
+        index_name: Kind of ``index``: ``line`` or ``row``.
+        needs_answer: Whether a chat without an assistant turn is an error; it can still be a prompt.
 
     Raises:
-        DataError: The row is broken; names its place and the first thing that is wrong.
+        DataError: The row is invalid; describes the first thing that is wrong.
+
+    Source: agrees with TRL's ``maybe_convert_to_chatml`` and ``extract_prompt``; Alpaca rows as in LLaMA-Factory;
+    ``tests/data/sources/test_formats.py``.
     """
-    # Readers know the layout's names only.
-    if row_format.renamed:
-        raw = {row_format.renamed.get(column, column): value for column, value in raw.items()}
     try:
+        # The `read` functions of the layouts know only the layouts' own column names.
+        raw = {row_format.renamed.get(column, column): parse_chat(value, column) for column, value in raw.items()}
         if row_format.name != "preference":
-            _refuse_judged(raw, is_answer=bool(row_format.renamed))
+            _refuse_labelled(raw, is_answer=bool(row_format.renamed))
         fields = _LAYOUTS[row_format.name].read(raw)
         if "messages" in fields:
+            if needs_answer:
+                check_answered(fields["messages"], _LAYOUTS[row_format.name].required[0])
             fields["messages"], fields["untrained"] = split_marks(fields["messages"])
         return Row(source=source, index=index, index_name=index_name, **fields)
     except RowError as error:
@@ -162,37 +182,47 @@ def canonicalize(raw: Raw, row_format: RowFormat, source: str, index: int, index
         raise DataError(Problem(where, error.found, error.remedy)) from None
 
 
-def _refuse_judged(raw: Raw, *, is_answer: bool) -> None:
-    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be a rejected answer.
+def _refuse_labelled(raw: Raw, *, is_answer: bool) -> None:
+    """Raise for a row with a boolean label of its answer, as in KTO datasets: it may be an undesirable answer.
 
     Args:
         raw: The row.
-        is_answer: Whether a column was taken for an answer; a `completion` is one by its name.
+        is_answer: Whether a renamed column is the answer, so that ``label`` may refer to it.
     """
     columns = ("label", "kto_tag") if is_answer or raw.get("completion") is not None else ("kto_tag",)
-    if judge := next((column for column in columns if isinstance(raw.get(column), bool)), None):
-        raise RowError(
-            f"the boolean `{judge}` says which answers are good, and all of them would be trained on",
-            f"keep the rows where it is true, without the column; or write `dataset_columns: {{{judge}: null}}` if it "
-            "says something else",
-        )
+    # As text, since in a table every cell is one.
+    if label := next((column for column in columns if str(raw.get(column)).lower() in ("true", "false")), None):
+        found = f"the boolean `{label}` says which answers are good, and all of them would be trained on"
+        hidden = f"`dataset_columns: {{{label}: null}}`"
+        raise RowError(found, f"keep the rows where it is true; or write {hidden} if it has another meaning")
 
 
 def _read_messages(raw: Raw, *, column: str) -> dict[str, Any]:
     messages = clean_messages(_take(raw, column), column)
-    check_answered(messages, column)
     return {"messages": _put_system_first(raw, messages), **_read_chat_extras(raw)}
 
 
+def read_question(raw: Raw) -> list[Message] | None:
+    """Return the chat up to a row's question, under any of its names; ``None`` if there is no such text column.
+
+    Raises:
+        RowError: The question, or a column that belongs to it, is invalid.
+    """
+    present = [column for column, value in raw.items() if value is not None]
+    renamed = _find_renamed(present, {**_SPELLINGS, "system_prompt": "system"})
+    raw = {renamed.get(column, column): value for column, value in raw.items()}
+    return _read_question(raw, "question", "context") if isinstance(raw.get("question"), str) else None
+
+
 def _read_answer(raw: Raw, *, question: tuple[str, ...], answer: str) -> dict[str, Any]:
-    asked = _read_question(raw, *question)
-    said = check_answer(_take(raw, answer), f"`{answer}`")
-    return {"messages": [*asked, _say(said)], **_read_chat_extras(raw)}
+    prompt = _read_question(raw, *question)
+    text = check_answer(_take(raw, answer), f"`{answer}`")
+    return {"messages": [*prompt, _build_answer(text)], **_read_chat_extras(raw)}
 
 
-def _read_question(raw: Raw, column: str, context: str | None = None) -> list[Message]:
-    """The chat up to a question in separate columns, of which the second is optional."""
-    columns = [column, *([context] if context is not None and raw.get(context) is not None else [])]
+def _read_question(raw: Raw, column: str, *contexts: str) -> list[Message]:
+    """The chat up to a question in a column, followed by the text of optional further columns."""
+    columns = [column, *(context for context in contexts if raw.get(context) is not None)]
     question = "\n".join(filter(None, (check_text(_take(raw, name), f"`{name}`") for name in columns)))
     if not question:
         empty = " and ".join(f"`{name}`" for name in columns)
@@ -213,32 +243,33 @@ def _read_prompt_completion(raw: Raw) -> dict[str, Any]:
 def _read_preference(raw: Raw) -> dict[str, Any]:
     values = {column: _take(raw, column) for column in ("chosen", "rejected")}
     if values["chosen"] == values["rejected"]:
-        raise RowError("`chosen` and `rejected` are the same", "remove the row: it prefers nothing")
+        raise RowError("`chosen` and `rejected` are the same", "remove the row: it has no preference")
     _check_same_kind(**values)
     prompt = raw.get("prompt")
     if isinstance(values["chosen"], str):
-        asked = None if isinstance(prompt, str) else _read_asked(raw)
-        if asked is None:
-            return {**_read_text_pair(prompt, **values), **_read_margin(raw)}
-        chosen, rejected = ([_say(check_answer(text, f"`{column}`"))] for column, text in values.items())
+        # A string `prompt` with string answers is plain text, not a chat.
+        shared = None if isinstance(prompt, str) else _read_shared_prompt(raw)
+        if shared is None:
+            return {**_read_text_pair(raw, prompt, **values), **_read_margin(raw)}
+        chosen, rejected = ([_build_answer(check_answer(text, f"`{column}`"))] for column, text in values.items())
     else:
         chosen, rejected = (
             clean_messages([turns] if isinstance(turns, Mapping) else turns, column) for column, turns in values.items()
         )
-        # A complete chat repeats the prompt of the other columns.
+        # Answers of several turns are complete chats; they include the prompt, which a text column may repeat.
         is_whole = not isinstance(prompt, (list, tuple)) and max(len(chosen), len(rejected)) > 1
-        asked = None if is_whole else _read_asked(raw)
-        if asked is None:
-            asked, chosen, rejected = _split_prompt(chosen, rejected)
-        elif chosen[: len(asked)] == asked:
+        shared = None if is_whole else _read_shared_prompt(raw)
+        if shared is None:
+            shared, chosen, rejected = _split_prompt(chosen, rejected)
+        elif chosen[: len(shared)] == shared:
             raise RowError("`chosen` repeats `prompt`", "leave the prompt out of the answers, or drop the column")
     _check_pair(chosen=chosen, rejected=rejected)
     extras = {**_read_chat_extras(raw), **_read_margin(raw)}
-    return {"messages": [*asked, *chosen], "num_prompt_messages": len(asked), "rejected": rejected, **extras}
+    return {"messages": [*shared, *chosen], "num_prompt_messages": len(shared), "rejected": rejected, **extras}
 
 
-def _read_asked(raw: Raw) -> list[Message] | None:
-    """The chat that both answers continue, from separate columns."""
+def _read_shared_prompt(raw: Raw) -> list[Message] | None:
+    """The chat that both answers continue, from separate columns; ``None`` if the row has no such column."""
     prompt = raw.get("prompt")
     if isinstance(prompt, (list, tuple)):
         return clean_messages(prompt, "prompt")
@@ -250,13 +281,16 @@ def _read_asked(raw: Raw) -> list[Message] | None:
             found = "`conversations` ends with an answer of its own beside `chosen` and `rejected`"
             raise RowError(found, "end it with the question, or leave the column out")
         return _put_system_first(raw, turns)
-    if raw.get("question") is not None:
-        return _read_question(raw, "question")
-    return _read_question(raw, "instruction", "input") if raw.get("instruction") is not None else None
+    # `input` is the context of an instruction (Alpaca), or without one the question itself (distilabel's Orca pairs).
+    for columns in (("question",), ("instruction", "input"), ("input",)):
+        if raw.get(columns[0]) is not None:
+            return _read_question(raw, *columns)
+    return None
 
 
-def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any]:
+def _read_text_pair(raw: Raw, prompt: object, chosen: str, rejected: str) -> dict[str, Any]:
     if prompt is None:
+        _refuse_unread_chat(raw, chosen)
         prompt = _find_prompt(chosen, rejected)
         chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
     return {
@@ -266,14 +300,23 @@ def _read_text_pair(prompt: object, chosen: str, rejected: str) -> dict[str, Any
     }
 
 
+def _refuse_unread_chat(raw: Raw, chosen: str) -> None:
+    """Raise for a list of turns under an unknown name: both answers continue it, and do not repeat it as texts."""
+    for column, value in {} if _ASSISTANT in chosen else raw.items():
+        turn = value[0] if isinstance(value, (list, tuple)) and value else None
+        if isinstance(turn, Mapping) and {"from", "role"} & turn.keys():
+            found = f"`{column}` may be the chat that `chosen` and `rejected` continue"
+            raise RowError(found, f"write `dataset_columns: {{conversations: {column}}}`, or remove the column")
+
+
 def _find_prompt(chosen: str, rejected: str) -> str:
-    """Find the common prompt of two texts.
+    """Return the common prompt of two texts.
 
-    In dialogues of hh-rlhf's form, it ends with the last common ``Assistant:``. In other texts it ends before the first
-    word that differs, and the space before it: a prompt that ended inside a word, or with a space, would have other
-    tokens than the text.
+    In dialogues in the format of hh-rlhf, it ends with the last common ``Assistant:``. In other texts, it ends before
+    the space in front of the first word that differs: if a prompt ended inside a word or with a space, its tokens would
+    not be a prefix of those of the text.
 
-    Source: TRL's ``extract_prompt``, with which texts that part at the start of a word agree.
+    Source: TRL's ``extract_prompt``, which gives the same prompt for texts that first differ at the start of a word.
     """
     prompt = chosen[: _count_shared(chosen, rejected)]
     if _ASSISTANT in chosen:
@@ -282,13 +325,11 @@ def _find_prompt(chosen: str, rejected: str) -> str:
         last_word = "" if prompt[-1:].isspace() else "".join(prompt.rsplit(maxsplit=1)[-1:])
         prompt = prompt.removesuffix(last_word).rstrip(" ")
     if not prompt.strip():
-        raise RowError(
-            "`chosen` and `rejected` share no prompt",
-            "begin both with the same text, or add a `prompt` column (`dataset_columns`, if it has another name)",
-        )
+        remedy = "begin both with the same text, or add a `prompt` column (`dataset_columns`, if it has another name)"
+        raise RowError("`chosen` and `rejected` share no prompt", remedy)
     for column, text in (("chosen", chosen), ("rejected", rejected)):
         if _ASSISTANT in chosen and _SPEAKER.search(text, len(prompt)):
-            found = f"`{column}` has further turns after the answer in which both part"
+            found = f"`{column}` has further turns after the first answer that differs"
             raise RowError(found, "end both dialogues with the first answer in which they differ")
     return prompt
 
@@ -296,21 +337,20 @@ def _find_prompt(chosen: str, rejected: str) -> str:
 def _check_pair(**answers: list[Message]) -> None:
     for column, answer in answers.items():
         if not answer or answer[0]["role"] != "assistant":
-            raise RowError(
-                f"after the prompt, `{column}` does not continue with an assistant turn",
-                "let chosen and rejected differ in the answer alone",
-            )
+            found = f"after the prompt, `{column}` does not continue with an assistant turn"
+            raise RowError(found, "let chosen and rejected differ in the answer alone")
         if split_marks(answer)[1]:
             found = f"a turn of `{column}` is marked not to be trained on, and a pair compares its answers whole"
-            raise RowError(found, "take the mark out, or remove the row")
+            raise RowError(found, "remove the mark, or the row")
 
 
 def _read_margin(raw: Raw) -> dict[str, Any]:
     margin = raw.get("margin")
     if margin is None:
         return {}
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        found = margin if isinstance(margin, float) else describe(margin)
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    if not is_number or not abs(margin) <= _MAX_MARGIN:
+        found = "NaN or infinite in 32 bits" if is_number else describe(margin)
         raise RowError(f"`margin` is {found}, not a finite number", "write by how much `chosen` is better")
     return {"margin": float(margin)}
 
@@ -319,27 +359,26 @@ def _split_prompt(chosen: list[Message], rejected: list[Message]) -> tuple[list[
     """Split off the common first turns of two chats."""
     shared = _count_shared(chosen, rejected)
     if not shared:
-        raise RowError(
-            "`chosen` and `rejected` share no prompt",
-            "begin both with the same messages, or add `prompt` as messages",
-        )
+        remedy = "begin both with the same messages, or add `prompt` as messages"
+        raise RowError("`chosen` and `rejected` share no prompt", remedy)
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
 def _count_shared(chosen: Sequence[object], rejected: Sequence[object]) -> int:
     """Number of common leading characters, or turns."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(chosen), len(rejected)))
+    return next((at for at, (left, right) in pairs if left != right), min(len(chosen), len(rejected)))
 
 
 def _read_text(raw: Raw) -> dict[str, Any]:
-    if "message_id" in raw and "role" in raw:  # As in OpenAssistant's trees.
+    if "message_id" in raw and "role" in raw:  # As in OpenAssistant's message trees.
         found = "the row is one message of a conversation (`message_id`, `role`), not a text"
         remedy = "join the messages of each conversation into `messages`; or write `dataset_columns: {role: null}`"
         raise RowError(found, remedy)
     text = check_text(_take(raw, "text"), "`text`")
     if not text or text.isspace():
-        raise RowError("`text` is empty", "remove the row: there is nothing to train on")
+        # In some corpora, such as wikitext, a third of the rows are blank lines.
+        raise RowError("`text` is empty", "remove such rows, or set `broken_rows: drop` and `max_broken_fraction`")
     return {"text": text}
 
 
@@ -349,6 +388,8 @@ def _read_chat_extras(raw: Raw) -> dict[str, Any]:
         extras["tools"] = parse_tools(raw["tools"])
     kwargs = raw.get("chat_template_kwargs")
     if kwargs:
+        if isinstance(kwargs, str):
+            kwargs = parse_json(kwargs, "`chat_template_kwargs`")
         if not isinstance(kwargs, Mapping):
             raise RowError(f"`chat_template_kwargs` is {describe(kwargs)}, not an object", "write {name: value}")
         extras["template_kwargs"] = check_json(dict(kwargs), "`chat_template_kwargs`")
@@ -380,22 +421,21 @@ def _read_history(raw: Raw) -> list[Message]:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise RowError(f"history[{number}] is not a [question, answer] pair", "write [[question, answer], ...]")
         question = check_text(pair[0], f"history[{number}][0]")
-        turns += [{"role": "user", "content": question}, _say(check_answer(pair[1], f"history[{number}][1]"))]
+        answer = check_answer(pair[1], f"history[{number}][1]")
+        turns += [{"role": "user", "content": question}, _build_answer(answer)]
     return turns
 
 
-def _say(answer: str) -> Message:
-    return {"role": "assistant", "content": answer}
+def _build_answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}
 
 
 def _take(raw: Raw, column: str) -> Any:
     value = raw.get(column)
     if value is None:
         state = "null" if column in raw else f"missing; the row has {_quote(list(raw))}"
-        raise RowError(
-            f"column `{column}` is {state}",
-            "fill it or remove the row; datasets of different layouts are parts of a `dataset_mixture`",
-        )
+        remedy = "fill it or remove the row; datasets of different layouts are parts of a `dataset_mixture`"
+        raise RowError(f"column `{column}` is {state}", remedy)
     return value
 
 
@@ -409,6 +449,7 @@ def _quote(columns: list[str]) -> str:
     return ", ".join(f"`{column}`" for column in columns) or "none with a value"
 
 
+_MAX_MARGIN: Final = float(np.finfo(np.float32).max)
 _ASSISTANT: Final = "\n\nAssistant:"
 _SPEAKER: Final = re.compile(r"\n\n(Human|Assistant):")
 _CHAT_EXTRAS = ("tools", "chat_template_kwargs")
@@ -425,11 +466,13 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
     ),
     "dolly": _Layout(
         ("instruction", "response"),
-        ("context", *_QUESTION_EXTRAS),
-        partial(_read_answer, question=("instruction", "context"), answer="response"),
+        ("input", "context", *_QUESTION_EXTRAS),
+        partial(_read_answer, question=("instruction", "input", "context"), answer="response"),
     ),
     "question_answer": _Layout(
-        ("question", "answer"), _QUESTION_EXTRAS, partial(_read_answer, question=("question",), answer="answer")
+        ("question", "answer"),
+        ("context", *_QUESTION_EXTRAS),
+        partial(_read_answer, question=("question", "context"), answer="answer"),
     ),
     "preference": _Layout(
         ("chosen", "rejected"),
@@ -439,15 +482,16 @@ _LAYOUTS: Final[Mapping[DatasetFormat, _Layout]] = {
 }
 _SPELLINGS: Final = {
     "conversation": "conversations",
-    **dict.fromkeys(("query", "problem", "prompt", "input", "instruction"), "question"),
-    **dict.fromkeys(("response", "solution", "output", "completion"), "answer"),
+    "content": "text",
+    **dict.fromkeys(("query", "problem", "prompt", "input", "inputs", "instruction"), "question"),
+    **dict.fromkeys(("response", "solution", "generated_solution", "output", "targets", "completion"), "answer"),
 }
-"""Other names of columns, which count where the columns match no layout by their own."""
+"""Other spelling of a column -> the layout's column; applied only if the columns match no layout as they are."""
 _FALLBACKS: Final[tuple[DatasetFormat, ...]] = ("dolly", "question_answer")
-"""Layouts of columns that stand beside those of others as well, and count where no other layout matches."""
+"""Layouts whose columns also occur as additional columns of other layouts; considered only if no other one matches."""
 
 COLUMNS: Final = frozenset(
     {column for layout in _LAYOUTS.values() for column in (*layout.required, *layout.optional)}
     | {"label", "kto_tag", "role"}
 )
-"""Every column that has a meaning, by which ``dataset_columns`` may call others."""
+"""All columns that have a meaning: the valid keys of ``dataset_columns``."""

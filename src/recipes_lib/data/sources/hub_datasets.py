@@ -1,4 +1,4 @@
-"""Datasets of the ``datasets`` library: saved to disk, or on the Hub."""
+"""Sources that the ``datasets`` library reads: folders written by ``save_to_disk``, and Hub datasets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SavedSource:
     """The rows of a ``Dataset`` saved with ``save_to_disk``.
 
     Attributes:
-        name: Folder as the user wrote it.
+        name: Folder, as configured.
         folder: Folder of the split.
     """
 
@@ -34,15 +34,15 @@ class SavedSource:
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
-        """Read from the start.
+        """Yield the rows from the start.
 
         Raises:
-            DataError: It cannot be read further.
+            DataError: The folder is damaged.
         """
         import datasets
 
         try:
-            # Whatever format is stored with the dataset: that of torch or numpy would give tensors for lists.
+            # `save_to_disk` stores the format; that of torch or numpy would give tensors in place of lists.
             dataset = datasets.load_from_disk(str(self.folder)).with_format("arrow")
             yield from read_batches(dataset.iter(batch_size=_BATCH_ROWS), dataset.data.schema, self.name)
         except Exception as error:  # Any error of the library on a damaged folder.
@@ -50,10 +50,10 @@ class SavedSource:
             raise DataError(Problem(self.name, found, "write it again with `save_to_disk`")) from None
 
     def fingerprint(self) -> str:
-        """SHA-256 of the Arrow files and of the list that orders them.
+        """Return the SHA-256 of the Arrow files and of ``state.json``, which lists them in order.
 
         Raises:
-            DataError: They cannot be read.
+            DataError: A file cannot be read.
         """
         digest = hashlib.sha256()
         try:
@@ -70,12 +70,12 @@ class HubSource:
 
     Attributes:
         name: Hub id.
-        commit: The commit that the revision was when it was resolved.
-        config: Configuration.
+        commit: Commit to which the revision was resolved.
+        config: Name of the configuration.
         split: Split, or a slice of one in the notation of ``datasets``.
-        streaming: Whether rows are read over the network as they are asked for.
+        streaming: Whether rows are read over the network during iteration.
         dataset: The opened ``Dataset`` or ``IterableDataset``.
-        num_bytes: Of the split as Arrow holds it, as the dataset tells; ``None``: it does not.
+        num_bytes: Arrow size of the split in bytes, from the dataset's metadata; ``None`` if unknown.
     """
 
     name: str
@@ -87,36 +87,34 @@ class HubSource:
     num_bytes: int | None = None
 
     def rows(self) -> Iterator[Entry]:
-        """Read from the start.
+        """Yield the rows from the start.
 
         Raises:
-            DataError: The Hub or the cache stopped answering.
+            DataError: The Hub or the local cache cannot be read further.
         """
         try:
             batches = self.dataset.with_format(None).iter(batch_size=_BATCH_ROWS)
-            rows = (
-                zip(batch, values, strict=True) for batch in batches for values in zip(*batch.values(), strict=True)
-            )
+            rows = (zip(batch, row, strict=True) for batch in batches for row in zip(*batch.values(), strict=True))
             for index, row in enumerate(rows):
                 yield RawRow(self.name, index, "row", spell_as_json(dict(row)))
         except Exception as error:  # Any error of the library, the network or the cache.
             raise _describe_failure(self.name, error) from None
 
     def fingerprint(self) -> str:
-        """SHA-256 of the Hub id, commit, configuration and split; the same whether streamed or not."""
+        """Return the SHA-256 of Hub id, commit, configuration and split; equal for streamed and downloaded data."""
         return hashlib.sha256(json.dumps([self.name, self.commit, self.config, self.split]).encode()).hexdigest()
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether ``save_to_disk`` wrote the folder."""
+    """Return whether ``save_to_disk`` wrote the folder."""
     return (folder / _DICT_FILE).is_file() or (folder / _STATE_FILE).is_file()
 
 
 def load_saved(folder: Path, name: str, split: str) -> SavedSource:
-    """Choose a split of a saved ``DatasetDict``; a saved ``Dataset`` has the one split ``train``.
+    """Open a split of a saved ``DatasetDict``; a saved ``Dataset`` has only the split ``train``.
 
     Raises:
-        DataError: There is no such split.
+        DataError: The folder has no such split.
     """
     if not (folder / _DICT_FILE).is_file():
         splits = {"train": folder}
@@ -133,25 +131,26 @@ def load_hub(name: str, config: str | None, revision: str | None, split: str, st
 
     Args:
         name: Hub id.
-        config: Configuration, where the dataset has several.
-        revision: Commit, tag or branch.
-        split: Split, or a slice of one.
-        streaming: Whether to read over the network as rows are asked for.
+        config: Name of the configuration; ``None`` for the default one.
+        revision: Commit, tag or branch; ``None`` for ``main``.
+        split: Split, or a slice of one in the notation of ``datasets``.
+        streaming: Whether to read rows over the network during iteration.
 
     Raises:
-        DataError: The Hub cannot be reached, or has no such dataset, revision, configuration or split for this user; or
-            only another revision is cached.
+        DataError: The Hub is unreachable and the dataset is not cached at this revision; or the dataset, revision,
+            configuration or split does not exist, or is not accessible to this user.
     """
     go_offline_unless_reachable(name)
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
     from huggingface_hub import constants
 
-    # datasets has its own copy of the switch, made at import.
+    # `datasets` copies the constant at import, which may have been before `go_offline_unless_reachable`.
     datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE or constants.HF_HUB_OFFLINE
     try:
         builder = datasets.load_dataset_builder(name, config, revision=revision)
-        if isinstance(builder, Cache) and revision not in (None, builder.hash):  # it serves whatever it has
+        # Offline, `datasets` substitutes a builder of its cache, which ignores the requested revision.
+        if isinstance(builder, Cache) and revision not in (None, builder.hash):
             raise ConnectionError(f"offline, and the cached copy is commit {builder.hash}, not `{revision}`")
         if streaming:
             dataset = builder.as_streaming_dataset(split)

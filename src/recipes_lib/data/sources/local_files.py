@@ -1,4 +1,4 @@
-"""Local files and folders as sources: file selection, splits, readers, and SHA-256 of large files, cached."""
+"""Local files and folders as sources: selection of files, splits, decompression, and cached SHA-256 digests."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ from recipes_lib.data.sources.rows import Entry
 from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import hash_file, read_record, replace_record
 
-Reader = Callable[..., Iterator[Entry]]
-
 _JSON_LINES: Final = partial(read_json, may_be_document=False)
-READERS: Final[Mapping[str, Reader]] = {
+READERS: Final[Mapping[str, Callable[..., Iterator[Entry]]]] = {
     ".jsonl": _JSON_LINES,
     ".ndjson": _JSON_LINES,
     ".json": partial(read_json, may_be_document=True),
@@ -43,28 +41,22 @@ READERS: Final[Mapping[str, Reader]] = {
     ".txt": read_text,
     ".md": read_text,
 }
-"""How a file is read, by its suffix."""
+"""File suffix -> reader."""
 
 _KINDS: Final = {".ndjson": ".jsonl", ".json": ".jsonl", ".md": ".txt"}
+"""Suffix -> suffix of the same file type; a folder may mix those."""
 COMPRESSIONS: Final = {
     ".gz": ("gzip", b"\x1f\x8b\x08"),
     ".zst": ("zstd", b"\x28\xb5\x2f\xfd"),
     ".bz2": ("bz2", b"BZh91AY&SY"),
     ".xz": ("xz", b"\xfd7zXZ\0"),
 }
-"""Codec of a compressed file by the suffix that follows that of its kind, and the bytes that it begins with."""
+"""Second suffix of a compressed file -> codec, and the magic bytes at the start of the file."""
 _LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/"
 IGNORED_NAMES: Final = frozenset(
-    {
-        "README.md",
-        "LICENSE.txt",
-        "config.json",
-        "corpus.json",
-        "dataset_info.json",
-        "dataset_infos.json",
-        "dataset_dict.json",
-    }
-)
+    f"{stem}.json" for stem in ("config", "corpus", "dataset_info", "dataset_infos", "dataset_dict")
+) | {"README.md", "LICENSE.txt"}
+"""Files in the folder of a dataset that are not data."""
 SPLIT_WORDS: Final = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -75,12 +67,12 @@ _SHARD: Final = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]+")
 
 @dataclass(frozen=True)
 class FileSource:
-    """The rows of several files, in order.
+    """The rows of one or several files, in order.
 
     Attributes:
-        name: File or folder as the user wrote it.
-        files: Paths to read, by the name an error calls them.
-        text_documents: What a row of a text file is.
+        name: File or folder, as configured.
+        files: Name in error messages -> path; read in this order.
+        text_documents: Unit of a row in text files.
     """
 
     name: str
@@ -89,10 +81,10 @@ class FileSource:
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
-        """Read the files from the start.
+        """Yield the rows of all files from the start.
 
         Raises:
-            DataError: At the end: files that break off.
+            DataError: Files are truncated or unreadable; raised after the last file, with the problems of all.
         """
         problems: list[Problem] = []
         for label, path in self.files.items():
@@ -109,9 +101,10 @@ class FileSource:
             raise DataError(*problems)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the bytes of the files, in order, and of the reader options.
+        """Return the SHA-256 of the files' bytes, in order, and of what determines how they are read.
 
-        Their names do not matter, but their suffixes do; for text files, also the definition of a row.
+        These are the suffix of each file and, for text files, the unit of a row. Other parts of the names do not count,
+        so that moved or renamed files keep their fingerprint.
 
         Raises:
             DataError: A file cannot be read.
@@ -129,14 +122,14 @@ class FileSource:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a file for reading, decompressed if its name or its first bytes say that it is compressed.
+    """Open a file for reading in binary mode, with transparent decompression.
 
     Raises:
         DataError: As ``find_codec``.
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
     codec = find_codec(path)
-    if codec == "xz":  # pyarrow does not have it.
+    if codec == "xz":  # Not supported by pyarrow.
         return BufferedReader(cast(RawIOBase, lzma.open(path)))
     if codec is not None:
         import pyarrow as pa
@@ -146,13 +139,14 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def find_codec(path: Path) -> str | None:
-    """Return how a file is compressed, as ``COMPRESSIONS`` calls it; ``None``: it is not.
+    """Return the codec of a compressed file, one of ``COMPRESSIONS``; ``None`` for an uncompressed file.
 
-    The first bytes come first: downloads often lose the second suffix. Of a damaged file only the suffix tells.
+    Magic bytes take precedence over the suffix, since downloads often lose the second suffix. The suffix decides for
+    files whose start is damaged, so that the error is about decompression.
 
     Raises:
-        DataError: Git LFS has not downloaded it.
-        OSError: It cannot be read.
+        DataError: The file is a pointer of Git LFS.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         head = file.read(len(_LFS_POINTER))
@@ -164,24 +158,24 @@ def find_codec(path: Path) -> str | None:
 
 
 def load_files(path: Path, name: str, split: str, text_documents: TextDocuments = "line") -> FileSource:
-    """Select the files of a split: a file has the split ``train``; a folder is split by names as in ``datasets``.
+    """Select the files of a split: a single file is the split ``train``; a folder is split by names as in ``datasets``.
 
-    A file with several names by links is read once, under the first.
-
-    Source: ``datasets.data_files.get_data_patterns``; proved in ``tests/data/sources/test_local_files.py``.
+    A file that is reachable under several names, by symbolic links, is read once, under the first name.
 
     Args:
         path: File or folder.
-        name: The same as the user wrote it.
-        split: Split wanted.
-        text_documents: What a row of a text file is.
+        name: The path, as configured.
+        split: Split to read.
+        text_documents: Unit of a row in text files.
 
     Raises:
-        DataError: There is no file of a known kind, several kinds, or no such split.
+        DataError: The folder has no file of a known type, mixes several types, or has no such split.
+
+    Source: ``datasets.data_files.get_data_patterns``; ``tests/data/sources/test_local_files.py``.
     """
     if path.is_file():
         if find_suffix(path) not in READERS:
-            # Of a compressed file with both suffixes: `.tar.gz` is another kind than `.gz`.
+            # Both suffixes of a compressed file, because a `.tar.gz` is not a compressed data file.
             kind = "".join(path.suffixes[-2:]) if path.suffix.lower() in COMPRESSIONS else path.suffix
             raise DataError(Problem(name, f"unknown kind of file `{kind}`", f"convert or rename it to {_KNOWN}"))
         splits = {"train": [path]}
@@ -212,14 +206,13 @@ def _find_splits(folder: Path, name: str) -> dict[str, list[Path]]:
         raise DataError(Problem(name, "the folder has no data file", f"put in files with the suffix {_KNOWN}"))
     if len(kinds) > 1:
         examples = ", ".join(file.relative_to(folder).as_posix() for file in kinds.values())
-        raise DataError(
-            Problem(name, f"the folder mixes kinds of files: {examples}", "name one file, or move the others away")
-        )
+        found = f"the folder mixes kinds of files: {examples}"
+        raise DataError(Problem(name, found, "name one file, or move the others away"))
     return _group_by_split(files, folder, name)
 
 
 def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yield the data files of a folder and its subfolders, without cycles of links."""
+    """Yield the data files of a folder and its subfolders; symbolic links to a parent are not followed."""
     above |= {realpath(folder)}
     for path in folder.iterdir():
         if path.name.startswith((".", "__")) or path.name in IGNORED_NAMES:
@@ -232,7 +225,7 @@ def _enumerate_files(folder: Path, above: frozenset[str] = frozenset()) -> Itera
 
 
 def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, list[Path]]:
-    """Group by the first rule that any file matches: Hub shards, folders named after splits, files named so."""
+    """Group files by the first of three rules that any file matches: Hub shards, folder names, file names."""
     rules = _split_of_shard, lambda file: _splits_in(file.parent.as_posix()), lambda file: _splits_in(file.name)
     for rule in rules:
         found = {file: rule(file.relative_to(folder)) for file in files}
@@ -245,7 +238,7 @@ def _group_by_split(files: list[Path], folder: Path, name: str) -> dict[str, lis
                 if named:
                     what += " and ".join(sorted(named))
                 else:
-                    # What the others are named after may be a surprise.
+                    # Names a file that did match: a word such as `dev` may not have been meant as a split.
                     other = next(other for other in files if found[other])
                     example = f"`{other.relative_to(folder).as_posix()}` to {' and '.join(sorted(found[other]))}"
                     what += f"no split, and {example}"
@@ -287,26 +280,26 @@ _KNOWN: Final = f"{', '.join(READERS)}, or one of these with {', '.join(COMPRESS
 
 
 MIN_BYTES: Final = 64 * 2**20
-"""Smaller files are read every time: that takes a tenth of a second."""
+"""Size from which digests are cached; smaller files are hashed in about 0.1 s."""
 
 _SETTLED_NS: Final = 2 * 10**9
-"""A file that changed less than this ago may change again within the resolution of its clock."""
+"""Minimum age of a cached file's last change: a later change within the clock's resolution has the same time."""
 
 
 def compute_digest(path: Path, cache: Path | None = None) -> bytes:
-    """Return the SHA-256 of a file's bytes, 32 bytes.
+    """Return the SHA-256 of a file's content, 32 bytes.
 
-    The digest of a large file is cached under ``cache`` with the file's device, inode, size and times, and is valid
-    while all of these are equal. One of them is ``ctime``, which programs cannot set back.
+    The digest of a large file is cached with the file's device, inode, size, ``mtime`` and ``ctime``, and is reused
+    while all of these are equal. ``ctime`` makes this safe, because programs cannot set it.
 
     Args:
         path: The file.
-        cache: Folder of remembered digests. Default: ``~/.cache/recipes_lib/digests``; one that cannot be written is
-            done without.
+        cache: Folder of cached digests. Default: ``~/.cache/recipes_lib/digests``. A folder that cannot be written is
+            not an error: the file is then hashed every time.
 
     Raises:
         OSError: The file cannot be read.
-        ConfigError: It is large, and this user has no home folder.
+        ConfigError: The default cache is needed, and the user has no home folder.
 
     Source: ``hashlib.file_digest``; ``tests/data/sources/test_local_files.py``.
     """
@@ -316,13 +309,13 @@ def compute_digest(path: Path, cache: Path | None = None) -> bytes:
             return bytes.fromhex(hash_file(file))
         name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         entry = (Path(expand_home("~/.cache/recipes_lib/digests")) if cache is None else cache) / f"{name}.json"
-        remembered = _read(entry)
-        if remembered.get("file") == before:
-            return bytes.fromhex(str(remembered["sha256"]))
+        cached = _read_cached(entry)
+        if cached.get("file") == before:
+            return bytes.fromhex(str(cached["sha256"]))
         digest = bytes.fromhex(hash_file(file))
-        # Not while it is being written, and not within one tick of a coarse clock, where a change keeps the time.
+        # Not cached while the file is being written, or if it changed so recently that `_SETTLED_NS` applies.
         if _describe(file.fileno()) == before and time.time_ns() - before["ctime_ns"] > _SETTLED_NS:
-            with suppress(OSError):  # Without a cache the next process reads the file again.
+            with suppress(OSError):  # Without a cache, the next process hashes the file again.
                 entry.parent.mkdir(parents=True, exist_ok=True)
                 replace_record(entry, {"path": str(path), "file": before, "sha256": digest.hex()})
     return digest
@@ -339,7 +332,7 @@ def _describe(descriptor: int) -> dict[str, int]:
     }
 
 
-def _read(entry: Path) -> dict[str, object]:
+def _read_cached(entry: Path) -> dict[str, object]:
     try:
         content = read_record(entry, {"sha256": str})
         bytes.fromhex(content["sha256"])

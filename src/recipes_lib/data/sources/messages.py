@@ -1,9 +1,10 @@
-"""Chat messages of any dataset spelling, converted to the form that templates read."""
+"""Chat messages in the spellings of public datasets, converted to the form that chat templates read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar
 
@@ -12,38 +13,31 @@ from recipes_lib.data.sources.rows import Message
 FUNCTION_CALL: Final = "function_call"
 ROLES: Final = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-    FUNCTION_CALL: "assistant",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "ai", FUNCTION_CALL), "assistant"),
+    **dict.fromkeys(("observation", "function", "function_response"), "tool"),
 }
-"""Roles of OpenAI's messages, ShareGPT's conversations and their relatives, and the template role of each."""
+"""Role in a dataset (OpenAI, ShareGPT and variants) -> role in chat templates."""
 
 _TEMPLATE_ROLES: Final = tuple(dict.fromkeys(ROLES.values()))
 _KEYS: Final = {"from": "role", "value": "content"}
-"""Keys of a turn in ShareGPT's layout, and what templates call them."""
+"""Key of a turn in ShareGPT's layout -> key in chat templates."""
 
+
+_CHATS: Final = ("messages", "conversations")
+"""Columns whose turns may be strings without roles, of user and assistant alternately, as in LIMA and UltraChat."""
 
 TRAIN: Final = "train"
-"""Key, False, of a cleaned turn that is marked not to be trained on; ``split_marks`` takes it out again."""
+"""Key of cleaned turns that are excluded from the loss, with the value False; ``split_marks`` removes it."""
 
 _MARKS: Final = ("weight", "train", "training")
-"""Keys by which turns are left out of training: OpenAI's, 0 or 1, and axolotl's, booleans."""
+"""Keys that include a turn in the loss or exclude it: OpenAI's ``weight``, 0 or 1, and axolotl's booleans."""
 
 _PARTIAL_MARKS: Final = ("train_detail", "training_detail")
 
 _TYPES: Final[Mapping[str, type | UnionType]] = {
     "null": NoneType,
-    "a boolean": bool,  # Before numbers, which booleans are to Python.
+    "a boolean": bool,  # Before numbers: in Python, bool is a subclass of int.
     "a string": str,
     "a number": int | float,
     "an object": Mapping,
@@ -54,7 +48,12 @@ Json = TypeVar("Json")
 
 
 class RowError(Exception):
-    """One row is broken: what was found and what to do; the caller names the row."""
+    """Problem of a row without its location, which the caller adds.
+
+    Attributes:
+        found: What is wrong, in one clause.
+        remedy: What to do, in one clause.
+    """
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(found)
@@ -68,34 +67,31 @@ def describe(value: object) -> str:
 
 
 def check_text(value: object, place: str) -> str:
-    """Return ``value``, a string that every tokenizer can encode.
+    """Return ``value`` if it is a string that every tokenizer can encode.
 
     Raises:
-        RowError: It is not a string, or it holds a NUL character or half a surrogate pair.
+        RowError: ``value`` is not a string, or contains a NUL character or an unpaired surrogate.
     """
     if not isinstance(value, str):
         raise RowError(f"{place} is {describe(value)}, not a string", "write it as a string")
     if "\0" in value:
-        raise RowError(
-            f"{place} holds a NUL character at position {value.index(chr(0))}",
-            "remove it; NULs everywhere mean UTF-16 text that was read as UTF-8",
-        )
+        found = f"{place} holds a NUL character at position {value.index(chr(0))}"
+        raise RowError(found, "remove it; NULs everywhere mean UTF-16 text that was read as UTF-8")
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise RowError(
-                f"{place} holds half a surrogate pair, \\u{ord(value[error.start]):04x}, at position {error.start}",
-                "write the whole character; text cut in the middle of an emoji leaves such halves",
-            ) from None
+            found = f"{place} holds half a surrogate pair, \\u{ord(value[error.start]):04x}, at position {error.start}"
+            remedy = "write the whole character; text cut in the middle of an emoji leaves such halves"
+            raise RowError(found, remedy) from None
     return value
 
 
 def check_answer(value: object, place: str) -> str:
-    """Return ``value``, a string that a model can be trained to answer.
+    """Return ``value`` if it is a string that a model can be trained to generate.
 
     Raises:
-        RowError: As ``check_text``; or it is blank, which trains the model to stop at once.
+        RowError: As ``check_text``; or ``value`` is blank, which would train the model to end its turn at once.
     """
     text = check_text(value, place)
     if not text or text.isspace():
@@ -104,7 +100,7 @@ def check_answer(value: object, place: str) -> str:
 
 
 def is_answer(text: str) -> bool:
-    """Return whether a row may hold ``text`` as an answer: what commands that generate rows write."""
+    """Return whether ``check_answer`` accepts ``text``; used by commands that write generated rows."""
     try:
         check_answer(text, "the answer")
     except RowError:
@@ -115,28 +111,33 @@ def is_answer(text: str) -> bool:
 def clean_messages(value: object, column: str) -> list[Message]:
     """Check a list of turns, or its JSON string, and convert each to ``role``, ``content`` and other template keys.
 
-    Null keys of a turn are dropped: they occur where another row of the file has ``tool_calls`` or ``name``. Text parts
-    are joined. A mark that excludes a turn from the loss becomes ``TRAIN``, False; other marks are removed. A last turn
-    of the user is accepted: real conversations often end so, and it is no target.
+    Turns that are all strings are those of the user and the assistant alternately, as in LIMA. Null keys of
+    a turn are removed: Arrow writes them if a turn of another row has the key. Text parts are joined. A mark that
+    excludes a turn from the loss becomes ``TRAIN: False``; other marks are removed. The last turn may be the user's, as
+    often in logged conversations; it is not a target.
 
     Args:
-        value: The column.
-        column: Its name, for errors.
+        value: Value of the column.
+        column: Name of the column in errors.
 
     Raises:
-        RowError: The first thing that is wrong, named as ``column[turn].key``.
+        RowError: A turn is invalid; describes the first one, as ``column[turn].key``.
     """
     if isinstance(value, str):  # A cell of a table.
-        value = _parse_json(value, f"`{column}`")
+        value = parse_json(value, f"`{column}`")
     if not isinstance(value, (list, tuple)):
         raise RowError(f"`{column}` is {describe(value)}, not a list of messages", f"write `{column}` as a list")
     if not value:
         raise RowError(f"`{column}` is an empty list", "write at least one message, or remove the row")
+    # A single string, or strings of JSON, are no such turns.
+    if column in _CHATS and value[1:] and all(isinstance(turn, str) and not turn.startswith("{") for turn in value):
+        roles = cycle(("user", "assistant"))
+        value = [{"role": role, "content": turn} for role, turn in zip(roles, value, strict=False)]
     return [_clean_message(message, f"{column}[{turn}]") for turn, message in enumerate(value)]
 
 
 def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozenset[int]]:
-    """Return cleaned turns as templates read them, and the numbers of those marked as excluded from the loss."""
+    """Return cleaned turns without marks, as templates read them, and the indices of turns excluded from the loss."""
     untrained = [turn for turn, message in enumerate(messages) if TRAIN in message]
     if untrained:
         messages = [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
@@ -144,10 +145,10 @@ def split_marks(messages: Sequence[Message]) -> tuple[Sequence[Message], frozens
 
 
 def check_answered(messages: Iterable[Message], column: str) -> None:
-    """Raise for a chat without an assistant turn, which has no targets.
+    """Raise for a chat without targets.
 
     Raises:
-        RowError: No turn is the assistant's.
+        RowError: The chat has no assistant turn.
     """
     if all(message["role"] != "assistant" for message in messages):
         raise RowError(f"`{column}` has no assistant turn: nothing to train on", "add the answer, or remove the row")
@@ -158,11 +159,10 @@ def _clean_message(written: object, place: str) -> Message:
         raise RowError(f"{place} is {describe(written)}, not an object", "write it as {role: ..., content: ...}")
     message: Mapping[str, Any] = written
     content, written_role = message.get("content"), message.get("role")
-    # Most turns of most datasets: nothing to convert, and no copy.
+    # Fast path for most turns: nothing to convert, and no copy.
     if len(message) == 2 and isinstance(content, str) and written_role in _TEMPLATE_ROLES:
         _check_content(message, place)
         return message
-    # Null keys are those of other rows in the same table.
     cleaned: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
     for key, name in _KEYS.items():
         if key in cleaned and name not in cleaned:
@@ -175,16 +175,16 @@ def _clean_message(written: object, place: str) -> Message:
     else:
         _clean_extras(cleaned, place)
         if role == "assistant" and "tool_calls" in cleaned:
-            # Many templates fail without a content, and none distinguishes it from "".
+            # Many templates fail for a missing content, and none distinguishes it from an empty one.
             cleaned.setdefault("content", "")
         _check_content(cleaned, place)
     return cleaned if is_trained else {**cleaned, TRAIN: False}
 
 
 def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
-    """Remove the marks of a turn's training, and return the result."""
+    """Remove the marks of a turn in place, and return whether it is included in the loss."""
     if partial := next((key for key in _PARTIAL_MARKS if key in message), None):
-        raise RowError(f"{place}.{partial} marks parts of a turn", "take it out: a turn is trained on whole, or not")
+        raise RowError(f"{place}.{partial} marks parts of a turn", "remove it: only whole turns can be excluded")
     marks = {key: message.pop(key) for key in _MARKS if key in message}
     for key, value in marks.items():
         is_weight = key == "weight"
@@ -195,27 +195,27 @@ def _take_marks(message: dict[str, Any], role: str, place: str) -> bool:
     is_trained = all(marks.values())
     if marks and is_trained and role != "assistant":
         found = f"{place}.{next(iter(marks))} asks to train on a turn of the role {role!r}"
-        raise RowError(found, "take it out: only assistant turns are trained on")
+        raise RowError(found, "remove it: only assistant turns are trained on")
     return is_trained
 
 
 def _check_content(message: Message, place: str) -> None:
-    content, speaks = message.get("content"), message["role"] == "assistant"
-    if speaks and "tool_calls" in message:
+    content, is_assistant = message.get("content"), message["role"] == "assistant"
+    if is_assistant and "tool_calls" in message:  # May be empty beside tool calls.
         check_text(content, f"{place}.content")
     elif content is None:
         raise RowError(f"{place}.content is missing", "write the text of the turn")
-    elif speaks:
+    elif is_assistant:
         check_answer(content, f"{place}.content")
     else:
         check_text(content, f"{place}.content")
 
 
 def _clean_extras(message: dict[str, Any], place: str) -> None:
-    """Convert keys that are not plain text to the form that templates read, in place."""
+    """Convert text parts and tool calls to the form that templates read, in place."""
     if isinstance(message.get("content"), (list, tuple)):
         message["content"] = _join_parts(message["content"], f"{place}.content")
-    if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's key of a single call, before tools.
+    if FUNCTION_CALL in message and "tool_calls" not in message:  # OpenAI's deprecated key of a single call.
         calls = _parse_function_calls(message.pop(FUNCTION_CALL), f"{place}.{FUNCTION_CALL}")
         message["tool_calls"] = calls
     if "tool_calls" in message:
@@ -246,20 +246,20 @@ def _join_parts(parts: Sequence[object], place: str) -> str:
 
 
 def _clean_call(call: object, place: str) -> Mapping[str, Any]:
-    """Check a tool call; arguments in a JSON string, as in OpenAI's format, become the object that templates read."""
+    """Check a tool call; arguments as a JSON string, as in OpenAI's API, become the object that templates read."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not function.get("name"):
         raise RowError(f"{place} names no function", "write {type: function, function: {name: ..., arguments: {...}}}")
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):  # Of a call without any, OpenAI's is empty.
-        arguments = _parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
+    if isinstance(arguments, str):  # OpenAI's API writes an empty string for a call without arguments.
+        arguments = parse_json(arguments, f"{place}.function.arguments") if arguments.strip() else {}
     if not isinstance(arguments, Mapping):
         raise RowError(f"{place}.function.arguments is {describe(arguments)}, not an object", "write {name: value}")
     return check_json({**call, "function": {**function, "arguments": arguments}}, place)
 
 
 def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
-    parsed = _parse_json(value, place) if isinstance(value, str) else value
+    parsed = parse_json(value, place) if isinstance(value, str) else value
     calls = parsed if isinstance(parsed, (list, tuple)) else [parsed]
     if not calls:
         raise RowError(f"{place} is an empty list", "write at least one function call")
@@ -267,14 +267,14 @@ def _parse_function_calls(value: object, place: str) -> list[Mapping[str, Any]]:
 
 
 def parse_tools(value: object) -> list[Any] | None:
-    """Parse the ``tools`` column, a list of schemas or its JSON string; ``None`` without any.
+    """Return the tool schemas of the ``tools`` column, a list or its JSON string; ``None`` if there are none.
 
     Raises:
-        RowError: It is something else.
+        RowError: The value is not a list of objects that can be written as JSON.
     """
     if not value:
         return None
-    tools = _parse_json(value, "`tools`") if isinstance(value, str) else value
+    tools = parse_json(value, "`tools`") if isinstance(value, str) else value
     if not isinstance(tools, (list, tuple)):
         raise RowError(f"`tools` is {describe(tools)}, not a list", "write a list of tool schemas")
     for number, tool in enumerate(tools):
@@ -284,10 +284,10 @@ def parse_tools(value: object) -> list[Any] | None:
 
 
 def check_json(value: Json, place: str) -> Json:
-    """Return ``value``, which templates can write as JSON.
+    """Return ``value`` if templates can write it as JSON.
 
     Raises:
-        RowError: It holds something JSON has no word for, or half a surrogate pair.
+        RowError: ``value`` contains something that JSON cannot represent, or an unpaired surrogate.
     """
     try:
         check_text(json.dumps(value, ensure_ascii=False, allow_nan=False), place)
@@ -296,7 +296,28 @@ def check_json(value: Json, place: str) -> Json:
     return value
 
 
-def _parse_json(text: str, place: str) -> object:
+def parse_chat(value: object, column: str) -> object:
+    """Return the turns that a string has as JSON, as in a cell of a table; other values are returned unchanged.
+
+    Raises:
+        RowError: The string has turns in Python's notation, as written by ``to_csv`` of pandas and ``datasets``.
+    """
+    if not isinstance(value, str) or value[:3] not in ('[{"', "[{'"):
+        return value
+    quote = value[2]
+    if not any(all(f"{quote}{key}{quote}:" in value for key in keys) for keys in (("role", "content"), _KEYS)):
+        return value
+    if quote == "'":
+        raise RowError(f"`{column}` has messages in Python's notation, not in JSON", "export to JSON Lines or Parquet")
+    return parse_json(value, f"`{column}`")
+
+
+def parse_json(text: str, place: str) -> object:
+    """Return the value of a JSON text.
+
+    Raises:
+        RowError: The text is not valid JSON.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Dataset mixtures: weights, repeats and shares of several sources; a single dataset is a mixture of one."""
+"""Dataset mixtures: weights, repeats and token shares of several sources; a single dataset is a mixture of one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from recipes_lib.data.sources.rows import Row, Source
 from recipes_lib.errors import ConfigError, DataError, Problem, collecting, raise_problems
 
 MAX_EPOCHS: Final = 4
-"""Repeating data up to four times is almost as good as new data; beyond, its value decays (Muennighoff et al. 2023)."""
+"""Epochs up to which repeated data are almost as good as new data (Muennighoff et al. 2023, arXiv:2305.16264)."""
 
 
 def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
-    """The entries of ``dataset_mixture``, or the single dataset as such an entry."""
+    """Return the entries of ``dataset_mixture``, or the single dataset as such an entry."""
     if data.dataset_mixture is not None:
         return data.dataset_mixture
     entry = {
@@ -39,13 +39,13 @@ def list_entries(data: DataConfig) -> Sequence[Mapping[str, Any]]:
 
 
 def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, RecipeConfig]:
-    """Return, for each set of ``eval_datasets``, the configuration that prepares its rows like training rows.
+    """Return, for each name in ``eval_datasets``, the configuration that prepares its rows like training rows.
 
     Args:
-        config: The run.
-        max_length: Tokens that its rows have room for.
+        config: Configuration of the run.
+        max_length: Maximum length of its rows, in tokens.
     """
-    nothing: dict[str, Any] = {
+    unset: dict[str, Any] = {
         **dict.fromkeys(("dataset_name", "dataset_config", "dataset_revision", "dataset_columns", "eval_datasets")),
         **dict.fromkeys(("dataset_test_split", "test_split_size")),
     }
@@ -54,21 +54,21 @@ def derive_eval_configs(config: RecipeConfig, max_length: int) -> dict[str, Reci
         name: replace(
             config,
             tokens=tokens,
-            data=replace(config.data, **nothing, dataset_streaming=False, dataset_mixture=[entry]),
+            data=replace(config.data, **unset, dataset_streaming=False, dataset_mixture=[entry]),
         )
         for name, entry in (config.data.eval_datasets or {}).items()
     }
 
 
 def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[float]:
-    """Share of training tokens of each source; they sum to 1.
+    """Return the share of each source in the training tokens; shares sum to 1.
 
-    The ``weight`` of a mixture's entry is relative to the sum of all; entries without one count 1. If no entry has a
-    weight, shares are proportional to tokens times ``repeat``: by default all sources have the same number of epochs.
+    The ``weight`` of an entry is relative to the sum over all entries; the default is 1. If no entry has a weight,
+    shares are proportional to tokens times ``repeat``, so that by default all sources have the same number of epochs.
 
     Args:
-        config: The run.
-        num_tokens: Training tokens of each source.
+        config: Configuration of the run.
+        num_tokens: Number of training tokens of each source.
     """
     repeats = [entry.get("repeat", 1.0) for entry in list_entries(config.data)]
     weights = _read_weights(config) or [repeat * num for repeat, num in zip(repeats, num_tokens, strict=True)]
@@ -76,55 +76,57 @@ def compute_weights(config: RecipeConfig, num_tokens: Sequence[int]) -> list[flo
 
 
 def compute_budgets(config: RecipeConfig, num_tokens: int | None) -> list[int]:
-    """Tokens to read of each streamed source, so that none is repeated before the end of the run.
+    """Return the number of tokens to read from each streamed source, so that none repeats during the run.
 
     Args:
-        config: The run.
-        num_tokens: Tokens that the run trains on.
+        config: Configuration of the run.
+        num_tokens: Number of tokens that the run trains on.
 
     Raises:
-        ConfigError: The run's length or the sources' shares are not known, or a number of documents is to be held out.
+        ConfigError: The length of the run or the weights of the sources are unknown, or ``test_split_size`` is a number
+            of documents.
     """
     weights = _read_weights(config)
-    _refuse_unknowable(config, weights, num_tokens)
+    _refuse_unknown_length(config, weights, num_tokens)
     assert num_tokens is not None
     shares = share_tokens(config, num_tokens, weights or ())
-    # A source can be ahead of its weight by a window in each phase, and each later phase begins at a row boundary.
+    # In each phase, a source can be ahead of its share by less than one row of `max_length` tokens; and each later
+    # phase starts at a row boundary, which can shift up to one more row to it.
     slack = (2 * len(config.pretraining.dataset_curriculum or [{}]) - 1) * (config.tokens.max_length or 0)
     return [math.ceil(share) + slack for share in shares]
 
 
 def share_tokens(config: RecipeConfig, num_tokens: int, weights: Sequence[float]) -> list[float]:
-    """Return the tokens of each source that a run trains on, over all phases of its curriculum.
+    """Return the number of tokens that a run trains on from each source, over all phases of its curriculum.
 
     Args:
-        config: The run.
-        num_tokens: Of the run.
-        weights: Of the sources, without a curriculum.
+        config: Configuration of the run.
+        num_tokens: Number of tokens that the run trains on.
+        weights: Weights of the sources if the run has no ``dataset_curriculum``.
     """
     phases = config.pretraining.dataset_curriculum or [{"start_tokens": 0, "weights": weights}]
-    borders = [*(min(phase["start_tokens"], num_tokens) for phase in phases), num_tokens]
+    boundaries = [*(min(phase["start_tokens"], num_tokens) for phase in phases), num_tokens]
     shares = [0.0] * len(list_entries(config.data))
-    for phase, (start, stop) in zip(phases, itertools.pairwise(borders), strict=True):
+    for phase, (start, stop) in zip(phases, itertools.pairwise(boundaries), strict=True):
         for at, weight in enumerate(phase["weights"]):
             shares[at] += (stop - start) * weight / sum(phase["weights"])
     return shares
 
 
 def _read_weights(config: RecipeConfig) -> list[float] | None:
-    """The weights of the entries, or ``None`` if none has one."""
+    """Return the weights of the entries, 1 by default; ``None`` if no entry of a mixture has one."""
     entries = list_entries(config.data)
     if len(entries) > 1 and all("weight" not in entry for entry in entries):
         return None
     return [entry.get("weight", 1.0) for entry in entries]
 
 
-def _refuse_unknowable(config: RecipeConfig, weights: Sequence[float] | None, num_tokens: int | None) -> None:
+def _refuse_unknown_length(config: RecipeConfig, weights: Sequence[float] | None, num_tokens: int | None) -> None:
     problems = []
     size = config.data.test_split_size
     if size is not None and size >= 1:
         remedy = "write a share below 1, or name held-out data: dataset_test_split"
-        found = "a number of documents is drawn among all of them, and a stream is not read to its end"
+        found = "a number of documents is drawn from all documents, and a stream is not read to its end"
         problems.append(("test_split_size", found, remedy))
     if num_tokens is None:
         problems.append(("dataset_streaming", "it is not known how far to read", "write `max_tokens: ...`"))
@@ -140,11 +142,12 @@ class Part:
     """One source of a mixture.
 
     Attributes:
-        source: Its rows.
-        weight: Its share of the mixture, relative to the sum of the parts'; ``None``: ``repeat`` says how many rows.
-        repeat: How many times its rows come up: 0.25 is a quarter of them, drawn without replacement; 2.5 is two whole
+        source: The rows.
+        weight: Share of the mixture, relative to the sum over all parts; ``None`` if ``repeat`` determines the number
+            of rows.
+        repeat: Number of passes over the rows: 0.25 is a quarter of them, drawn without replacement; 2.5 is two full
             passes and a half.
-        format: Layout of its rows.
+        format: Layout of the rows.
     """
 
     source: Source
@@ -155,15 +158,15 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """The rows of all parts, one part after the other, in order; the trainer shuffles.
+    """The rows of all parts, one part after the other, unshuffled; the trainer shuffles.
 
-    For weighted parts, as many rows are used as possible without repeating any: all rows of the part that is scarcest
-    for its weight, and a sample of each other part. ``datasets.interleave_datasets`` stops in the same way at
-    ``first_exhausted``.
+    With weights, the mixture has as many rows as possible without repetition: all rows of the part with the fewest rows
+    for its weight, and a sample of each other part. This is the ``first_exhausted`` strategy of
+    ``datasets.interleave_datasets``.
 
     Attributes:
-        parts: The parts; all have a weight, or none.
-        seed: Decides which rows a fraction of a part draws.
+        parts: The parts; either all or none have a weight.
+        seed: Seed of the rows that are drawn from a part.
     """
 
     parts: Sequence[Part]
@@ -171,33 +174,36 @@ class Mixture:
 
     @property
     def name(self) -> str:
-        """Names of the sources, as given by the user."""
+        """Names of the sources, as configured."""
         return " + ".join(part.source.name for part in self.parts)
 
     @property
     def streaming(self) -> bool:
-        """Whether a source is a stream."""
+        """Whether any source is streamed."""
         return any(part.source.streaming for part in self.parts)
 
     def rows(self, tokens: TokensConfig | None = None) -> Iterator[Row]:
-        """Read the valid rows.
+        """Yield the valid rows.
+
+        Args:
+            tokens: Options for broken rows. Default: broken rows are errors.
 
         Raises:
-            DataError: Once, after all parts are read: all that is wrong, where more is broken than ``tokens`` allow.
+            DataError: Too many rows are broken, or a source cannot be read; raised after the last row.
         """
         return BrokenRows(tokens, is_stream=self.streaming).read(self.entries(), self.name)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the sources' fingerprints, the requested layouts, the amounts, and the seed if it matters."""
+        """Return the SHA-256 of fingerprints, amounts and layouts of all parts, and of the seed if rows are drawn."""
         parts = [[part.source.fingerprint(), part.weight, part.repeat, part.format] for part in self.parts]
         seed = self.seed if any(part.weight is not None or part.repeat % 1 for part in self.parts) else None
         return hashlib.sha256(json.dumps([parts, seed]).encode()).hexdigest()
 
     def entries(self) -> Iterator[Row | Problem]:
-        """Read the rows, or the problem in place of one, which is reported once even if the row is repeated.
+        """Yield each row, or a ``Problem`` in place of a broken one, once even if the row is repeated.
 
         Raises:
-            DataError: Once, after all parts are read: what is wrong with whole sources.
+            DataError: Sources are empty or cannot be read further; raised after the last row, for all sources.
         """
         problems: list[Problem] = []
         for part, num_passes in zip(self.parts, self._count_passes(), strict=True):
@@ -206,18 +212,18 @@ class Mixture:
         raise_problems(problems, self.name)
 
     def find_places(self, numbers: Collection[int]) -> dict[int, str]:
-        """Return the places of rows by their number among ``entries``; reads them again, up to the last one."""
+        """Return the locations of rows by their position in ``entries``; reads the sources again up to the last row."""
         stop = max(numbers, default=-1) + 1
         entries = enumerate(itertools.islice(self.entries() if stop else (), stop))
         return {number: entry.where for number, entry in entries if number in numbers}
 
     def _count_passes(self) -> list[float]:
-        """Number of passes over the rows of each part."""
+        """Return the number of passes over the rows of each part, which may be fractional."""
         weights = [part.weight for part in self.parts if part.weight is not None]
         if not weights:
             return [part.repeat for part in self.parts]
         counts = [sum(1 for _ in part.source.rows()) for part in self.parts]
-        # The scarcest source for its weight limits the others, since none is repeated.
+        # No row is repeated, so the part with the fewest rows for its weight determines the size of the mixture.
         total = min(count / weight for count, weight in zip(counts, weights, strict=True))
         return [round(total * weight) / max(1, count) for count, weight in zip(counts, weights, strict=True)]
 
@@ -226,46 +232,47 @@ class Mixture:
         if num_passes < 1 and not any(drawn):
             key, value = ("repeat", part.repeat) if part.weight is None else ("weight", part.weight)
             found = f"its {key}, {value:g}, draws none of its {len(drawn):,} rows"
-            raise DataError(Problem(part.source.name, found, f"raise the {key}, or take it out of the mixture"))
+            raise DataError(Problem(part.source.name, found, f"raise the {key}, or remove it from the mixture"))
         for number in range(math.ceil(num_passes)):
             is_whole = number < math.floor(num_passes)
             for index, entry in enumerate(read_entries(part.source, part.format)):
+                # A broken row is reported in the first pass only, whether or not it is drawn.
                 if (not number) if isinstance(entry, Problem) else is_whole or drawn[index]:
                     yield entry
 
     def _draw(self, part: Part, fraction: float) -> Sequence[bool]:
-        """Mask of the rows drawn by a fraction; a function of the part and the seed."""
+        """Return a mask of the rows that a fraction of a pass draws, a function of the part's content and the seed."""
         if not fraction:
             return ()
         num_rows = sum(1 for _ in part.source.rows())
         key = hashlib.blake2b(part.source.fingerprint().encode(), digest_size=8).digest()
-        # The content is in the seed, so that two sources of one length draw different rows.
+        # The content is part of the seed, so that sources of equal length draw different rows.
         order = np.random.default_rng([self.seed, int.from_bytes(key)]).permutation(num_rows)
         drawn = np.zeros(num_rows, dtype=np.bool_)
         drawn[order[: round(fraction * num_rows)]] = True
-        marks: list[bool] = drawn.tolist()
-        return marks
+        mask: list[bool] = drawn.tolist()
+        return mask
 
 
 def load_train_data(data: DataConfig, *, seed: int = 0) -> Mixture:
-    """Open the training data: ``dataset_name``, or the parts of ``dataset_mixture``.
+    """Open the training data: ``dataset_name``, or the entries of ``dataset_mixture``.
 
     Raises:
         ConfigError: As ``build_mixture``.
         DataError: A source cannot be opened.
     """
-    # The sources of a mixture are streamed for pretraining only, which opens them itself.
+    # Only pretraining streams the sources of a mixture, and it opens them itself (`load_corpora`).
     streaming = data.dataset_streaming and data.dataset_mixture is None
     defaults = {"format": data.dataset_format, "columns": data.dataset_columns, "streaming": streaming}
     return build_mixture([{**defaults, **part} for part in list_entries(data)], seed=seed)
 
 
 def load_test_data(data: DataConfig) -> Mixture | None:
-    """Open the held-out data of ``dataset_test_split``.
+    """Open the held-out data of ``dataset_test_split``; ``None`` if it is not set.
 
     Raises:
         ConfigError: As ``find_held_out``.
-        DataError: It cannot be opened.
+        DataError: The data cannot be opened.
     """
     entry = find_held_out(data)
     defaults = {"format": data.dataset_format, "streaming": data.dataset_streaming}
@@ -275,14 +282,15 @@ def load_test_data(data: DataConfig) -> Mixture | None:
 def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[str, Any] | None:
     """Return ``dataset_test_split`` as an entry of a mixture: a split of ``dataset_name``, or a path.
 
-    Only the spelling decides, so that existing files cannot change which rows are held out.
+    Only the spelling of the value determines which of the two it is, not whether such a file exists, so that a new file
+    cannot change the held-out rows.
 
     Args:
-        data: Which data.
-        where: Where the key stands, for the error.
+        data: Configuration of the data.
+        where: Location of the key, for errors.
 
     Raises:
-        ConfigError: It is a path and nothing is there, or a split and the training data are a mixture.
+        ConfigError: The value is a path that does not exist, or a split although the training data are a mixture.
     """
     name = data.dataset_test_split
     if name is None:
@@ -298,15 +306,16 @@ def find_held_out(data: DataConfig, where: str = "dataset_test_split") -> dict[s
 
 
 def build_mixture(parts: Sequence[Mapping[str, Any]], *, seed: int = 0) -> Mixture:
-    """Open the parts of a ``dataset_mixture``, which the configuration has read strictly.
+    """Open the entries of a ``dataset_mixture``.
 
-    Each is ``{name, weight, repeat, config, revision, split, format, columns}``; all have a weight, or none.
-
-    All keys but the name are optional; see ``Part`` for what they mean.
+    Args:
+        parts: Validated entries ``{name, weight, repeat, config, revision, split, format, columns}``; only ``name`` is
+            required, and either all or none have a ``weight``. See ``Part`` and ``load_source``.
+        seed: Seed of the rows that are drawn from a part.
 
     Raises:
-        ConfigError: ``columns`` of a part names what no layout has.
-        DataError: A source cannot be opened.
+        ConfigError: ``columns`` of an entry has a key that no layout has.
+        DataError: Sources cannot be opened.
     """
     problems: list[Problem] = []
     loaded = []

@@ -1,7 +1,8 @@
-"""File readers: JSON, JSON Lines, CSV, TSV, Parquet, Arrow and text to rows; errors have line and column.
+"""Readers of JSON, JSON Lines, CSV, TSV, Parquet, Arrow and text files, with line and column in errors.
 
-``datasets`` 5.2 ends at the first broken line or byte, and of CSV it reads ``NA`` as null and ``007`` as 7. datatrove
-0.10 skips a broken line without counting it, and ends a file at the first byte that is not UTF-8.
+Why not the readers of other libraries: ``datasets`` 5.2 stops at the first broken line or byte, and in CSV it reads
+``NA`` as null and ``007`` as 7; datatrove 0.10 skips broken lines without counting them, and stops at the first byte
+that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -25,44 +26,44 @@ if TYPE_CHECKING:
 
 
 MAX_LINE_BYTES: Final = 1 << 28
-"""Longest line read, 256 MiB; beyond it the file is not what its name says."""
+"""Longest line that is read, 256 MiB; a longer one means that the file has another type than its suffix says."""
 
 MAX_DOCUMENT_BYTES: Final = 1 << 24
-"""Longest document made of several lines, 16 MiB; what is longer becomes several documents, cut at line ends."""
+"""Longest document of several lines, 16 MiB; longer ones are split into several documents at line ends."""
 
 _UTF16: Final = (b"\xff\xfe", b"\xfe\xff")
 
 TextDocuments = Literal["file", "paragraph", "line"]
-"""What a row of a text file is: the whole file, what stands between blank lines, or a line."""
+"""Unit of a row in text files: the file, a paragraph (lines up to a blank one), or a line."""
 
 
-def _refuse_encoding(where: str, offset: int, first_bytes: bytes) -> Problem:
-    """Return which byte of a file, counted from 0, is not UTF-8."""
+def _describe_encoding(where: str, offset: int, first_bytes: bytes) -> Problem:
+    """Return the problem of a byte that is not UTF-8; ``offset`` is its 0-based position in the file."""
     kind = "UTF-16" if first_bytes[:2] in _UTF16 else "in another encoding"
     found = f"not UTF-8 at byte {offset:,}"
     return Problem(where, found, f"the file may be {kind}: convert it to UTF-8 (iconv, or re-save it)")
 
 
 class BrokenLine(str):
-    """Placeholder of an unreadable line: its UTF-8 part, and the problem.
+    """Placeholder for an unreadable line: its text with replacement characters, and the problem.
 
     Attributes:
-        problem: The line, what was found, and what to do.
+        problem: The problem of the line.
     """
 
     problem: Problem
 
 
 def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]]:
-    """Yield each line with its 1-based number: decoded, with line end, without byte order mark.
+    """Yield each line with its 1-based number, decoded, with its line end, and without a byte order mark.
 
-    A line that is not UTF-8, or longer than ``MAX_LINE_BYTES``, becomes a ``BrokenLine``; reading continues after it.
+    A line that is not UTF-8, or longer than ``MAX_LINE_BYTES``, is a ``BrokenLine``; reading continues after it.
 
     Raises:
         DataError: The file is UTF-16.
     """
     number, offset = 0, 0
-    # One byte more, which tells a line that is too long from one that just fits.
+    # One byte more than the limit, which shows whether the line exceeds it.
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number, size = number + 1, len(raw)
         where = f"{name}:{number}"
@@ -75,7 +76,7 @@ def enumerate_lines(file: BufferedReader, name: str) -> Iterator[tuple[int, str]
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:
-                problem = _refuse_encoding(where, offset + error.start, raw if number == 1 else b"")
+                problem = _describe_encoding(where, offset + error.start, raw if number == 1 else b"")
                 if number == 1 and raw[:2] in _UTF16:
                     raise DataError(problem) from None
                 line = _break_line(raw.decode(errors="replace"), problem)
@@ -90,13 +91,13 @@ def _break_line(text: str, problem: Problem) -> BrokenLine:
 
 
 def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line") -> Iterator[Entry]:
-    r"""Read one row per document, named by its first line; white-space-only documents are dropped.
+    r"""Yield one row per document, numbered by its first line; documents of white space only are skipped.
 
-    Lines end at ``\n`` or ``\r\n`` only, not at Unicode's other line breaks. Lines and paragraphs come without the
-    end of their last line; a file is unchanged.
+    Lines end at ``\n`` or ``\r\n``, not at other Unicode line breaks. The line end after a line or paragraph is
+    removed; a whole file is unchanged.
 
     Raises:
-        DataError: What follows cannot be read.
+        DataError: The file cannot be read further.
     """
     lines = enumerate_lines(file, name)
     rows = lines if documents == "line" else _join_lines(lines, ends_at_blank=documents == "paragraph")
@@ -109,9 +110,9 @@ def read_text(file: BufferedReader, name: str, documents: TextDocuments = "line"
 
 
 def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Iterator[tuple[int, str]]:
-    """Yield joined lines, with the number of the first: all of them, or up to the next blank line.
+    """Yield documents of joined lines, with the number of the first line: the whole file, or paragraphs.
 
-    A document with an unreadable line is unreadable.
+    A document with an unreadable line is that ``BrokenLine``.
     """
     joined: list[str] = []
     first = size = 0
@@ -133,7 +134,7 @@ def _join_lines(lines: Iterator[tuple[int, str]], *, ends_at_blank: bool) -> Ite
 
 
 WRAPPERS: Final = ("data", "rows", "examples", "instances")
-"""Keys under which the single object of a file may hold its rows."""
+"""Keys of a JSON document that may hold the list of rows."""
 
 _BLANK: Final = re.compile(r"[ \t\r\n]*")
 
@@ -141,16 +142,16 @@ Line = tuple[int, str]
 
 
 def read_json(file: BufferedReader, name: str, *, may_be_document: bool) -> Iterator[Entry]:
-    """Read the rows of a JSON file, in the layout of its beginning.
+    """Yield the rows of a JSON file: an array, one object per line, or one document; its first bytes decide.
 
     Args:
         file: The opened file.
-        name: Its name, for errors.
-        may_be_document: Whether a file that begins with ``{`` may be one object over several lines (a ``.json`` file),
-            which is read whole; otherwise it has one object a line.
+        name: Name of the file in errors.
+        may_be_document: Whether a file that begins with ``{`` may be a single object over several lines, as in
+            ``.json`` files. It is read into memory; JSON Lines are not.
 
     Raises:
-        DataError: What follows cannot be read.
+        DataError: The file cannot be read further.
     """
     if file.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         yield from _read_array(file, name)
@@ -200,13 +201,13 @@ def _read_document(lines: Iterable[Line], name: str) -> Iterator[Entry]:
 
 
 def _read_array(file: BufferedReader, name: str) -> Iterator[Entry]:
-    """Read the whole text, then its elements one by one, so that an error has its line and earlier rows are read."""
+    """Decode the elements of an array one by one, so that rows before an error are read, and errors have a line."""
     raw = file.read()
     try:
         text = raw.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         where = f"{name}:{raw.count(bytes([10]), 0, error.start) + 1}"
-        raise DataError(_refuse_encoding(where, error.start, b"")) from None
+        raise DataError(_describe_encoding(where, error.start, b"")) from None
 
     def skip_blank(at: int) -> int:
         blank = _BLANK.match(text, at)
@@ -244,7 +245,7 @@ def _take_two(lines: Iterator[Line]) -> list[Line]:
 
 
 def _is_document(head: list[Line]) -> bool:
-    """Whether these lines, at most two of them non-blank, begin one value rather than one value per line."""
+    """Return whether the leading lines, at most two of them non-blank, start a document rather than JSON Lines."""
     filled = [line for _, line in head if not line.isspace()]
     if any(isinstance(line, BrokenLine) for line in filled):
         return filled[0].strip() in ("{", "[")
@@ -270,11 +271,11 @@ def _explain(error: BaseException) -> str:
 
 
 def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # Python keeps the last of equal keys without a word.
+    # `json` silently keeps the last of several equal keys.
     built = dict(pairs)
     if len(built) != len(pairs):
         keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in an object")
     return built
 
 
@@ -283,21 +284,21 @@ _LINE_REMEDY: Final = "write one JSON object a line, as json.dumps(row) does"
 _DOCUMENT_REMEDY: Final = "write the file with json.dump(rows, file), or one JSON object a line"
 
 
-_MAX_CELL_CHARACTERS: Final = 1 << 28  # The csv module's own limit of 131,072 is below the length of long documents.
+_MAX_CELL_CHARACTERS: Final = 1 << 28  # The default of the csv module, 131,072, is less than a long document.
 _BATCH_ROWS: Final = 32
-"""Rows converted at once. 1,024 rows of a megabyte took twice the memory of 32, and no row less time."""
+"""Arrow rows converted at once. Measured with rows of 1 MB: 1,024 take twice the memory of 32, and the same time."""
 _ARROW_FILE: Final = b"ARROW1"
-"""What an Arrow file begins with, and a stream does not."""
+"""Magic bytes of the Arrow file format; the stream format has none."""
 
 
 def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Entry]:
-    """Read a table with column names in the first line; every cell is text, including empty ones.
+    """Yield the rows of a table whose first line has the column names; every cell is a string, also an empty one.
 
-    A first line without commas, but with semicolons, tabs or bars, says that these delimit the cells. Columns without a
-    name, as of pandas' index, are called ``Unnamed: 0`` and so on, as by pandas and ``datasets``.
+    A header without commas determines the delimiter by its most frequent character of ``;``, tab and ``|``. Columns
+    without a name, such as pandas' index, are named ``Unnamed: 0`` and so on, as by pandas and ``datasets``.
 
     Raises:
-        DataError: The header is not usable, or what follows cannot be read.
+        DataError: The header repeats a column, or the file cannot be read further.
     """
     csv.field_size_limit(_MAX_CELL_CHARACTERS)
     broken: list[Problem] = []
@@ -305,7 +306,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
     head = next(lines, "")
     if delimiter == "," and "," not in head:
         delimiter = max(",;\t|", key=head.count)
-    # Without `strict`, a quote that is never closed takes the rest of the file into one cell, without an error.
+    # Without `strict`, an unclosed quote silently puts the rest of the file into one cell.
     reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     columns: list[str] | None = None
     number = 1
@@ -333,7 +334,7 @@ def read_csv(file: BufferedReader, name: str, *, delimiter: str) -> Iterator[Ent
 
 
 def _note_broken(lines: Iterator[tuple[int, str]], broken: list[Problem]) -> Iterator[str]:
-    """Yield the lines; problems of unreadable ones are appended to ``broken``."""
+    """Yield the lines, and append the problems of unreadable ones to ``broken``: a row can span several lines."""
     for number, line in lines:
         if isinstance(line, BrokenLine):
             if number == 1:
@@ -349,15 +350,15 @@ def _check_header(columns: list[str], where: str) -> None:
 
 
 def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -> Iterator[Entry]:
-    """Read a Parquet file in batches, with values converted by ``spell_as_json``.
+    """Yield the rows of a Parquet file, read in batches, with values converted by ``spell_as_json``.
 
     Args:
         file: The opened file.
-        name: Its name, for errors.
-        groups: Row groups to read, one after another; all unless told.
+        name: Name of the file in errors.
+        groups: Range of row groups to read; ``None`` for all.
 
     Raises:
-        DataError: What follows cannot be read.
+        DataError: The file cannot be read further.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -366,7 +367,7 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
         table = pq.ParquetFile(file)
         _check_header(table.schema_arrow.names, name)
         groups = range(table.num_row_groups) if groups is None else groups
-        # Rows are numbered over the whole file, also in a part of it.
+        # Rows are numbered from the start of the file, whichever groups are read.
         index = sum(table.metadata.row_group(at).num_rows for at in range(groups.start))
         for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=list(groups)):
             for columns in batch.to_pylist():
@@ -378,16 +379,18 @@ def read_parquet(file: BufferedReader, name: str, groups: range | None = None) -
 
 
 def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
-    """Read an Arrow file, a stream as written by ``datasets`` or a file, with values as in ``read_parquet``.
+    """Yield the rows of an Arrow file, in the stream format (as ``datasets`` writes) or the file format.
+
+    Values are converted by ``spell_as_json``.
 
     Raises:
-        DataError: What follows cannot be read.
+        DataError: The file cannot be read further.
     """
     import pyarrow as pa
 
     try:
         is_stream = file.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)] != _ARROW_FILE
-        # The index of a file is at its end, so a compressed file is decompressed in memory.
+        # The file format has its index at the end; a compressed file has no random access and is read into memory.
         reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(pa.py_buffer(file.read()))
         _check_header(reader.schema.names, name)
         batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
@@ -399,10 +402,10 @@ def read_arrow(file: BufferedReader, name: str) -> Iterator[Entry]:
 
 
 def read_batches(batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema, name: str) -> Iterator[Entry]:
-    """Yield the rows of Arrow batches of an untrusted file, decoded if ``datasets`` wrote it."""
+    """Yield the rows of Arrow batches from an untrusted file; features of ``datasets`` are decoded."""
     decode, index = _find_decoder(schema), 0
     for batch in batches:
-        # pyarrow trusts the offsets in a file: those of a damaged one read other memory, or end the process.
+        # pyarrow trusts offsets unless asked to validate them; those of a damaged file read out of bounds or crash.
         batch.validate(full=True)
         for start in range(0, batch.num_rows, _BATCH_ROWS):
             for columns in batch.slice(start, _BATCH_ROWS).to_pylist():
@@ -411,7 +414,7 @@ def read_batches(batches: Iterable[pa.RecordBatch | pa.Table], schema: pa.Schema
 
 
 def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the decoder of stored values: ``datasets`` stores JSON of mixed shape as text, for example."""
+    """Return the decoder of a row: some features of ``datasets`` are stored in another form, ``Json`` as text."""
     if b"huggingface" not in (schema.metadata or {}):
         return lambda columns: columns
     import datasets
@@ -421,14 +424,16 @@ def _find_decoder(schema: pa.Schema) -> Callable[[dict[str, Any]], dict[str, Any
 
 
 def spell_as_json(value: Any) -> Any:
-    """Convert an Arrow value to its form in a JSON file.
+    """Convert an Arrow value to the value that a JSON file would have.
 
-    Null keys of an object are dropped, because Arrow gives all rows the keys of any row; dates and times become ISO
-    strings.
+    Null fields of structs are removed, because in Arrow every struct has the fields of all rows. Dates and times become
+    ISO 8601 strings. pyarrow gives maps, which Spark writes for objects, as lists of tuples.
     """
     if isinstance(value, dict):
         return {key: spell_as_json(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
+        if value and isinstance(value[0], tuple):
+            return spell_as_json(dict(value))
         return [spell_as_json(item) for item in value]
     return value.isoformat() if isinstance(value, date | time) else value
 

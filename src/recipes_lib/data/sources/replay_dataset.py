@@ -1,4 +1,4 @@
-"""Replay of earlier data: its rows, and their order among the new ones."""
+"""Replay of data of an earlier run, to reduce forgetting: its configuration, and the order of new and replayed rows."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ _OF_DATA: Final = {
     "dataset_columns": dict | None,
     "test_split_size": int | float | None,
 }
-"""Keys of a run that say which rows it was trained on."""
+"""Keys in the record of a run that determine its training rows, and their types."""
 _MAX_DENOMINATOR: Final = 1_000_000
-"""Of a share, so that it times any number of tokens is an exact ``int64``."""
+"""Maximum denominator of ``replay_share``, so that its product with a number of tokens is exact in ``int64``."""
 _OF_REPLAY: Final = 0x5EED
-"""What the seed of the replayed rows' permutations differs by from that of the new ones."""
+"""XORed into the seed for replayed rows, so that their permutations differ from those of the new rows."""
 
 
 def find_replayed(config: RecipeConfig, max_length: int | None = None) -> RecipeConfig | None:
-    """Return the configuration whose data are the replayed ones, or ``None`` without replay.
+    """Return the configuration that prepares the replayed rows, or ``None`` without replay.
 
-    Held-out rows of an earlier run stay held out. The loss mask of a row follows from its layout, or from the
-    ``loss_on`` of the earlier run.
+    Rows that the earlier run held out stay held out. The loss mask is that of the layout, or of the ``loss_on`` of the
+    earlier run.
 
     Args:
-        config: The run.
-        max_length: Tokens that a row has room for; ``None``: as the run says.
+        config: Configuration of the run.
+        max_length: Maximum length of a row, in tokens; ``None`` for that of ``config``.
 
     Raises:
-        DataError: There is no such earlier run, or its record is not as it was written.
-        ConfigError: It was trained on no data set.
+        DataError: The earlier run does not exist, or its ``run.json`` is damaged.
+        ConfigError: The record of the earlier run names no dataset.
     """
     keys = config.forgetting
     if keys.replay_dataset is None and keys.replay_from is None:
@@ -62,11 +62,11 @@ def find_replayed(config: RecipeConfig, max_length: int | None = None) -> Recipe
         record = _read_keys(Path(expand_home(keys.replay_from)) / "run.json")
         data = DataConfig(**{name: record[name] for name in _OF_DATA if record.get(name) is not None})
         loss_on = record.get("loss_on")
-        # It determines held-out rows and draws of a mixture.
+        # The seed determines the held-out rows, and the rows that are drawn from the parts of a mixture.
         training["seed"] = record.get("seed")
         if data.dataset_name is None and data.dataset_mixture is None:
             where = config.provenance.get("replay_from", "replay_from")
-            raise ConfigError(Problem(where, "that run names no dataset", "write `replay_dataset: ...` instead"))
+            raise ConfigError(Problem(where, "the run names no dataset", "write `replay_dataset: ...` instead"))
     tokens = dataclasses.replace(config.tokens, loss_on=loss_on, max_length=max_length or config.tokens.max_length)
     forgetting = dataclasses.replace(keys, replay_dataset=None, replay_from=None)
     return dataclasses.replace(config, data=data, tokens=tokens, training=training, forgetting=forgetting)
@@ -81,11 +81,11 @@ def _read_keys(path: Path) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EpochOrder:
-    """All rows of the data in every epoch, each in another order: a permutation from seed and epoch.
+    """Order without replay: every epoch is a permutation of all rows, determined by seed and epoch.
 
     Attributes:
-        num_rows: Rows of the data.
-        seed: ``None`` takes the rows as they come.
+        num_rows: Number of rows of the dataset.
+        seed: Seed of the permutations; ``None`` keeps the order of the dataset.
 
     Source: accelerate ``SeedableRandomSampler``; ``tests/training/trainers/test_run_sampler.py``.
     """
@@ -95,11 +95,11 @@ class EpochOrder:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Number of all rows."""
+        """Number of rows of the dataset."""
         return self.num_rows
 
     def locate(self, numbers: IntArray) -> IntArray:
-        """Return the rows at these positions of the run, over concatenated epochs; ``int64 (K,)``."""
+        """Return the rows at positions of the run, counted over all epochs; ``int64 (K,)``."""
         epochs, places = np.divmod(numbers, self.num_rows)
         rows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -109,7 +109,7 @@ class EpochOrder:
     def _permute(self, epoch: int) -> IntArray:
         if self.seed is None:
             return np.arange(self.num_rows)
-        import torch  # The import takes seconds, which an existing set does not need.
+        import torch  # Slow to import, and not needed to inspect an existing set.
 
         generator = torch.Generator().manual_seed(self.seed + epoch)
         permutation: IntArray = torch.randperm(self.num_rows, generator=generator).numpy()
@@ -117,46 +117,48 @@ class EpochOrder:
 
 
 class ReplayOrder:
-    """New rows in their order without replay, with replayed rows in between.
+    """Order with replay: new rows as in ``EpochOrder``, with replayed rows in between.
 
-    A replayed row follows as soon as replayed rows have less than their share of the terms: in every prefix they differ
-    from it by less than one row. Rows are numbered over both datasets, new ones first. In both, every row is used once
-    before any is repeated. An epoch has as many rows as all new ones plus the replayed ones of the first pass.
+    A replayed row is inserted whenever the replayed share of the loss terms falls below its target, so that in every
+    prefix the share is exact up to one row. Rows are numbered over both datasets, new rows first. In both, every row is
+    used once before any is repeated. An epoch is one pass over the new rows, and has the length of the first one.
 
     Source: ``tests/data/sources/test_replay_dataset.py``.
     """
 
     def __init__(self, terms: IntArray, replayed_terms: IntArray, share: float, *, seed: int | None) -> None:
-        """Computes nothing yet.
+        """Store the sizes; permutations are computed on demand.
 
         Args:
-            terms: What each new row adds to the mean that the loss is, ``int64 (N,)``: its trained tokens, or 1.
-            replayed_terms: The same of the replayed rows, ``int64 (M,)``.
-            share: Of the terms that are replayed, above 0 and below 1.
-            seed: As ``EpochOrder``'s.
+            terms: Number of terms of the loss's mean that each new row contributes, ``int64 (N,)``: its target tokens,
+                or 1.
+            replayed_terms: The same for the replayed rows, ``int64 (M,)``.
+            share: Target share of replayed terms in all terms, in ``(0, 1)``.
+            seed: Seed of the permutations; ``None`` keeps the order of the datasets.
         """
         self._terms, self._replayed_terms = terms, replayed_terms
         self._new = EpochOrder(len(terms), seed)
         self._replayed = EpochOrder(len(replayed_terms), None if seed is None else seed ^ _OF_REPLAY)
-        # By its decimal text: 0.1 is one tenth, and not the nearest double.
+        # From the decimal text, so that 0.1 is one tenth instead of the nearest double.
         exact = Fraction(str(share)).limit_denominator(_MAX_DENOMINATOR)
         self._share, self._rest = exact.numerator, exact.denominator - exact.numerator
         self._total, self._replayed_total = int(terms.sum()), int(replayed_terms.sum())
-        # The current pass of the run, and the next one.
+        # A batch can span the end of a pass, so two passes are cached.
         self._merge_once = functools.lru_cache(maxsize=2)(self._merge)
 
     @property
     def rows_per_epoch(self) -> int:
-        """All new rows, plus the rows that are replayed in the first epoch."""
+        """Number of new rows plus the number of rows that are replayed in the first pass over them."""
         return self._new.num_rows + self._count_replayed(1)
 
     @property
     def replayed_per_epoch(self) -> float:
-        """Mean number of repetitions of each replayed row per epoch."""
+        """Mean number of passes over the replayed rows per epoch."""
         return self._count_replayed(1) / self._replayed.num_rows
 
     def locate(self, numbers: IntArray) -> IntArray:
-        """As of ``EpochOrder``; replayed rows are numbered after all new ones."""
+        """Return the rows at positions of the run, ``int64 (K,)``; replayed rows are numbered after all new ones."""
+        # Position in the run at which each pass over the new rows starts.
         starts = [0]
         while starts[-1] <= numbers.max(initial=0):
             starts.append(len(starts) * self._new.num_rows + self._count_replayed(len(starts)))
@@ -168,42 +170,43 @@ class ReplayOrder:
         return rows
 
     def _count_replayed(self, num_passes: int) -> int:
-        """Number of replayed rows before that many complete passes over the new ones."""
+        """Return the number of replayed rows within the first ``num_passes`` passes over the new rows."""
         if num_passes == 0:
             return 0
-        # In integers: rounding of a float could move a row from one pass to the next.
+        # Integer arithmetic: float rounding could move a row from one pass to the next.
         limit = -(-num_passes * self._total * self._share // self._rest)
         complete, rest = divmod(limit - 1, self._replayed_total)
         before = self._read_replayed(complete)
         return complete * self._replayed.num_rows + int(np.searchsorted(before, rest + 1))
 
     def _merge(self, number: int) -> IntArray:
-        """All rows of one pass over the new ones."""
+        """Return the merged rows of one pass over the new rows, ``int64``."""
         size = self._replayed.num_rows
         new = self._new.locate(np.arange(number * len(self._terms), (number + 1) * len(self._terms)))
         reached = number * self._total + np.cumsum(self._terms[new])
+        # Replayed rows of this pass, numbered over all passes over the replayed data.
         drawn = np.arange(self._count_replayed(number), self._count_replayed(number + 1))
         first, last = drawn[0] // size if len(drawn) else 0, drawn[-1] // size + 1 if len(drawn) else 0
         before = [passed * self._replayed_total + self._read_replayed(passed) for passed in range(first, last)]
         terms = np.concatenate([np.zeros(0, np.int64), *before])[drawn - first * size]
-        # After the first new row at which the replayed ones fall below their share of all terms.
+        # Each is inserted after the first new row with which the replayed share falls below its target.
         places = np.searchsorted(reached * self._share, terms * self._rest, side="right") + 1
         merged: IntArray = np.insert(new, places, self._replayed.locate(drawn) + len(new))
         return merged
 
     def _read_replayed(self, passed: int) -> IntArray:
-        """Terms before each row of a pass over the replayed ones, within it."""
+        """Return the number of terms before each row within a pass over the replayed rows, ``int64 (M,)``."""
         size = self._replayed.num_rows
         terms = self._replayed_terms[self._replayed.locate(np.arange(passed * size, (passed + 1) * size))]
         return np.cumsum(terms) - terms
 
 
 Order = EpochOrder | ReplayOrder
-"""Order of rows: position in the run to row of the data."""
+"""Order of the rows of a run: a map from positions in the run to rows of the dataset."""
 
 
 def build_order(config: RecipeConfig, terms: IntArray, replayed_terms: IntArray) -> ReplayOrder:
-    """Return the order of a run; ``terms`` and ``replayed_terms`` as for ``ReplayOrder``."""
+    """Return the order of a run with replay; ``terms`` and ``replayed_terms`` as for ``ReplayOrder``."""
     data_seed = config.read("data_seed")
     seed = config.read("seed") if data_seed is None else data_seed
     is_shuffled = config.read("train_sampling_strategy") != "sequential"
@@ -223,7 +226,7 @@ def describe_replay(config: RecipeConfig, order: ReplayOrder, replayed: Prepared
 
 
 def tell_replay(record: Mapping[str, Any]) -> list[str]:
-    """Return a warning if replayed rows are repeated too often; ``record`` is that of the data."""
+    """Return a warning if replayed rows are repeated too often; ``record`` is ``PreparedRows.record``."""
     passes = record.get("replay", {}).get("passes_per_epoch", 0.0)
     if passes <= MAX_EPOCHS:
         return []

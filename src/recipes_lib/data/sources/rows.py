@@ -1,4 +1,4 @@
-"""The canonical row: target of every dataset layout, input of rendering, and remarks on it."""
+"""The canonical row, to which every dataset layout is converted and from which text is rendered; its remarks."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import numpy.typing as npt
 from recipes_lib.errors import Problem
 
 Message = Mapping[str, Any]
-"""A chat turn: ``role`` and ``content``, and whatever else the template reads (``tool_calls``, ``thinking``)."""
+"""A chat turn: ``role``, ``content`` and further keys that chat templates read (``tool_calls``, ``thinking``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One example in canonical form: exactly one of a chat, a plain prompt and completion, or a plain text.
+    """One example in canonical form: either a chat, or a plain prompt and completion, or a plain text.
 
     Attributes:
-        source: File, folder or Hub id as the user wrote it.
-        index: 1-based line for line-based files, 0-based row otherwise.
-        index_name: ``line`` or ``row``.
+        source: File, folder or Hub id, as configured.
+        index: 1-based line number in line-based files, otherwise 0-based row number.
+        index_name: Kind of ``index``: ``line`` or ``row``.
         messages: The chat. For ``prompt``/``completion`` and preference rows in chat form: prompt then (chosen) answer.
-        untrained: Numbers of the messages that are marked not to be trained on, whatever ``loss_on`` says.
-        num_prompt_messages: How many leading messages are the prompt, when the layout says so.
-        tools: Tool schemas that the chat template reads.
+        untrained: Indices of messages that the dataset excludes from the loss, for every ``loss_on``.
+        num_prompt_messages: Number of leading messages that are the prompt; ``None`` if the layout has no separate one.
+        tools: Tool schemas for the chat template.
         prompt: Plain prompt.
         completion: Plain completion.
         text: Plain text.
-        rejected: The rejected answer of a preference row: messages after the prompt, or plain text.
-        margin: By how much the chosen answer of a preference row is better, where the data say so.
-        template_kwargs: Extra variables of the chat template (``chat_template_kwargs`` column).
+        rejected: Rejected answer of a preference row: the messages after the prompt, or a plain text.
+        margin: Difference in quality between the chosen and the rejected answer; ``None`` if the dataset has none.
+        template_kwargs: Additional variables of the chat template (``chat_template_kwargs`` column).
     """
 
     source: str
@@ -58,12 +58,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """A row as tokens.
+    """A tokenised row.
 
     Attributes:
-        input_ids: ``uint32 (T,)``.
-        loss_mask: ``bool (T,)``; True where the token is trained on. Position 0 is never a target, whatever it says.
-        remarks: What an audit should tell of it.
+        input_ids: Token ids, ``uint32 (T,)``.
+        loss_mask: True at tokens that are trained on, ``bool (T,)``. Consumers ignore position 0: no token predicts it.
+        remarks: Remarks for the audit.
     """
 
     input_ids: npt.NDArray[np.uint32]
@@ -73,13 +73,13 @@ class EncodedRow:
 
 @dataclass(slots=True)
 class RawRow:
-    """A row of the dataset, unchanged, and its place.
+    """A row as the dataset has it, with its location.
 
     Attributes:
-        source: File or Hub id, as the user would write it.
-        index: 1-based line for line-based files, 0-based row otherwise.
-        index_name: ``line`` or ``row``.
-        columns: The values by column.
+        source: File or Hub id.
+        index: 1-based line number in line-based files, otherwise 0-based row number.
+        index_name: Kind of ``index``: ``line`` or ``row``.
+        columns: Values by column name.
     """
 
     source: str
@@ -94,36 +94,37 @@ class RawRow:
 
 
 Entry = RawRow | Problem
-"""A row, or the problem that stands in its place; so one pass over a file finds every broken line."""
+"""A row, or the problem in place of an unreadable one, so that a single pass finds every broken line."""
 
 
 class Source(Protocol):
-    """Rows that can be read repeatedly, in the same order, in memory that does not grow with their number."""
+    """Rows that can be read repeatedly, in a fixed order, with memory that does not depend on their number."""
 
     @property
     def name(self) -> str:
-        """Name given by the user."""
+        """Path or Hub id, as configured."""
 
     @property
     def streaming(self) -> bool:
-        """Whether a full pass only to list every problem is too expensive."""
+        """Whether rows are read over the network, so that a full pass only to list every problem is too expensive."""
 
     def rows(self) -> Iterator[Entry]:
-        """Read from the start.
+        """Yield the rows from the start.
 
         Raises:
-            DataError: At the end: a file that cannot be read further, with an unknown number of lost rows.
+            DataError: A file cannot be read further, so that an unknown number of rows is lost; raised after the rows
+                that can be read.
         """
 
     def fingerprint(self) -> str:
-        """SHA-256 of the content of the rows, without parsing them."""
+        """Return a SHA-256 that identifies the content, without parsing the rows."""
 
 
 _OTHER_TEMPLATE: Final = "use a template that writes it (chat_template_path), or take it out of the rows"
 
 
 class Remark(Enum):
-    """A remark on a row: a problem of such rows, and a possible remedy."""
+    """A remark on a row, for a warning of the audit: ``N rows {found}``, and a possible remedy."""
 
     LOST_BESIDE_CALL = "say something beside a tool call that the chat template does not write", _OTHER_TEMPLATE
     PYTHON_ARGUMENTS = (
@@ -132,7 +133,7 @@ class Remark(Enum):
     )
     SPECIAL_TEXT = (
         "spell a special token inside a message: to the model it is that token",
-        "take it out, if nobody is meant to write turns or images by hand",
+        "remove it, unless such text is meant to be a turn or an image",
     )
     LOST_REASONING = "give reasoning in their last turn that the chat template does not write", _OTHER_TEMPLATE
     LOST_TOOLS = "give tool schemas that the chat template does not write", _OTHER_TEMPLATE
@@ -143,16 +144,16 @@ class Remark(Enum):
 
 
 RemarkBits = npt.NDArray[np.uint8]
-"""What there is to tell of each row, one byte a row: bit ``i`` stands for the ``i``-th ``Remark``."""
+"""Remarks on R rows as bit sets, ``uint8 (R,)``: bit ``i`` is set for the ``i``-th member of ``Remark``."""
 
 
 def build_bits(remarks: Iterable[Collection[Remark]]) -> RemarkBits:
-    """The remarks on each row, ``uint8 (R,)``."""
+    """Return the remarks on each row as bit sets, ``uint8 (R,)``."""
     bit_of = {remark: 1 << number for number, remark in enumerate(Remark)}
     return np.array([sum(bit_of[remark] for remark in set(some)) for some in remarks], np.uint8)
 
 
 def find_remarked(bits: RemarkBits) -> dict[Remark, npt.NDArray[np.int64]]:
-    """Positions of the rows with each remark, ordered by the first of them; unused remarks are omitted."""
+    """Return the positions of the rows with each remark that occurs, ordered by the first row."""
     rows = {remark: np.flatnonzero(bits >> number & 1) for number, remark in enumerate(Remark)}
     return {remark: at for remark, at in sorted(rows.items(), key=lambda item: item[1][:1].tolist()) if len(at)}

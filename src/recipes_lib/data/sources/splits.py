@@ -1,4 +1,4 @@
-"""Held-out splits without duplicates in both, and detection of overlap."""
+"""Held-out splits that keep duplicates on one side, and detection of overlap between training and held-out rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from recipes_lib.data.sources.rows import Row
 from recipes_lib.errors import DataError, Problem
 
 Digests = npt.NDArray[np.bytes_] | npt.NDArray[np.uint64]
-"""Digests of rows, 16 bytes each, ``S16 (R,)``, or their halves; an array takes a third of a list's memory."""
+"""Digests of R rows, 16 bytes each, ``S16 (R,)``, or their halves; an array takes a third of a list's memory."""
 
 _ENCODER: Final = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _DIGEST: Final = np.dtype("S16")
@@ -22,7 +22,7 @@ _ROWS_AT_ONCE: Final = 1 << 20
 
 
 class Split(NamedTuple):
-    """Positions of the rows of each split, ascending, ``int64``."""
+    """Positions of the rows of each split, ascending, ``int64 (num_train,)`` and ``int64 (num_test,)``."""
 
     train: npt.NDArray[np.int64]
     test: npt.NDArray[np.int64]
@@ -32,8 +32,8 @@ class Overlap(NamedTuple):
     """Training rows that are also held-out rows.
 
     Attributes:
-        num_rows: How many training rows are.
-        pairs: Positions of the first few, each with the position of a held-out row that is the same.
+        num_rows: Number of such training rows.
+        pairs: Positions of the first few of them, each with the position of an equal held-out row.
     """
 
     num_rows: int
@@ -41,12 +41,12 @@ class Overlap(NamedTuple):
 
 
 def compute_row_digest(row: Row) -> bytes:
-    """Digest of a row's content, 16 bytes; equal for rows that differ only in key order and surrounding white space.
+    """Return the digest of a row's content, 16 bytes; key order and outer white space do not count.
 
-    Place, prompt boundary and template variables do not count: to a model, the content is the same.
+    Location, prompt boundary and template variables do not count: the content is the same to a model.
 
     Raises:
-        DataError: A message holds what JSON has no word for.
+        DataError: A message contains a value that JSON cannot represent.
     """
     content = [row.messages, row.tools, row.prompt, row.completion, row.text, row.rejected]
     try:
@@ -68,18 +68,18 @@ def compute_digests(rows: Iterable[Row]) -> npt.NDArray[np.bytes_]:
 def split_rows(
     digests: Digests | Sequence[bytes], test_split_size: float | int, seed: int, *, inseparable: str = "equal rows"
 ) -> Split:
-    """Choose held-out rows, with equal ones together; the choice depends on content and seed, not on order.
+    """Choose held-out rows by content and seed, independent of their order; equal rows are on the same side.
 
-    The number is exact, unless only groups of equal rows are left that are larger than the remainder; then it is less.
+    The number is exact, unless every remaining group of equal rows is larger than the remainder; then it is lower.
 
     Args:
         digests: Digest of each row.
-        test_split_size: Share of the rows above 0 and below 1, whole number of rows from 1 on.
-        seed: Decides which rows are held out.
-        inseparable: What rows with one digest are, for the error.
+        test_split_size: Share of the rows, above 0 and below 1, or number of rows, from 1.
+        seed: Seed of the choice.
+        inseparable: Description of rows with equal digests in the error.
 
     Raises:
-        DataError: It leaves no row on one side.
+        DataError: The split would leave no row on one side.
     """
     num_test = _count_test_rows(len(digests), test_split_size)
     groups, group_of, sizes = np.unique(_as_array(digests), return_inverse=True, return_counts=True)
@@ -91,7 +91,7 @@ def split_rows(
     )
     is_drawn = np.zeros(len(groups), np.bool_)
     num_drawn = 0
-    # By draw, the whole group of equal rows or none of it, as long as it fits.
+    # In order of the draws: a group of equal rows is held out as a whole, if it still fits.
     for group in np.argsort(np.fromiter(draws, _DIGEST, len(groups))):
         if num_drawn + sizes[group] <= num_test:
             is_drawn[group] = True
@@ -108,14 +108,20 @@ def split_rows(
 def find_overlap(
     train_digests: Digests | Sequence[bytes], eval_digests: Digests | Sequence[bytes], max_pairs: int = 5
 ) -> Overlap:
-    """Find training rows that are also held-out rows; training digests may be memory-mapped."""
+    """Find training rows that are also held-out rows.
+
+    Args:
+        train_digests: Digests of the training rows; read in blocks, so they may be memory-mapped.
+        eval_digests: Digests of the held-out rows.
+        max_pairs: Maximum number of pairs in the result.
+    """
     train = _as_array(train_digests)
     held_out, places = np.unique(_as_array(eval_digests), return_index=True)
     num_rows = 0
     pairs: list[tuple[int, int]] = []
     for start in range(0, len(train) if len(held_out) else 0, _ROWS_AT_ONCE):
         found = train[start : start + _ROWS_AT_ONCE]
-        # `held_out` is sorted by `np.unique`; `clip`, for digests above all of them.
+        # `np.unique` has sorted `held_out`; `clip` is for digests above the largest of them.
         nearest = held_out.searchsorted(found)
         shared = np.flatnonzero(held_out.take(nearest, mode="clip") == found)
         num_rows += len(shared)
@@ -134,10 +140,10 @@ def refuse_overlap(
     """Raise if training rows are also held-out rows, naming the first few.
 
     Args:
-        overlap: From ``find_overlap``.
-        train_where: Gives the place of a training row by its position.
-        eval_where: Gives that of a held-out row.
-        relation: What such training rows do, for the error.
+        overlap: Result of ``find_overlap``.
+        train_where: Function from the position of a training row to its location.
+        eval_where: Function from the position of a held-out row to its location.
+        relation: Predicate of such training rows in the error.
 
     Raises:
         DataError: There are such rows.
@@ -173,7 +179,7 @@ def _name_unwritable(row: Row, reason: str) -> Problem:
                 except (TypeError, ValueError):
                     found = f"{column}[{number}].{key} cannot be written as JSON: {reason}"
                     return Problem(row.where, found, "write it as text, or leave it out")
-    raise AssertionError(reason)
+    return Problem(row.where, f"the row cannot be written as JSON: {reason}", "write it as text, or leave it out")
 
 
 def _strip(value: Any) -> Any:

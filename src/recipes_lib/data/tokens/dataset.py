@@ -1,4 +1,4 @@
-"""Map-style pretraining datasets over token shards, and their order: a pure function of seed and row number."""
+"""Map-style pretraining datasets over token shards, and their row order, a pure function of seed and row number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IntArray = npt.NDArray[np.int64]
 WordArray = npt.NDArray[np.uint64]
 
 MAX_PERIOD: Final = 1_000_000
-"""Longest pattern of sources; weights that need a longer one are rounded to multiples of its inverse."""
+"""Maximum period of the pattern of sources; weights that need a longer one are rounded to multiples of its inverse."""
 
 _NUM_ROUNDS: Final = 7
 _MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))  # Constants of splitmix64.
@@ -29,12 +29,12 @@ _SHIFT: Final = np.uint64(31)
 
 
 class RowPlaces(NamedTuple):
-    """Positions of rows in the sources, three ``int64`` arrays of the rows' shape.
+    """Positions of rows in the sources; three ``int64`` arrays of equal shape.
 
     Attributes:
-        source: Number of the source.
-        epoch: Passes over that source that are complete before the row.
-        window: Number of the window in that source.
+        source: Index of the source.
+        epoch: Number of complete passes over that source before the row.
+        window: Index of the window, the ``max_length`` tokens of the row, in that source.
     """
 
     source: IntArray
@@ -43,16 +43,16 @@ class RowPlaces(NamedTuple):
 
 
 class RowOrder:
-    """Order of the windows of several sources.
+    """Order of the windows of several weighted sources.
 
-    In every prefix of n rows of a phase, the rows of each source differ from n times its weight by less than one.
-    Within a source every window is used once before any is repeated, with another order in each pass.
+    In every prefix of n rows of a phase, the number of rows of each source differs from n times its weight by less than
+    one. Within a source, every window is used once before any is repeated, in a new order in each pass.
 
     Args:
-        num_windows: Windows of each source.
-        phases: ``(first row, weight of each source)`` of each phase, the first at row 0, rising; weights need not sum
-            to 1, and a source with weight 0 is left out.
-        seed: Decides the order inside the sources.
+        num_windows: Number of windows of each source.
+        phases: ``(first row, weight of each source)`` of each phase of the curriculum, ascending, the first at row 0.
+            Weights need not sum to 1; a source of weight 0 has no rows.
+        seed: Seed of the order within the sources.
 
     Source: Tijdeman, "The chairman assignment problem" (1980); ``tests/data/tokens/test_order.py``.
     """
@@ -64,6 +64,7 @@ class RowOrder:
         assert self._first_rows[0] == 0, "the first phase starts at 0"
         assert (np.diff(self._first_rows) > 0).all(), "phases rise"
         self._patterns: list[_Pattern] = []
+        # Rows of each source before each phase.
         counts = [np.zeros(len(num_windows), np.int64)]
         for number, (first_row, weights) in enumerate(phases):
             units = _round_weights(weights)
@@ -76,14 +77,14 @@ class RowOrder:
 
     @property
     def weights(self) -> list[list[float]]:
-        """Weights of each phase, which sum to 1; rounded if the exact ones need a longer pattern."""
+        """Weights of the sources in each phase, which sum to 1; rounded if they need a period over ``MAX_PERIOD``."""
         return [(pattern.units / pattern.units.sum()).tolist() for pattern in self._patterns]
 
     def locate(self, rows: npt.ArrayLike) -> RowPlaces:
         """Return the positions of rows in the sources.
 
         Args:
-            rows: Numbers of rows from 0, ``int`` of any shape.
+            rows: Row numbers from 0, ``int`` of any shape.
         """
         numbers = np.asarray(rows, np.int64)
         flat = numbers.reshape(-1)
@@ -95,25 +96,26 @@ class RowOrder:
             period, at = np.divmod(flat[chosen] - self._first_rows[phase], len(pattern.sources))
             found = pattern.sources[at].astype(np.int64)
             source[chosen] = found
+            # Rows of the same source before each row: in earlier phases, in earlier periods, and in this period.
             drawn[chosen] = self._counts[phase][found] + period * pattern.units[found] + pattern.ranks[at]
         epoch, position = np.divmod(drawn, self._num_windows[source])
         window = self._permute(source, epoch, position)
         return RowPlaces(*(values.reshape(numbers.shape) for values in (source, epoch, window)))
 
     def count_rows(self, row: int) -> IntArray:
-        """Rows of each source before ``row``, ``int64 (sources,)``."""
+        """Return the number of rows of each source before ``row``, ``int64 (sources,)``."""
         phase = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         counts: IntArray = self._counts[phase] + self._patterns[phase].count(row - int(self._first_rows[phase]))
         return counts
 
     def count_epochs(self, num_rows: int) -> npt.NDArray[np.float64]:
-        """Epochs of each source in the first ``num_rows`` rows, fractional, ``float64 (sources,)``."""
+        """Return the number of epochs of each source in the first ``num_rows`` rows, ``float64 (sources,)``."""
         epochs: npt.NDArray[np.float64] = self.count_rows(num_rows) / np.maximum(self._num_windows, 1)
         return epochs
 
     def _permute(self, source: IntArray, epoch: IntArray, position: IntArray) -> IntArray:
         window = np.empty_like(position)
-        # Encoded in one number, because numpy finds distinct pairs slowly.
+        # Each pair (epoch, source) as one integer: `np.unique` is slow for pairs.
         passes = epoch * len(self._num_windows) + source
         for each in np.unique(passes).tolist():
             passed, number = divmod(each, len(self._num_windows))
@@ -124,23 +126,24 @@ class RowOrder:
 
 
 def permute(positions: IntArray, size: int, keys: WordArray) -> IntArray:
-    """Apply a keyed pseudo-random permutation of ``range(size)`` to some members, without a table.
+    """Apply a keyed pseudo-random permutation of ``range(size)`` to some of its elements, without a table.
 
-    A Feistel network is a permutation of ``range(4**h)`` for any round function. A value outside of ``range(size)`` is
-    mapped again until it is inside (cycle walking).
+    A Feistel network is a permutation of ``range(4**h)`` for any round function. Values outside of ``range(size)`` are
+    mapped again until they are inside (cycle walking).
 
     Args:
-        positions: Members, ``int64 (K,)``.
-        size: Members in all.
-        keys: One word for each round, ``uint64 (rounds,)``.
+        positions: Elements to map, ``int64 (K,)``.
+        size: Number of elements of the permutation.
+        keys: A key for each round, ``uint64 (rounds,)``.
 
     Returns:
-        ``int64 (K,)``.
+        The permuted elements, ``int64 (K,)``.
 
     Source: Luby and Rackoff (1988) for the network, Black and Rogaway (2002) for cycle walking;
     ``tests/data/tokens/test_order.py``.
     """
-    # The smallest power of 4 that holds `size`, less than four times as large: fewer than four rounds on average.
+    # The smallest power of 4 that is at least `size` is less than 4 * size, so that a value is inside after fewer than
+    # four applications on average.
     half_bits = np.uint64(((size - 1).bit_length() + 1) // 2)
     values = _encrypt(positions.astype(np.uint64), half_bits, keys)
     outside = np.flatnonzero(values >= size)
@@ -174,9 +177,9 @@ class _Pattern:
     """Periodic pattern of the sources of consecutive rows.
 
     Attributes:
-        units: Rows of each source in one period, ``int64 (sources,)``.
+        units: Number of rows of each source in one period, ``int64 (sources,)``.
         sources: Source of each row of a period, ``uint16 (period,)``.
-        ranks: Rows of the same source before it in the period, ``uint32 (period,)``.
+        ranks: Number of rows of the same source before each row within the period, ``uint32 (period,)``.
     """
 
     units: IntArray
@@ -184,13 +187,14 @@ class _Pattern:
     ranks: npt.NDArray[np.uint32]
 
     def count(self, num_rows: int) -> IntArray:
-        """Number of rows of each source among the first ``num_rows``."""
+        """Return the number of rows of each source among the first ``num_rows``, ``int64 (sources,)``."""
         periods, rest = divmod(num_rows, len(self.sources))
         return periods * self.units + np.bincount(self.sources[:rest], minlength=len(self.units))
 
 
 def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Rows of each source in one period: exact if that is at most ``MAX_PERIOD`` rows, else by largest remainder."""
+    """Return the rows of each source in one period: exact up to ``MAX_PERIOD`` rows, otherwise by largest remainder."""
+    # From the decimal text, so that 0.1 is one tenth instead of the nearest double.
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     assert min(exact) >= 0, "a negative weight"
@@ -199,10 +203,10 @@ def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
     period = math.lcm(*(share.denominator for share in shares))
     if period <= MAX_PERIOD:
         return tuple(int(share * period) for share in shares)
-    # Every source with a weight has at least one row.
+    # Every source of positive weight has at least one row.
     units = [max(1, math.floor(share * MAX_PERIOD)) if share else 0 for share in shares]
     by_remainder = sorted(range(len(units)), key=lambda at: units[at] - shares[at] * MAX_PERIOD)
-    # Negative where many tiny weights were raised to one row: the largest source gives them.
+    # Negative if many tiny weights were rounded up to one row, which the largest source then loses.
     spare = MAX_PERIOD - sum(units)
     for at in by_remainder[: max(0, spare)]:
         units[at] += 1
@@ -212,11 +216,11 @@ def _round_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=8)
 def _build_pattern(units: tuple[int, ...]) -> _Pattern:
-    """One period of Tijdeman's assignment.
+    """Build one period of Tijdeman's assignment.
 
-    With k sources and d = 1 / (2k - 2), row j of a source with weight w (both from 0) can be placed from row n on with
-    (n + 1) w - j >= d, and must be placed before (n + 1) w - j exceeds 1 - d. Among the rows that can be placed, the
-    one with the earliest deadline is next. Both limits are computed beforehand, as fractions of integers.
+    With k sources and d = 1 / (2k - 2), row j of a source of weight w, counted from 0, may be placed at row n from
+    (n + 1) w - j >= d on, and must be placed before (n + 1) w - j exceeds 1 - d. Among the rows that may be placed, the
+    one with the earliest deadline is next. Both limits are computed in advance, in integer arithmetic.
     """
     present = [source for source, unit in enumerate(units) if unit]
     period, num_parts = sum(units), max(1, 2 * len(present) - 2)
@@ -228,9 +232,9 @@ def _build_pattern(units: tuple[int, ...]) -> _Pattern:
         deadlines.append((done + period * (num_parts - 1)) // divisor)
         sources.append(np.full(units[source], source))
     release = np.concatenate(releases)
-    # Earliest deadline first is optimal for jobs of one unit with integer releases, so that Tijdeman's bound holds.
+    # Earliest deadline first is optimal for unit-time jobs with integer release times, so Tijdeman's bound holds.
     by_release = np.argsort(release, kind="stable")
-    # One number per row, so that the heap compares plain integers.
+    # Deadline and source as one integer, which a heap compares faster than a tuple.
     jobs = (np.concatenate(deadlines) * len(units) + np.concatenate(sources))[by_release].tolist()
     num_released = np.searchsorted(release[by_release], np.arange(1, period + 1), side="right").tolist()
     waiting: list[int] = []
@@ -249,13 +253,13 @@ def _build_pattern(units: tuple[int, ...]) -> _Pattern:
 
 @dataclass(frozen=True, slots=True)
 class RowSkips:
-    """Skipped rows in a run's natural order.
+    """Rows of an order that a run skips, such as those of a rolled-back loss spike.
 
-    The natural order numbers the rows of all passes over the data consecutively, from 0. The rows of the run are the
-    remaining ones, renumbered from 0.
+    The order numbers the rows of all passes over the data from 0. The rows of the run are the remaining ones,
+    renumbered from 0.
 
     Attributes:
-        ranges: Natural numbers ``(first, stop)``, ascending, apart from each other.
+        ranges: Skipped rows ``(first, stop)`` of the order; ascending, disjoint and not adjacent.
 
     Source: ``tests/data/tokens/test_row_skips.py``.
     """
@@ -263,23 +267,23 @@ class RowSkips:
     ranges: tuple[tuple[int, int], ...] = ()
 
     def locate(self, rows: npt.ArrayLike) -> IntArray:
-        """Return the natural numbers of rows of the run, ``int64`` of their shape.
+        """Return the row numbers in the order for row numbers of the run, ``int64`` of the same shape.
 
         Args:
-            rows: Numbers of rows of the run, ``int`` of any shape.
+            rows: Row numbers of the run, ``int`` of any shape.
         """
         numbers = np.asarray(rows, np.int64)
         if not self.ranges:
             return numbers
         starts, stops = np.array(self.ranges, np.int64).T
         skipped = np.cumsum(stops - starts)
-        # The first row of the run after each range.
-        behind = starts - (skipped - (stops - starts))
-        located: IntArray = numbers + np.append(0, skipped)[np.searchsorted(behind, numbers, side="right")]
+        # First row of the run after each range.
+        first_after = starts - (skipped - (stops - starts))
+        located: IntArray = numbers + np.append(0, skipped)[np.searchsorted(first_after, numbers, side="right")]
         return located
 
     def leave_out(self, first: int, stop: int) -> RowSkips:
-        """Return the skips extended by rows ``first`` to ``stop - 1`` of the run."""
+        """Return these skips extended by rows ``first`` to ``stop - 1`` of the run."""
         start, last = self.locate([first, stop - 1]).tolist()
         return RowSkips(tuple(_merge([*self.ranges, (start, last + 1)])))
 
@@ -295,18 +299,18 @@ def _merge(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 NO_SOURCE = -1
-"""Source of a row that only holds a place."""
+"""Value of ``source`` in a placeholder row."""
 
 
 class TokenRow(TypedDict):
-    """A row of a batch in the form for ``PackedCollator``.
+    """A row for ``PackedCollator``.
 
     Attributes:
-        input_ids: ``uint32 (T,)``.
-        loss_mask: ``bool (T,)``, True throughout.
-        seq_lengths: ``int64``; lengths of what attends only to itself; they sum to T.
-        source: Number of the source.
-        row_ids: ``int64 (1,)``: the row's number in the order of the run; ``(0,)`` where it only holds a place.
+        input_ids: Token ids, ``uint32 (T,)``.
+        loss_mask: True everywhere, ``bool (T,)``.
+        seq_lengths: Lengths of the parts that attend only to themselves, which sum to T, ``int64``.
+        source: Index of the source; ``NO_SOURCE`` for a placeholder.
+        row_ids: Row number in the order, ``int64 (1,)``; of a placeholder ``(0,)``.
     """
 
     input_ids: npt.NDArray[np.uint32]
@@ -317,20 +321,22 @@ class TokenRow(TypedDict):
 
 
 class TokenDataset(torch.utils.data.Dataset[TokenRow]):
-    """Rows of a run in training order, with their number per optimizer step.
+    """Rows of a run in training order, with a fixed number of items per optimizer step.
 
-    Row r of the run is ``order.locate(r)``, for any step and process. During a batch ramp, a step with fewer rows than
-    ``rows_per_step`` begins with empty rows in place of whole micro-batches, equal on all processes. ``skips`` excludes
-    rows of the order.
+    Row r of the run is ``order.locate(r)``, for any step and process. During a batch size warm-up, a step with fewer
+    rows than ``rows_per_step`` starts with placeholder rows, which fill whole micro-batches on all processes.
 
     Args:
         sources: The sources, in the order of ``order``.
-        order: Which window is at each row.
-        max_length: Tokens of a row.
-        row_starts: Rows before each step, and in all: ``int64 (num_steps + 1,)``.
-        rows_per_step: Items of a step: over all processes and accumulated micro-batches.
-        rows_per_micro_step: Rows of one micro-batch over all processes; divides the rows of every step.
-        isolated: Whether documents in a row are kept apart.
+        order: Order of the windows.
+        max_length: Number of tokens of a row.
+        row_starts: Number of rows before each step, and in total, ``int64 (num_steps + 1,)``.
+        rows_per_step: Items of a step, over all processes and accumulated micro-batches.
+        rows_per_micro_step: Rows of a micro-batch over all processes; divides the number of rows of every step.
+        isolated: Whether documents within a row attend only to themselves.
+
+    Attributes:
+        skips: Rows of the order that the run skips.
 
     Source: ``tests/data/tokens/test_dataset.py``.
     """
@@ -348,7 +354,7 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
     ) -> None:
         rows = np.diff(row_starts)
         assert not rows_per_step % rows_per_micro_step, "a step is whole micro-steps"
-        # Otherwise a process without rows would block the gradient reduction of the others.
+        # Otherwise a process without rows would not join the gradient reduction, and block the others.
         assert not (rows % rows_per_micro_step).any(), "the rows of a step fill whole micro-steps"
         assert ((rows > 0) & (rows <= rows_per_step)).all(), "a step has rows, and no more than fit"
         self._sources = sources
@@ -360,7 +366,7 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         self.skips = RowSkips()
 
     def find_rows(self, step: int) -> tuple[int, int]:
-        """Return the first row of step ``step``, from 0, and the first row after it."""
+        """Return the first row of the 0-based step ``step``, and the first row after the step."""
         return int(self._row_starts[step]), int(self._row_starts[step + 1])
 
     def __len__(self) -> int:
@@ -370,13 +376,13 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[TokenRow]:
-        """Return the rows of a micro-batch; called by the data loader."""
+        """Return the rows of a micro-batch; PyTorch's data loader prefers it to ``__getitem__``."""
         steps, items = np.divmod(np.asarray(indices, np.int64), self._rows_per_step)
         ends = self._row_starts[steps + 1]
-        # Counted back from the end of the step, so that a step with fewer rows begins with the empty ones.
+        # Counted back from the end of the step, so that a step with fewer rows starts with the placeholders.
         rows = ends - self._rows_per_step + items
         is_real = rows >= self._row_starts[steps]
-        # Placeholders look up row 0, and are not read.
+        # Placeholders are located as row 0, and not read.
         numbers = self.skips.locate(np.where(is_real, rows, 0))
         places = self._order.locate(numbers)
         located = zip(is_real.tolist(), places.source.tolist(), places.window.tolist(), numbers.tolist(), strict=True)
@@ -388,12 +394,12 @@ class TokenDataset(torch.utils.data.Dataset[TokenRow]):
 
 
 class EvalWindows(torch.utils.data.Dataset[TokenRow]):
-    """All tokens of a held-out source, each in one row, in order; the last row may be shorter.
+    """All tokens of a held-out source in order, without overlap; the last row may be shorter.
 
     Args:
         source: The held-out source.
-        max_length: Tokens of a row.
-        isolated: Whether documents in a row are kept apart.
+        max_length: Number of tokens of a row.
+        isolated: Whether documents within a row attend only to themselves.
     """
 
     def __init__(self, source: TokenSource, *, max_length: int, isolated: bool) -> None:

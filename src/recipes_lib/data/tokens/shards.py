@@ -21,11 +21,11 @@ TokenArray = npt.NDArray[np.uint32]
 DigestArray = npt.NDArray[np.uint64]
 
 SHARD_BYTES: Final = 1 << 28
-"""Size of a shard, 256 MiB; the last one is smaller."""
+"""Size of every shard but the last, 256 MiB."""
 
 _ENDS_FILE: Final = "document_ends.bin"
 _DIGESTS_FILE: Final = "document_digests.bin"
-# Each open map holds a file descriptor, and processes are often limited to 1,024.
+# Processes are often limited to 1,024 open files; a memory map counts until it is closed.
 _MAX_OPEN_FILES: Final = 256
 
 
@@ -34,12 +34,12 @@ class TokenSource:
     """Concatenated tokens of a source's documents; cheap to pickle, because files are opened on first read.
 
     Attributes:
-        name: What the user called it.
-        folder: Where its files are.
-        dtype: Type of an id on disk: ``<u2`` or ``<u4``, little-endian.
-        tokens_per_shard: Tokens of every shard but the last.
-        num_tokens: Tokens in all.
-        num_documents: Documents in all.
+        name: Name of the source, as configured.
+        folder: Folder of the shards.
+        dtype: Dtype of ids on disk, little-endian: ``<u2`` or ``<u4``.
+        tokens_per_shard: Number of tokens of every shard but the last.
+        num_tokens: Total number of tokens.
+        num_documents: Total number of documents.
     """
 
     name: str
@@ -50,7 +50,7 @@ class TokenSource:
     num_documents: int
 
     def read(self, start: int, stop: int) -> TokenArray:
-        """Tokens ``start:stop``, ``uint32 (stop - start,)``."""
+        """Return tokens ``start:stop``, ``uint32 (stop - start,)``."""
         assert 0 <= start <= stop <= self.num_tokens, "outside the source"
         tokens = np.empty(stop - start, np.uint32)
         done = 0
@@ -63,25 +63,26 @@ class TokenSource:
         return tokens
 
     def read_document_lengths(self, start: int, stop: int) -> IntArray:
-        """Lengths of the parts of documents in tokens ``start:stop``, ``int64``; they sum to its length."""
+        """Return the lengths of the parts of documents in tokens ``start:stop``, ``int64``; they sum to its length."""
         if start == stop:
             return np.zeros(0, np.int64)
-        # As signed numbers: numpy compares signed and unsigned ones as floats, in a copy of the whole file.
+        # Mapped as int64, although written as uint64: numpy compares signed with unsigned integers as floats, which
+        # would copy the whole file.
         ends = _map_file(self.folder / _ENDS_FILE, "<i8")
-        # A document that ends at `start` is over; one that ends at `stop` is bounded by `append`.
+        # A document that ends at `start` is excluded; the end of the last one is replaced by `stop`.
         first, last = ends.searchsorted(start, side="right"), ends.searchsorted(stop)
         return np.diff(ends[first:last], prepend=start, append=stop)
 
     @property
     def digests(self) -> DigestArray:
         """Digest of each document, ``uint64 (num_documents,)``, memory-mapped; equal for equal documents."""
-        if not self.num_documents:
+        if not self.num_documents:  # There is no file.
             return np.zeros(0, np.uint64)
         return _map_file(self.folder / _DIGESTS_FILE, "<u8")[: self.num_documents]
 
 
 def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = False) -> bool:
-    """Whether a folder has all bytes according to ``TokenWriter.describe``; ``exactly``: and no more."""
+    """Return whether a folder has at least the bytes that ``TokenWriter.describe`` states; ``exactly``: no more."""
     size, per_shard = np.dtype(description["dtype"]).itemsize, description["tokens_per_shard"]
     num_full, rest = divmod(description["num_tokens"], per_shard)
     wanted = {_shard_file(folder, number): per_shard * size for number in range(num_full)}
@@ -94,14 +95,14 @@ def is_whole(folder: Path, description: Mapping[str, Any], *, exactly: bool = Fa
 
 
 class TokenWriter:
-    """Appends documents to the shards of one source; the bytes do not depend on the batching of documents.
+    """Appends documents to the shards of one source; a context manager, which closes the files.
 
-    Use it as a context manager, which closes its files.
+    The files do not depend on how documents are divided into calls of ``append``.
 
     Args:
-        folder: Where the files go; made with the first document.
-        num_ids: Ids that the tokenizer has; decides the type on disk.
-        at: What ``describe`` returned when ``flush`` was called: resume from there, and cut off what was written later.
+        folder: Folder of the files; created with the first document.
+        num_ids: Size of the tokenizer's vocabulary; determines the dtype on disk.
+        at: Result of ``describe`` after an earlier ``flush``, to resume from; what was written later is truncated.
 
     Raises:
         OSError: A file cannot be opened.
@@ -130,11 +131,11 @@ class TokenWriter:
 
     @property
     def num_full_shards(self) -> int:
-        """Number of shards that are full."""
+        """Number of full shards."""
         return self.num_tokens // self._tokens_per_shard
 
     def describe(self) -> dict[str, Any]:
-        """Fields of ``TokenSource`` other than name and folder, as JSON values."""
+        """Return the fields of ``TokenSource`` other than name and folder, as JSON values."""
         return {
             "dtype": self._type.str,
             "tokens_per_shard": self._tokens_per_shard,
@@ -143,12 +144,12 @@ class TokenWriter:
         }
 
     def append(self, input_ids: TokenArray, lengths: IntArray, digests: DigestArray) -> None:
-        """Append concatenated documents.
+        """Append R documents of N tokens.
 
         Args:
-            input_ids: ``uint32 (N,)``.
-            lengths: Tokens of each document, ``int64 (R,)``, at least 1 each; they sum to N.
-            digests: ``uint64 (R,)``.
+            input_ids: Token ids of the concatenated documents, ``uint32 (N,)``.
+            lengths: Number of tokens of each document, at least 1, which sum to N, ``int64 (R,)``.
+            digests: Digest of each document, ``uint64 (R,)``.
 
         Raises:
             OSError: The disk is full.
@@ -158,7 +159,7 @@ class TokenWriter:
         if not self._files:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._open_documents()
-        # Before the loop below, which moves `num_tokens`.
+        # Before the loop, which advances `num_tokens`.
         self._files["ends"].write((self.num_tokens + np.cumsum(lengths)).astype("<u8").data)
         self._files["digests"].write(digests.astype("<u8").data)
         ids = input_ids.astype(self._type)
@@ -173,7 +174,7 @@ class TokenWriter:
         self.num_documents += len(lengths)
 
     def flush(self) -> None:
-        """Flush and fsync everything appended.
+        """Flush and fsync all files, and the folder.
 
         Raises:
             OSError: The disk is full.
@@ -189,7 +190,7 @@ class TokenWriter:
         self._files["digests"] = _open_at(self._folder / _DIGESTS_FILE, 8 * self.num_documents)
 
     def _open_shard(self) -> None:
-        """Open the shard of the next token, and finish the previous one."""
+        """Close the current shard, flushed to disk, and open that of the next token."""
         if "shard" in self._files:
             self.flush()
             self._files["shard"].close()
@@ -202,9 +203,8 @@ def _shard_file(folder: Path, number: int) -> Path:
 
 
 def _open_at(path: Path, num_bytes: int) -> BufferedWriter:
-    """Open a file for appending after its first ``num_bytes``."""
+    """Open a file for appending after its first ``num_bytes``, the size at the last recorded progress."""
     file = path.open("ab")
-    # What a killed process wrote after its last record of progress.
     file.truncate(num_bytes)
     return file
 

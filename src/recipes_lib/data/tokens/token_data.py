@@ -1,4 +1,4 @@
-"""Token sets of all sources of a pretraining run, prepared once, and their overlap with held-out data."""
+"""Token sets of all sources of a pretraining run, and detection of overlap with held-out documents."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_ou
     """Raise if training documents are also held-out documents, naming the first few.
 
     Args:
-        corpus: What is trained on; nothing is held out of it, so that its rows are its documents.
-        train: Its tokens.
-        held_out: What is held out.
-        held_out_source: Its tokens.
+        corpus: Training documents; none of them may be held out by ``test_split_size``.
+        train: Tokens of ``corpus``.
+        held_out: Held-out documents.
+        held_out_source: Tokens of ``held_out``.
 
     Raises:
         DataError: There are such documents.
@@ -58,11 +58,14 @@ def refuse_repeats(corpus: Corpus, train: TokenSource, held_out: Corpus, held_ou
 
 
 def _find_places(corpus: Corpus, tokens: TokenSource, positions: Collection[int]) -> dict[int, str]:
-    """Places of the first rows with these documents' content; reads the source again."""
+    """Return the locations of the first rows with the content of documents, by their positions; reads the source again.
+
+    Token sets do not store the rows of documents, so they are found by digest.
+    """
     digests = {position: int(tokens.digests[position]) for position in positions}
     places: dict[int, str] = {}
     for row in corpus.rows():
-        with suppress(DataError):  # A broken row is not a document.
+        with suppress(DataError):  # Broken rows have no document.
             digest = int(halve_digests([compute_row_digest(row)])[0])
             if digest in digests.values():
                 places.setdefault(digest, row.where)
@@ -76,15 +79,15 @@ class TokenData:
     """The tokens of a run.
 
     Attributes:
-        train: What is trained on, by source, in the order of ``dataset_mixture``; each has at least ``max_length``
-            tokens.
-        eval: What is held out, by name: the sources that rows were held out of, or the one named by
-            ``dataset_test_split``; empty when nothing is held out.
-        eval_sets: What ``eval_datasets`` names.
-        weights: Share of the training tokens that comes from each source, summing to 1; see ``compute_weights``.
-        num_replayed: How many of the sources are replayed; they come last.
-        record: JSON values for ``run.json``: where the tokens came from, and their counts.
-        is_new: Whether this process prepared any of them.
+        train: Training sources in the order of ``dataset_mixture``, then replayed ones; each has at least
+            ``max_length`` tokens.
+        eval: Held-out sources by name: those with documents held out by ``test_split_size``, or that of
+            ``dataset_test_split``.
+        eval_sets: Sources of ``eval_datasets``, by name.
+        weights: Share of each training source in the training tokens; they sum to 1.
+        num_replayed: Number of replayed sources, the last ones of ``train``.
+        record: JSON values for ``run.json``: the origin of the tokens, and their counts.
+        is_new: Whether this process has built any of the token sets.
     """
 
     train: Sequence[TokenSource]
@@ -107,21 +110,22 @@ class _Part(NamedTuple):
 def prepare_tokens(
     config: RecipeConfig, load_tokenizer: TokenizerLoader, *, local_rank: int = 0, num_tokens: int | None = None
 ) -> TokenData:
-    """Find the tokens of a run, or build them; call it before any process group exists.
+    """Find the token sets of a run, or build them.
 
-    Every source is a separate prepared set. Therefore a changed mixture tokenises only new sources, and a changed
-    weight, curriculum or ``max_length`` nothing.
+    Every source is a separate prepared set: a changed mixture tokenises only new sources; a changed weight, curriculum
+    or ``max_length`` tokenises nothing. Call it before the process group is created: local rank 0 can take longer than
+    the timeout of a collective.
 
     Args:
-        config: The run.
-        load_tokenizer: Called only when something has to be tokenised.
-        local_rank: Number of this process on its node; the first one prepares, the others wait for it.
-        num_tokens: Tokens of all rows of the run; with ``dataset_streaming`` no more are read, and a row of slack.
+        config: Configuration of the run.
+        load_tokenizer: Function that loads the tokenizer; called only if a set is built.
+        local_rank: Local rank of this process; rank 0 builds the sets, the others wait for them.
+        num_tokens: Number of tokens that the run trains on, which limits how far streams are read.
 
     Raises:
-        ConfigError: The options do not fit together, or the tokenizer is not there.
-        DataError: Documents are broken or held out as well as trained on, each named up to twenty; a source is too
-            small; the disk is full; or, on the other processes, that the first one gave up.
+        ConfigError: Options are incompatible, or the tokenizer does not exist.
+        DataError: Documents are broken, or both trained on and held out; a source has too few tokens; a set cannot be
+            written; on other ranks, local rank 0 has not built a set.
     """
     assert config.tokens.max_length is not None, "the configuration of pretraining requires it"
     corpora, held_out, named = load_corpora(config, num_tokens), load_held_out(config), load_eval_corpora(config)
@@ -130,14 +134,14 @@ def prepare_tokens(
         corpora += load_corpora(replayed)
     parts = _prepare([*corpora, *([held_out] if held_out else []), *named], config, load_tokenizer, local_rank)
     is_new = any(part.prepared.is_new for part in parts)
-    # From the end, in the reverse of the order in which they were appended above.
+    # Parts are in the order of the corpora: training, held-out, named. Take the last ones first.
     named_parts = [parts.pop() for _ in named][::-1]
     held_out_part = parts.pop() if held_out else None
     train = _open_train(parts, config.tokens.max_length)
     if local_rank == 0 and not config.data.allow_eval_overlap:
         for part in filter(None, (held_out_part, *named_parts)):
             _refuse_repeats(parts, train, part)
-    # Replayed sources share among themselves what the run's own leave them.
+    # The weights of the run's own sources and of the replayed ones each sum to 1 before they are scaled.
     sizes = [source.num_tokens for source in train]
     weights = compute_weights(config, sizes[:num_own])
     if replayed is not None:
@@ -158,7 +162,7 @@ def prepare_tokens(
 def _prepare(
     corpora: Sequence[Corpus], config: RecipeConfig, load_tokenizer: TokenizerLoader, local_rank: int
 ) -> list[_Part]:
-    """The token set of each corpus; all are tried before anything is raised."""
+    """Return the token set of each corpus; all are tried before problems are raised."""
     root = find_root(config)
 
     @functools.cache
@@ -178,7 +182,7 @@ def _prepare(
             with _show_progress(corpus.name) as on_documents:
                 parts.append(_Part(corpus, make_token_set(root, key, inputs, corpus, load_encoder, on_documents)))
         except DataError as error:
-            if isinstance(error.__cause__, OSError):  # A full disk is full for the next one too.
+            if isinstance(error.__cause__, OSError):  # A full disk also fails the next set.
                 raise
             problems += error.problems
     raise_problems(problems, "dataset_mixture")
@@ -187,7 +191,7 @@ def _prepare(
 
 @contextmanager
 def _show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """Show the number of documents and tokens, on a terminal and only while they grow."""
+    """Show the number of documents and tokens, if stderr is a terminal; yields the function that updates them."""
     console = Console(stderr=True)
     columns = SpinnerColumn(), TextColumn("tokenising {task.description}:"), _Figures()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -197,23 +201,23 @@ def _show_progress(name: str) -> Iterator[Callable[[int, int], None]]:
 
 class _Figures(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Documents, tokens, and tokens per second."""
+        """Return documents, tokens, and tokens per second."""
         documents, tokens, speed = task.fields["documents"], task.completed, task.speed or 0
         return Text(f"{documents:,} documents, {tokens:,.0f} tokens, {speed:,.0f} tokens/s")
 
 
 def _open_train(parts: Sequence[_Part], max_length: int) -> list[TokenSource]:
-    """The training tokens of each source.
+    """Return the training tokens of each source.
 
     Raises:
-        DataError: A source has not enough of them for one row.
+        DataError: Sources have fewer tokens than one row.
     """
     sources = [part.open() for part in parts]
     problems = [
         Problem(
             source.name,
             f"{source.num_tokens:,} tokens to train on, and a row has max_length: {max_length:,}",
-            "put more text in, leave it out of the mixture, or lower max_length",
+            "add text, remove the source from the mixture, or lower max_length",
         )
         for source in sources
         if source.num_tokens < max_length
@@ -223,16 +227,16 @@ def _open_train(parts: Sequence[_Part], max_length: int) -> list[TokenSource]:
 
 
 def _open_eval(parts: Sequence[_Part], held_out: _Part | None) -> dict[str, TokenSource]:
-    """Held-out tokens by name, of sources that have any.
+    """Return the held-out tokens by name, of sources that have any.
 
     Raises:
-        DataError: Documents were to be held out, and none of any source is.
+        DataError: ``test_split_size`` holds out no document of any source.
     """
     sources = [held_out.open()] if held_out else [part.open("eval") for part in parts]
     found = {source.name: source for source in sources if source.num_documents}
     size = parts[0].corpus.test_size
     if size is not None and not found:
-        raise DataError(Problem(f"test_split_size: {size}", "it holds no document out", "hold out more"))
+        raise DataError(Problem(f"test_split_size: {size}", "no document is held out", "raise it"))
     return found
 
 
@@ -259,7 +263,7 @@ def _describe(part: _Part) -> dict[str, Any]:
 
 
 def render_summary(tokens: TokenData) -> Table:
-    """Table of the tokens of a run, one line for each source and split."""
+    """Return a table of the tokens of a run, with a row for each source and split."""
     table = Table("source", "share", "documents", "tokens", title="tokens to train on")
     for source, weight in zip(tokens.train, tokens.weights, strict=True):
         table.add_row(source.name, f"{weight:.1%}", f"{source.num_documents:,}", f"{source.num_tokens:,}")

@@ -1,4 +1,4 @@
-"""The sources of a pretraining run, and their tokenisation to shards: resumable, stored once per content."""
+"""Sources of a pretraining run, and their tokenisation to shards, which is resumable and stored once per content."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WITHOUT_EFFECT: Final = frozenset(
         "tokens/token_data.py",
     }
 )
-"""Modules of this room that decide no byte of a token set, so that changing them makes no set anew."""
+"""Modules of ``data`` that do not affect the bytes of a token set, and are therefore not part of its key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,14 @@ class Corpus:
     """The documents of one source.
 
     Attributes:
-        name: What the user called it; unlike that of any other source of the run.
-        source: Its rows.
-        format: Layout of its rows.
-        test_size: Share or number of documents to hold out, or ``None``.
-        seed: Decides which.
-        num_tokens: Reading stops at the end of the document that brings the training tokens to this; ``None``: never.
-        tokens: What happens to rows that are broken.
+        name: Name of the source, unique in the run.
+        source: The rows.
+        format: Layout of the rows.
+        test_size: Share or number of documents to hold out; ``None`` for none.
+        seed: Seed of the choice of held-out documents.
+        num_tokens: Number of training tokens after which reading stops, at the end of a document; ``None`` for no
+            limit.
+        tokens: Options for broken rows.
     """
 
     name: str
@@ -71,23 +72,23 @@ class Corpus:
     tokens: TokensConfig = field(default_factory=TokensConfig)
 
     def entries(self) -> Iterator[Row | Problem]:
-        """Read the documents from the start, or the problem in place of one.
+        """Yield the documents from the start, or a ``Problem`` in place of a broken one.
 
         Raises:
-            DataError: Once, at the end: the source cannot be read further.
+            DataError: The source cannot be read further; raised after the last document.
         """
         return read_entries(self.source, self.format)
 
     def rows(self) -> Iterator[Row]:
-        """Read the valid documents.
+        """Yield the valid documents.
 
         Raises:
-            DataError: Once, at the end: all that is wrong, where more is broken than may be.
+            DataError: Too many rows are broken, or the source cannot be read further; raised after the last document.
         """
         return read_rows(self.source, self.format, self.tokens)
 
     def collect_inputs(self, config: RecipeConfig) -> dict[str, Any]:
-        """Return everything that determines its token set, as JSON values; the key is their hash.
+        """Return everything that determines the token set of the corpus, as JSON values; the key is their hash.
 
         Raises:
             ConfigError: The tokenizer or the chat template cannot be found.
@@ -104,7 +105,7 @@ class Corpus:
 
 
 def select_options(config: RecipeConfig) -> RecipeConfig:
-    """The configuration with only those data and token options that determine rows and their tokenisation."""
+    """Return the configuration with only those data and token options that determine the tokens of a document."""
     tokens = config.tokens
     return dataclasses.replace(
         config,
@@ -120,15 +121,15 @@ def select_options(config: RecipeConfig) -> RecipeConfig:
 
 
 def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Corpus]:
-    """Open the training sources: those of ``dataset_mixture``, or the single dataset.
+    """Open the training sources: the entries of ``dataset_mixture``, or the single dataset.
 
     Args:
-        config: The run.
-        num_tokens: Tokens that the run trains on; how far streams are read.
+        config: Configuration of the run.
+        num_tokens: Number of tokens that the run trains on, which limits how far streams are read.
 
     Raises:
-        ConfigError: One source is listed twice, or it is not known how far to read a stream.
-        DataError: A source cannot be opened.
+        ConfigError: A source is listed twice, or the number of tokens to read from a stream is unknown.
+        DataError: Sources cannot be opened.
     """
     entries = list_entries(config.data)
     names = _name_entries(entries)
@@ -149,11 +150,11 @@ def load_corpora(config: RecipeConfig, num_tokens: int | None = None) -> list[Co
 
 
 def load_held_out(config: RecipeConfig) -> Corpus | None:
-    """Open the held-out source of ``dataset_test_split``.
+    """Open the held-out source of ``dataset_test_split``; ``None`` if it is not set.
 
     Raises:
         ConfigError: As ``find_held_out``.
-        DataError: It cannot be opened.
+        DataError: The source cannot be opened.
     """
     where = config.provenance.get("dataset_test_split", "dataset_test_split")
     entry = find_held_out(config.data, where)
@@ -164,13 +165,13 @@ def load_eval_corpora(config: RecipeConfig) -> list[Corpus]:
     """Open the sources of ``eval_datasets``.
 
     Raises:
-        DataError: One cannot be opened.
+        DataError: A source cannot be opened.
     """
     return [_open(config, name, entry) for name, entry in (config.data.eval_datasets or {}).items()]
 
 
 def _name_entries(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names of the entries, with configuration and split where the name alone is not unique."""
+    """Return the names of the entries, with configuration, revision and split if the name alone is not unique."""
     counts = Counter(entry["name"] for entry in entries)
     full = [":".join(filter(None, map(entry.get, ("name", "config", "revision", "split")))) for entry in entries]
     names = [name if counts[entry["name"]] > 1 else entry["name"] for entry, name in zip(entries, full, strict=True)]
@@ -189,17 +190,18 @@ def _open(config: RecipeConfig, name: str, entry: Mapping[str, Any]) -> Corpus:
 
 
 _ALL_DRAWS: Final = 1 << 64
+"""Number of different draws of ``HoldOut``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DocumentChunk:
-    """Some documents as tokens, R documents of N tokens in all.
+    """R tokenised documents of N tokens in total.
 
     Attributes:
-        input_ids: ``uint32 (N,)``, documents end to end.
-        lengths: Tokens of each document, ``int64 (R,)``, at least 1.
-        digests: ``uint64 (R,)``; equal for documents that say the same.
-        is_held_out: ``bool (R,)``; True where the document is held out.
+        input_ids: Token ids of the concatenated documents, ``uint32 (N,)``.
+        lengths: Number of tokens of each document, at least 1, ``int64 (R,)``.
+        digests: Digest of each document's content, ``uint64 (R,)``.
+        is_held_out: True for held-out documents, ``bool (R,)``.
     """
 
     input_ids: npt.NDArray[np.uint32]
@@ -208,7 +210,7 @@ class DocumentChunk:
     is_held_out: npt.NDArray[np.bool_]
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> DocumentChunk:
-        """Return the documents where ``chosen``, ``bool (R,)``, is True."""
+        """Return the documents at which ``chosen``, ``bool (R,)``, is True."""
         if chosen.all():
             return self
         tokens = self.input_ids[np.repeat(chosen, self.lengths)]
@@ -217,47 +219,46 @@ class DocumentChunk:
 
 @dataclass(frozen=True, slots=True)
 class HoldOut:
-    """Chooses held-out documents by content, independent of order, with equal ones together.
+    """Rule that holds out documents by content, independent of their order; equal documents are on the same side.
 
-    Each document has a draw, a number below 2**64 that is a function of its content and the seed.
+    Each document has a draw, a pseudo-random number below 2**64 that is a function of its content and the seed.
 
     Attributes:
-        seed: Decides the draws.
-        threshold: Documents with draws below it are held out.
+        seed: Seed of the draws.
+        threshold: Documents with a smaller draw are held out.
     """
 
     seed: int = 0
     threshold: int = 0
 
     def draw(self, digest: bytes) -> int:
-        """The draw of the document with that digest."""
+        """Return the draw of the document with a digest."""
         key = self.seed.to_bytes(16, signed=True)
         return int.from_bytes(hashlib.blake2b(digest, key=key, digest_size=8).digest())
 
     def holds(self, digest: bytes) -> bool:
-        """Whether the document with that digest, from ``compute_row_digest``, is held out."""
+        """Return whether the document with a digest from ``compute_row_digest`` is held out."""
         return self.threshold > 0 and self.draw(digest) < self.threshold
 
 
 def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> HoldOut:
     """Build the rule that holds out ``test_split_size`` of the documents.
 
-    Below 1 it is a probability per document, so that no document needs to be known beforehand. From 1 on it is a number
-    of different documents: those with the smallest draws, each with all copies; this reads ``rows``.
+    A size below 1 is the probability of each document, so that documents need not be known in advance. A size from 1 on
+    is a number of distinct documents, those with the smallest draws, which requires a pass over the rows.
 
     Args:
-        rows: The documents; read only for a number of them.
-        size: A share, a number, or ``None`` to hold nothing out.
-        seed: Decides which documents are held out.
-
-    A row that cannot be digested is passed over: it cannot be encoded either.
+        rows: The documents; read only if ``size`` is a number of them. Rows without a digest are skipped, because they
+            cannot be encoded either.
+        size: Share or number of documents; ``None`` to hold out nothing.
+        seed: Seed of the draws.
     """
     if size is None:
         return HoldOut()
     if size < 1:
         return HoldOut(seed, int(size * _ALL_DRAWS))
     draw = HoldOut(seed).draw
-    smallest: list[int] = []  # a heap of negated draws: its first is the largest of them
+    smallest: list[int] = []  # Heap of negated draws, whose first element is that of the largest draw.
     known: set[int] = set()
     for row in rows:
         try:
@@ -271,25 +272,25 @@ def build_hold_out(rows: Iterable[Row], size: float | int | None, seed: int) -> 
             known.remove(-heapq.heappushpop(smallest, -drawn))
         else:
             heapq.heappush(smallest, -drawn)
-    # The largest draw that is held out, and one more, since those below the threshold are.
+    # One more than the largest held-out draw, because draws below the threshold are held out.
     return HoldOut(seed, max(known, default=-1) + 1)
 
 
 def halve_digests(digests: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """The first half of each digest, ``uint64 (R,)``: among 10 billion documents, 3 pairs are equal by chance."""
+    """Return the first half of each digest, ``uint64 (R,)``: of 10 billion documents, 3 pairs collide by chance."""
     return np.frombuffer(b"".join(digests), "<u8")[::2].astype(np.uint64)
 
 
 def encode_documents(
     encoder: RowEncoder, entries: Iterable[Row | Problem], hold_out: HoldOut, broken: BrokenRows
 ) -> Iterator[DocumentChunk]:
-    """Tokens of the sound rows, in order.
+    """Yield the tokens of the valid rows in chunks, in order.
 
     Args:
-        encoder: Tokenises whole rows.
-        entries: The documents.
-        hold_out: Which of them are held out.
-        broken: Told of every row of the chunks up to the one that is yielded, and of what is wrong.
+        encoder: Encoder of the run.
+        entries: Documents and problems.
+        hold_out: Rule that holds out documents.
+        broken: Receives the counts and problems of all chunks up to the yielded one.
     """
 
     def encode(chunk: Sequence[Row], row_ids: Sequence[int]) -> DocumentChunk:
@@ -309,7 +310,7 @@ PROGRESS_FILE: Final = ".progress.json"
 
 
 def open_side(prepared: PreparedSet, side: Side, name: str) -> TokenSource:
-    """The documents of a token set that are trained on, or those held out."""
+    """Return the training documents of a token set, or its held-out ones."""
     return TokenSource(name, prepared.path / side, **prepared.manifest[side])
 
 
@@ -321,19 +322,19 @@ def make_token_set(
     load_encoder: Callable[[], tuple[RowEncoder, int]],
     on_documents: Callable[[int, int], None],
 ) -> PreparedSet:
-    """Finds the token set of a corpus, or makes it; a killed process resumes after the last full shard.
+    """Find the token set of a corpus, or build it; after an interruption, resume from the last full shard.
 
     Args:
         root: Folder of prepared sets.
-        key: From ``compute_key``.
-        inputs: What went into it, from ``Corpus.collect_inputs``.
+        key: Key from ``compute_key(inputs)``.
+        inputs: Inputs of the key from ``Corpus.collect_inputs``.
         corpus: The documents.
-        load_encoder: Gives the encoder and how many ids its tokenizer has; called only when a set has to be made.
-        on_documents: Told how many documents and tokens have been written, after each chunk.
+        load_encoder: Function that returns the encoder and the size of its vocabulary; called only to build the set.
+        on_documents: Called after each chunk with the total number of documents and of tokens.
 
     Raises:
         ConfigError: The tokenizer cannot be used.
-        DataError: Rows are broken, each named up to twenty; or the set cannot be written.
+        DataError: Too many rows are broken, or the set cannot be written.
     """
 
     def build(staging: Path) -> dict[str, Any]:
@@ -350,46 +351,49 @@ def make_token_set(
 def _write(
     staging: Path, corpus: Corpus, encoder: RowEncoder, num_ids: int, on_documents: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Writes the shards of both sides, from where an earlier attempt got to, and returns what is in them."""
-    hold_out = build_hold_out(BrokenRows(corpus.tokens).take(corpus.entries()), corpus.test_size, corpus.seed)
+    """Write the shards of both sides, resuming an earlier attempt, and return their description for the manifest."""
+    hold_out = build_hold_out(BrokenRows(corpus.tokens).filter_valid(corpus.entries()), corpus.test_size, corpus.seed)
     with _Sides(staging, num_ids, corpus.num_tokens) as sides:
         broken = BrokenRows(corpus.tokens, is_stream=corpus.source.streaming, **sides.counts)
         on_documents(sides.num_documents, sides.num_tokens)
-        # What is on the disk already is read again, since rows have no other place, but not tokenised.
+        # On resume, rows that have been written are read again, since sources have no random access, but not tokenised.
         entries = () if sides.are_enough else islice(corpus.entries(), broken.num_rows, None)
         for chunk in encode_documents(encoder, entries, hold_out, broken):
-            if broken.refused or (broken.num_broken and not broken.are_dropped):
-                continue
+            if broken.fatal or (broken.num_broken and not broken.are_dropped):
+                continue  # The set will not be published; the remaining rows are only checked.
             sides.append(chunk, broken.count())
             on_documents(sides.num_documents, sides.num_tokens)
             if sides.are_enough:
                 break
         sides.save()
         description = sides.describe()
-    problems = broken.judge(corpus.name)
+    problems = broken.list_problems(corpus.name)
     if problems and not corpus.source.streaming:
-        shutil.rmtree(staging, ignore_errors=True)  # corrected rows have another key; a stream may only have broken off
+        # Corrected rows have another key, so this folder is useless. A stream may only have lost its connection.
+        shutil.rmtree(staging, ignore_errors=True)
     raise_problems(problems, corpus.name)
-    _refuse_intruders(staging, description)
-    for told in broken.tell(corpus.name):
-        logger.warning(told)
+    _refuse_concurrent_writes(staging, description)
+    for warning in broken.list_warnings(corpus.name):
+        logger.warning(warning)
     return description
 
 
-def _refuse_intruders(staging: Path, description: Mapping[str, Any]) -> None:
-    """Some cluster file systems grant one lock on every machine; then two processes write one file.
+def _refuse_concurrent_writes(staging: Path, description: Mapping[str, Any]) -> None:
+    """Raise if another process has written to the same files.
+
+    On some cluster file systems, locks are local to a machine, so that two machines can build the same set.
 
     Raises:
-        DataError: There is more in the files than was written.
+        DataError: The files have more bytes than this process has written.
     """
     if not all(is_whole(staging / side, description[side], exactly=True) for side in ("train", "eval")):
         shutil.rmtree(staging, ignore_errors=True)
-        found = "two processes have written the same set: the locks of this file system end at a machine"
+        found = "two processes have written the same set: the locks of this file system are local to a machine"
         raise DataError(Problem(str(staging.parent), found, "run `recipes prepare` on one machine first"))
 
 
 class _Sides:
-    """What is trained on and what is held out, written side by side up to a number of training tokens."""
+    """Writers of the training and the held-out documents, with recorded progress and a budget of training tokens."""
 
     def __init__(self, staging: Path, num_ids: int, budget: int | None) -> None:
         self._staging = staging
@@ -419,7 +423,7 @@ class _Sides:
 
     @property
     def are_enough(self) -> bool:
-        """Whether there are as many training tokens as were asked for."""
+        """Whether the budget of training tokens is reached."""
         return self._budget is not None and self._train.num_tokens >= self._budget
 
     @property
@@ -427,14 +431,14 @@ class _Sides:
         return self._train.num_full_shards + self._eval.num_full_shards
 
     def append(self, chunk: DocumentChunk, counts: Mapping[str, int]) -> None:
-        """Writes documents up to the one that makes them enough; what they filled a shard with is kept from then on.
+        """Write documents up to the one that reaches the budget, and record the progress after every full shard.
 
         Args:
             chunk: The documents.
-            counts: From ``BrokenRows.count``: the rows up to the end of the chunk.
+            counts: Row counts up to the end of the chunk, from ``BrokenRows.count``.
         """
         if self._budget is not None:
-            # Held-out documents do not count; up to and with the one that reaches the budget.
+            # Held-out documents do not count; the document that reaches the budget is included.
             ends = self._train.num_tokens + np.cumsum(np.where(chunk.is_held_out, 0, chunk.lengths))
             chunk = chunk.take(np.arange(len(ends)) <= ends.searchsorted(self._budget))
         for writer, side in (
@@ -447,20 +451,20 @@ class _Sides:
             self.save()
 
     def save(self) -> None:
-        """Makes what was written the place from which a later attempt resumes."""
-        # The record last: it must never promise bytes that are not on the disk.
+        """Record the current position as the one from which a later attempt resumes."""
+        # The record is written last, since it must not describe bytes that are not on disk.
         self._train.flush()
         self._eval.flush()
         replace_record(self._staging / PROGRESS_FILE, self.describe())
         self._num_saved_shards = self._num_full_shards
 
     def describe(self) -> dict[str, Any]:
-        """What is on each side, and of how many rows, as JSON values."""
+        """Return the description of both sides, and the row counts, as JSON values."""
         return {"train": self._train.describe(), "eval": self._eval.describe(), "broken_rows": self.counts}
 
 
 def _read_progress(staging: Path) -> dict[str, Any]:
-    """What the last ``save`` said; nothing, in an empty folder, when that is not all there."""
+    """Return the last recorded progress; without a valid one, empty the folder and return an empty dictionary."""
     with suppress(DataError, KeyError, TypeError, ValueError):
         progress = read_record(staging / PROGRESS_FILE, {"train": dict, "eval": dict})
         if is_whole(staging / "train", progress["train"]) and is_whole(staging / "eval", progress["eval"]):
