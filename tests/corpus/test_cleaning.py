@@ -525,6 +525,9 @@ def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, slurm):
     assert len((slurm / "calls").read_text().splitlines()) == 2 * len(calls)
     with pytest.raises(ConfigError, match="executor_options"):
         make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))
+    (slurm / "sbatch").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(ConfigError, match="sbatch failed with exit code 3"):
+        make_corpus(replace(config, output_dir=str(tmp_path / "c")))
 
 
 @pytest.mark.multiprocess

@@ -471,6 +471,9 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
             previous.run()
         except FileNotFoundError as error:
             raise ConfigError(Problem("executor", "sbatch is not installed", "submit from a login node")) from error
+        except subprocess.CalledProcessError as error:  # sbatch prints the reason itself.
+            found = f"sbatch failed with exit code {error.returncode}"
+            raise ConfigError(Problem("executor_options", found, "correct them by its message above")) from error
         replace_record(submitted, {"job": str(previous.job_id)})
 
 

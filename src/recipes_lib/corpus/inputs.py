@@ -157,17 +157,28 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
     path = Path(entry["name"])
     pages = _find_pages(path)
     if pages:
-        names = [str(page.relative_to(path)) if path.is_dir() else page.name for page in pages]
-        parts = [
-            Part(f"{label}/{name}", page, num_bytes=page.stat().st_size)
-            for name, page in zip(names, pages, strict=True)
-        ]
-        digests = b"".join(name.encode() + compute_digest(page) for name, page in zip(names, pages, strict=True))
+        names = [escape_surrogates(str(page.relative_to(path)) if path.is_dir() else page.name) for page in pages]
+        try:
+            parts = [
+                Part(f"{label}/{name}", page, num_bytes=page.stat().st_size)
+                for name, page in zip(names, pages, strict=True)
+            ]
+            digests = b"".join(name.encode() + compute_digest(page) for name, page in zip(names, pages, strict=True))
+        except OSError as error:
+            found = f"cannot be read: {error.strerror or error}"
+            raise DataError(Problem(str(error.filename), found, "correct its permissions, or move it away")) from error
         fingerprint = hashlib.sha256(digests).hexdigest()
     else:
         source = open_entry(entry, text_documents="file")
-        parts, fingerprint = list(split_source(source, label, task_bytes)), source.fingerprint()
+        # First, because it reports files that cannot be read.
+        fingerprint = source.fingerprint()
+        parts = list(split_source(source, label, task_bytes))
     return CorpusInput(label, kind, entry, tuple(_group(parts, task_bytes)), fingerprint)
+
+
+def escape_surrogates(name: str) -> str:
+    r"""Return a file name with bytes that are not UTF-8, which Python decodes to surrogates, escaped as ``\udcXX``."""
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _find_pages(path: Path) -> list[Path]:
@@ -203,7 +214,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
     elif isinstance(source, FileSource):
         for name, path in source.files.items():
             # With the path relative to the folder, because files in two subfolders can have the same name.
-            short = f"{label}{name.removeprefix(source.name.rstrip('/'))}"
+            short = f"{label}{escape_surrogates(name.removeprefix(source.name.rstrip('/')))}"
             size = path.stat().st_size
             # Two borders are one range, the whole file.
             borders = _find_borders(path, size, -(-size // task_bytes))
@@ -326,7 +337,7 @@ class Read(PipelineStep):  # type: ignore[misc]
         tally.documents_in += 1
         tally.removed["cannot be read"] += 1
         if len(self.ledger.notes) < self.ledger.max_notes:
-            self.ledger.notes.append(f"{problem.where}: {problem.found}")
+            self.ledger.notes.append(escape_surrogates(f"{problem.where}: {problem.found}"))
 
     def _read(self, part: Part) -> Iterator[Document | Problem]:
         try:
