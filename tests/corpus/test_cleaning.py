@@ -587,25 +587,3 @@ def test_an_error_of_a_task_waits_for_no_task_that_has_not_begun(error):
     with pytest.raises(type(error)):
         list(cleaning._run_tasks([(None, rank) for rank in range(3)], pool, "cleaning"))
     assert pool.is_cancelled
-
-
-POOL = """
-import os, time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from recipes_lib.corpus.cleaning import end_with_parent
-if __name__ == "__main__":
-    pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
-    print(pool.submit(os.getpid).result(), flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.multiprocess
-def test_workers_end_with_a_killed_parent(tmp_path):
-    (tmp_path / "pool.py").write_text(POOL)
-    with subprocess.Popen([sys.executable, str(tmp_path / "pool.py")], stdout=subprocess.PIPE, text=True) as parent:
-        assert int(parent.stdout.readline()) != parent.pid
-        parent.kill()
-        # The worker has inherited the pipe: this returns when it has ended too.
-        assert parent.communicate(timeout=60)[0] == ""

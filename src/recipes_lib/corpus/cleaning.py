@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,13 +53,13 @@ from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, lo
 from recipes_lib.corpus.pii import PII, choose_hiding
 from recipes_lib.corpus.quality import LoadScorer, Perplexity, Quality, choose_thresholds
 from recipes_lib.corpus.text_classifier import Classifier, Toxicity
-from recipes_lib.corpus.text_steps import Extract, FixText, Language
+from recipes_lib.corpus.text_steps import Extract, FixText, Language, end_with_parent
 from recipes_lib.corpus.web_archive import read_warc
 from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
-from recipes_lib.errors import EXIT_BUG, ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import hash_file, read_record, replace_record, try_lock, writing
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
@@ -377,24 +376,9 @@ def run_local(jobs: Sequence[Job], num_workers: int) -> None:
         for group in (cleaning, *([job] for job in jobs if job not in cleaning)):
             if num_workers > 1 and pool is None and sum(job.num_tasks for job in group) > 1:
                 # Spawn, not fork: a lock held by a library's thread at the time of the fork stays locked in the child.
+                # Orphaned workers would finish the queued tasks, whose files the next run also writes.
                 pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn"), end_with_parent))
             run_together(group, pool)
-
-
-def end_with_parent() -> None:
-    """Make this worker process end when its parent process ends, even by SIGKILL.
-
-    Workers of ``ProcessPoolExecutor`` would otherwise finish the queued tasks, whose files the next run also writes,
-    and then wait for tasks forever.
-    """
-    parent = parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(EXIT_BUG)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import multiprocessing
+import os
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +19,27 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.formatters import FTFYFormatter
 
 from recipes_lib.corpus.documents import HTML
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import EXIT_BUG, ConfigError, Problem
 
 MAX_CLASSIFIED: Final = 20_000
 """Characters at the beginning of a text that a classifier reads, so that a book takes no longer than a page."""
+
+
+def end_with_parent() -> None:
+    """Make this child process end when its parent process ends, even by SIGKILL, instead of waiting for work forever.
+
+    Without effect in a process that was not started by ``multiprocessing``.
+    """
+    parent, name = multiprocessing.parent_process(), "end-with-parent"
+    # One thread per process: a forked child does not have the threads of its parent.
+    if parent is None or any(thread.name == name for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(EXIT_BUG)
+
+    threading.Thread(target=watch, name=name, daemon=True).start()
 
 
 class Extract:
@@ -63,6 +83,7 @@ class Extract:
 def _extract(html: str) -> str | None:
     from trafilatura import extract
 
+    end_with_parent()
     # trafilatura's own deduplication remembers earlier pages: the result would depend on the task of a page.
     text: str | None = extract(html, favor_precision=True, include_comments=False, deduplicate=False)
     return text
