@@ -97,7 +97,12 @@ def test_excised_ranges_that_overlap_or_nest_are_one(tmp_path):
     step = Decontamination([{"name": str(items)}], 13, excises=True)
     random_ = random.Random(0)
     nested = f"{long} {short} {long}"
-    for pieces in ([nested], [short, nested], [nested, "x " * 60, short], [short, "x " * 150, short, "x " * 250, nested]):
+    for pieces in (
+        [nested],
+        [short, nested],
+        [nested, "x " * 60, short],
+        [short, "x " * 150, short, "x " * 250, nested],
+    ):
         text = " ".join([make_text(random_, 300), *pieces, make_text(random_, 300)])
         removed = [False] * len(text)
         for _, start, end in step.index.find(text):
@@ -105,7 +110,9 @@ def test_excised_ranges_that_overlap_or_nest_are_one(tmp_path):
         runs = itertools.groupby(zip(text, removed, strict=True), key=lambda pair: pair[1])
         document = Document(text=text, id="d")
         step.apply(document, Counter())
-        assert document.text == "\n".join("".join(char for char, _ in run) for is_removed, run in runs if not is_removed)
+        assert document.text == "\n".join(
+            "".join(char for char, _ in run) for is_removed, run in runs if not is_removed
+        )
 
 
 def test_items_that_are_too_short_are_counted(benchmark):

@@ -172,7 +172,9 @@ def test_candidates_beyond_the_bound_are_not_collected(tmp_path, monkeypatch):
     table = build_table(tmp_path / "h", [*pages, *pages], replace(config, exact_duplicates="off"))
     monkeypatch.setattr(duplicates, "_MAX_COMPARISONS", 5)
     collected = []
-    monkeypatch.setattr(duplicates, "sorted", lambda found: collected.append(len(found)) or sorted(found), raising=False)
+    monkeypatch.setattr(
+        duplicates, "sorted", lambda found: collected.append(len(found)) or sorted(found), raising=False
+    )
     selection = duplicates._KeepFirst(table, config, None)
     removed = dict(selection.find_removed(np.arange(120)))
     assert removed == {60 + at: at for at in range(5)}

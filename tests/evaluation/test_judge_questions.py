@@ -63,7 +63,17 @@ def test_public_formats_are_read(row: dict[str, Any], question: Question) -> Non
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"text": "x"}, {"prompt": " "}, {"turns": []}, {"turns": ["a", " "]}, {"prompt": 3}, {"prompt": []}, {"prompt": ["a", 3]}]
+    "row",
+    [
+        {},
+        {"text": "x"},
+        {"prompt": " "},
+        {"turns": []},
+        {"turns": ["a", " "]},
+        {"prompt": 3},
+        {"prompt": []},
+        {"prompt": ["a", 3]},
+    ],
 )
 def test_a_row_without_a_question_is_told(row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="w: has no question"):

@@ -225,6 +225,7 @@ def build_jobs(
 def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_scorer: LoadScorer | None) -> Job:
     """Return the cleaning job of a source, in a folder named after everything that determines its output."""
     steps = build_steps(config, source.kind, load_scorer)
+    code = (Read, read_warc, enumerate_lines, canonicalize, clean_messages, Apply, WriteClean, Hashes, MinHash)
     content = {
         "version": __version__,
         "source": [source.label, source.kind, source.fingerprint, source.entry.get("html"), config.broken_rows],
@@ -233,10 +234,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
         "lines": config.repeated_lines_unit if config.repeated_lines != "off" else None,
         "quoted": [config.pii != "off", config.pii_kinds],
-        "code": _hash_code(
-            *(Read, read_warc, enumerate_lines, canonicalize, clean_messages),
-            *(Apply, WriteClean, Hashes, MinHash),
-        ),
+        "code": _hash_code(*code),
     }
     folder = work / f"clean-{compute_key(content)[:16]}"
     ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, choose_hiding(config))
@@ -267,12 +265,9 @@ def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
     except OSError as error:
         raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
     if name == "decontamination":
-        files += [
-            compute_key(
-                {"entry": [label_entry(entry), entry.get("columns")], "items": open_benchmark(entry).fingerprint()}
-            )
-            for entry in config.benchmarks or ()
-        ]
+        for entry in config.benchmarks or ():
+            items = open_benchmark(entry).fingerprint()
+            files.append(compute_key({"entry": [label_entry(entry), entry.get("columns")], "items": items}))
     versions = read_versions(_STEP_PACKAGES.get(name, ()))
     return [name, settings, files, versions, _hash_code(type(step))]
 
@@ -402,7 +397,7 @@ def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
         if now - shown > _SECONDS_BETWEEN_LINES or number == len(missing):
             shown = now
             done = num_tasks - len(missing) + number
-            say(f"{name}: {done:,} of {num_tasks:,} tasks, {now - started:.0f} s")
+            sys.stderr.write(f"{name}: {done:,} of {num_tasks:,} tasks, {now - started:.0f} s\n")
 
 
 def _run_tasks(
@@ -508,9 +503,3 @@ def _is_queued(submitted: Path) -> bool:
         return False
     state = re.search(r"JobState=(\w+)", shown.stdout) if shown.returncode == 0 else None
     return state is not None and state[1] in _WAITING_STATES
-
-
-def say(line: str) -> None:
-    """Print a line of progress."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

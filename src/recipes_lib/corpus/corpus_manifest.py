@@ -171,10 +171,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         # The budget in the unit of the sizes; by default one epoch.
         budget = (self.config.mixture_tokens or 0) * (1 if has_tokens else _BYTES_PER_TOKEN) or sum(sizes)
         shares = compute_mixture(self.config, sizes, budget)
-        epochs = [
-            round(share * budget / size, 3) if size else 0.0
-            for share, size in zip(shares, sizes, strict=True)
-        ]
+        epochs = [round(share * budget / size, 3) if size else 0.0 for share, size in zip(shares, sizes, strict=True)]
         folders = [Path(self.config.output_dir) / "data" / name for name in name_folders(self.sources)]
         entries = [
             {"name": str(folder), "weight": round(share, 6)}
@@ -229,16 +226,15 @@ def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
         for step, tally in ledger.tallies.items()
         for reason, count in tally.removed.items()
     ]
-    if not removed:
-        return Problem(output_dir, "no document is left: the sources are empty", "name files or folders with text")
-    found = f"no document is left: {'; '.join(removed)}"
+    found = f"no document is left: {'; '.join(removed) or 'the sources are empty'}"
     if ledger.notes:
         return Problem(
             output_dir,
             f"{found}. The first problem: {ledger.notes[0]}",
             "fix it, or map columns: `{name: ..., columns: {text: content}}`",
         )
-    return Problem(output_dir, found, "set these steps to `annotate` or `off`, or relax their thresholds")
+    remedy = "set these steps to `annotate` or `off`, or relax their thresholds"
+    return Problem(output_dir, found, remedy if removed else "name files or folders with text")
 
 
 def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:

@@ -169,9 +169,6 @@ def _list_texts(value: Any) -> Iterator[str]:
     """Yield the strings of a nested value: choices are lists, messages are mappings."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _list_texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _list_texts(inner)

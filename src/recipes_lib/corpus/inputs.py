@@ -19,15 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import (
-    CHAT,
-    HTML,
-    PART_END,
-    Ledger,
-    StepTally,
-    count_bytes,
-    split_chat,
-)
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, StepTally, count_bytes, split_chat
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
@@ -157,13 +149,11 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
     path = Path(entry["name"])
     pages = _find_pages(path)
     if pages:
-        names = [escape_surrogates(str(page.relative_to(path)) if path.is_dir() else page.name) for page in pages]
+        root = path if path.is_dir() else path.parent
+        named = [(escape_surrogates(str(page.relative_to(root))), page) for page in pages]
         try:
-            parts = [
-                Part(f"{label}/{name}", page, num_bytes=page.stat().st_size)
-                for name, page in zip(names, pages, strict=True)
-            ]
-            digests = b"".join(name.encode() + compute_digest(page) for name, page in zip(names, pages, strict=True))
+            parts = [Part(f"{label}/{name}", page, num_bytes=page.stat().st_size) for name, page in named]
+            digests = b"".join(name.encode() + compute_digest(page) for name, page in named)
         except OSError as error:
             found = f"cannot be read: {error.strerror or error}"
             raise DataError(Problem(str(error.filename), found, "correct its permissions, or move it away")) from error

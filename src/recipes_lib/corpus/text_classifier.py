@@ -202,14 +202,11 @@ def read_linear(folder: Path) -> LinearClassifier:
         record = read_record(folder / SETTINGS_FILE, {"labels": list, "num_words": int})
         tensors = load_file(folder / WEIGHTS_FILE)
         labels, weight, bias = tuple(map(str, record["labels"])), tensors["weight"], tensors["bias"]
-        is_valid = weight.ndim == 2 and bias.shape == (len(labels),) == weight.shape[1:] and record["num_words"] > 0
-    except (DataError, OSError, SafetensorError, KeyError) as error:
-        found, is_valid = f"is not a classifier: {error}", False
-    else:
-        found = "is not a classifier: its weights do not match its labels"
-    if not is_valid:
+        if weight.ndim != 2 or not bias.shape == (len(labels),) == weight.shape[1:] or record["num_words"] < 1:
+            raise ValueError("its weights do not match its labels")
+    except (DataError, OSError, SafetensorError, KeyError, ValueError) as error:
         remedy = "name a folder written by `recipes classifier train`, or a file of fastText"
-        raise ConfigError(Problem(str(folder), found, remedy))
+        raise ConfigError(Problem(str(folder), f"is not a classifier: {error}", remedy)) from error
     return LinearClassifier(labels, weight, bias, record["num_words"])
 
 

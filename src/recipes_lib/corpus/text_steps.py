@@ -10,7 +10,7 @@ import os
 import threading
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,18 +113,16 @@ class Language:
 
     name = "language"
 
-    def __init__(
-        self, languages: Sequence[str], threshold: float, overrides: Mapping[str, float], path: str | None
-    ) -> None:
+    def __init__(self, languages: list[str], threshold: float, others: Mapping[str, float], path: str | None) -> None:
         """Store the thresholds.
 
         Args:
             languages: ISO 639 codes to keep.
             threshold: Smallest probability of the language.
-            overrides: Other thresholds of single languages.
+            others: Thresholds of single languages that differ from ``threshold``.
             path: Path of a fastText model; ``None``: the default model.
         """
-        self._thresholds = {language: float(overrides.get(language, threshold)) for language in languages}
+        self._thresholds = {language: float(others.get(language, threshold)) for language in languages}
         self._path = path
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:

@@ -71,7 +71,7 @@ def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
 
 
 def _decompress(file: io.BufferedReader, start: int, damaged: list[int]) -> Iterator[bytes]:
-    """Yield the decompressed gzip members from ``start`` on; end at a damaged one, and append its start to ``damaged``."""
+    """Yield the decompressed gzip members from ``start`` on, up to a damaged one; append its start to ``damaged``."""
     file.seek(start)
     pending, decoder = b"", zlib.decompressobj(_GZIP_WBITS)
     try:

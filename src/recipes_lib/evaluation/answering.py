@@ -99,10 +99,8 @@ class LocalModel:
         length = self.sampling.response_length
         # Too long a prompt is an error of its own reply only: one long row must not end a run of thousands.
         fitting = [at for at, prompt in enumerate(prompts) if len(prompt) + length <= self.positions]
-        replies = [
-            Reply("", is_finished=False, error=f"{len(prompt):,} tokens leave no room for {length:,}")
-            for prompt in prompts
-        ]
+        reason = f"tokens leave no room for {length:,}"
+        replies = [Reply("", is_finished=False, error=f"{len(prompt):,} {reason}") for prompt in prompts]
         answers = self.write([prompts[at] for at in fitting], [numbers[at] for at in fitting])
         for at, answer in zip(fitting, answers, strict=True):
             replies[at] = Reply(answer.text.strip(), answer.has_ended, len(prompts[at]), answer.num_tokens)

@@ -32,10 +32,6 @@ _MAX_RETRY_AFTER: Final = 600.0
 """Longest wait that a server can ask for, in seconds."""
 _MAX_REPLY: Final = 1 << 26
 """Size of the longest response, in bytes."""
-_READ_BYTES: Final = 1 << 16
-"""Bytes read at a time."""
-_MAX_ERROR: Final = 2000
-"""Bytes of an error response that are read: an error page may have megabytes."""
 _TIMEOUTS_PER_ATTEMPT: Final = 10
 """Longest duration of an attempt, as a multiple of ``Endpoint.timeout``."""
 _THIS_REQUEST: Final = (400, 413, 422)
@@ -92,7 +88,7 @@ class Answerer(Protocol):
     """Interface of a model that answers chats: local, by an engine such as vLLM, or behind an endpoint."""
 
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
-        """Answer each chat once, in order; a chat and its number determine the answer, if the engine is reproducible."""
+        """Answer each chat once, in order; a chat and its number determine the answer of a reproducible engine."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -259,9 +255,9 @@ class _Connection:
             try:
                 return _read_reply(self._post(sent))
             except urllib.error.HTTPError as error:
-                body_start = b""
+                body_start = b""  # An error page may have megabytes.
                 with suppress(*_FAILURES):  # The status code is enough if the body cannot be read.
-                    body_start = self._read_body(error, _MAX_ERROR)
+                    body_start = self._read_body(error, 2000)
                 reason = f"{error.code} {self._shorten(body_start.decode(errors='replace') or str(error.reason))}"
                 if error.code in _THIS_REQUEST:
                     return Reply("", is_finished=False, error=reason)
@@ -300,7 +296,7 @@ class _Connection:
         received, deadline = bytearray(), time.monotonic() + _TIMEOUTS_PER_ATTEMPT * self.endpoint.timeout
         # `read1` returns what has arrived. The socket's timeout starts again with every byte, so that `read` would
         # never return from a server that keeps sending, as proxies do to keep a connection open.
-        while len(received) < size and (part := response.read1(min(size - len(received), _READ_BYTES))):
+        while len(received) < size and (part := response.read1(min(size - len(received), 1 << 16))):
             received += part
             if time.monotonic() > deadline:
                 raise TimeoutError("the response was not complete in time")
@@ -333,7 +329,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def read_wait(asked: str | None, wait: float) -> float:
-    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates, which are rare, count 0."""
+    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are not supported."""
     try:
         return max(wait, min(float(asked or 0), _MAX_RETRY_AFTER))
     except ValueError:

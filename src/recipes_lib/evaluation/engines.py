@@ -365,8 +365,7 @@ def find_room(model: Any) -> int | None:
         return None
     # HFLM does not feed the last token, which only has to be predicted; vLLM must generate one additional token.
     extra = {"HFLM": 1, "VLLM": -1}
-    names = [base.__name__ for base in type(model).__mro__]
-    return int(model.max_length) + next((extra[name] for name in names if name in extra), 0)
+    return int(model.max_length) + next((extra[c.__name__] for c in type(model).__mro__ if c.__name__ in extra), 0)
 
 
 def is_cut(model: Any, arguments: Sequence[Any]) -> bool:

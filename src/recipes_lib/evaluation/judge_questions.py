@@ -103,11 +103,8 @@ def read_answers(columns: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, dict) and "role" in turn and "content" in turn for turn in value)
-    )
+    turns = value if isinstance(value, list) else []
+    return bool(turns) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns)
 
 
 def _to_texts(value: Any) -> list[str]:

@@ -110,9 +110,9 @@ class RewardJudge:
             ConfigError: As ``RewardModel.score``.
             DataError: As ``RewardModel.score``.
         """
-        one, two = (self.grade(questions, answers, numbers) for answers in (base, other))
+        grades = (self.grade(questions, answers, numbers) for answers in (base, other))
         found = []
-        for first, second in zip(one, two, strict=True):
+        for first, second in zip(*grades, strict=True):
             winner: Outcome | None = None
             if first.value is not None and second.value is not None:
                 winner = "tie" if first.value == second.value else "base" if first.value > second.value else "other"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 from recipes_lib.sandbox import run_program
-
-_CODE_BLOCK: Final = re.compile(r"```(?:[\w+-]*\n|python)?(.*?)(?:```|\Z)", re.DOTALL)
-"""A block of Markdown, with any language after the opening fence, closed or not."""
 
 
 def score_completion(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -20,7 +17,8 @@ def score_completion(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str
 
 def score_answer(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Return ``pass@1`` of a program, which may be in a code block, on the problem's assertions (MBPP)."""
-    block = _CODE_BLOCK.search(results[0])
+    # With any language after the opening fence, and closed or not.
+    block = re.search(r"```(?:[\w+-]*\n|python)?(.*?)(?:```|\Z)", results[0], re.DOTALL)
     program = block[1] if block else results[0]
     source = "\n".join([program, doc.get("test_setup_code") or "", *doc["test_list"]])
     return {"pass@1": float(run_program(source).outcome == "passed")}
