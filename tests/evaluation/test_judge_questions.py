@@ -52,6 +52,14 @@ USER = {"role": "user", "content": "How?"}
             {"messages": [USER, {"role": "assistant", "content": "No."}], "reference": "So."},
             Question("5", None, [], ["How?"], ["So."]),
         ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "?"}]}
+                ]
+            },
+            Question("5", None, [], ["How?"], []),
+        ),
         (  # MT-Bench as HuggingFaceH4/mt_bench_prompts
             {"category": "math", "prompt": ["One?", "Two?"], "reference": ["1"], "prompt_id": 1},
             Question("5", "math", [], ["One?", "Two?"], ["1"]),
@@ -71,6 +79,7 @@ def test_public_formats_are_read(row: dict[str, Any], question: Question) -> Non
         {"turns": []},
         {"turns": ["a", " "]},
         {"prompt": 3},
+        {"messages": [{"role": "user", "content": None}]},
         {"prompt": []},
         {"prompt": ["a", 3]},
     ],

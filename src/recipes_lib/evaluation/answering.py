@@ -177,6 +177,7 @@ def load_local_model(
         DataError: The model's logits are NaN.
     """
     adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
+    # Weights come from the base that the adapter names; the tokenizer is the one saved with the adapter.
     base = named if adapter is None else replace(named, **read_base(adapter)._asdict())
     tokenizer = load_tokenizer(named, TokensConfig())
     settings, _ = load_model_config(base)
@@ -202,6 +203,7 @@ def load_local_model(
     else:
         # The engine loads the model: its generation configuration, which lists stop tokens, is not available here.
         stop_ids = sorted({*_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
+    # Padding is masked by position (`mask_answers`), so that any id will do for a tokenizer without a padding token.
     sampling = Sampling(stop_ids, tokenizer.pad_token_id or 0, max_new_tokens, max(temperature, GREEDY))
     positions = read_positions(settings)
     generator: Generator = GenerateBackend(sampling, batch_size=batch_size, precision=contextlib.nullcontext)

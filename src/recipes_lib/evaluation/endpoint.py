@@ -41,6 +41,7 @@ REPEATED: Final = (408, 409, 425, 429)
 KEY_REFUSED: Final = (401, 403)
 KEY_REMEDY: Final = "put a valid key into the environment variable OPENAI_API_KEY"
 RESUME_REMEDY: Final = "start it or wait, and run the same command to resume"
+# ValueError: invalid JSON; OverflowError: an infinite number of tokens; RecursionError: deeply nested JSON.
 _FAILURES: Final = (OSError, http.client.HTTPException, ValueError, OverflowError, RecursionError)
 """Exceptions of an attempt that is repeated: a failed connection, a timeout, an incomplete or invalid response."""
 
@@ -186,6 +187,7 @@ class Endpoint:
 
         def work() -> None:
             while not connection.is_stopped.is_set():
+                # `deque.popleft` is atomic: no lock is needed.
                 try:
                     at, (chat, number) = jobs.popleft()
                 except IndexError:
@@ -317,6 +319,7 @@ class _Connection:
         return self.is_stopped.wait(seconds)
 
     def _shorten(self, text: str) -> str:
+        # One line without control characters: an error page can contain escape sequences of a terminal.
         line = " ".join(text.split())
         return escape_controls((line.replace(self._key, "***") if self._key else line)[:300])
 
@@ -328,10 +331,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Follow none."""
 
 
-def read_wait(asked: str | None, wait: float) -> float:
+def read_wait(retry_after: str | None, wait: float) -> float:
     """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are not supported."""
     try:
-        return max(wait, min(float(asked or 0), _MAX_RETRY_AFTER))
+        return max(wait, min(float(retry_after or 0), _MAX_RETRY_AFTER))
     except ValueError:
         return wait
 

@@ -191,7 +191,7 @@ class CheckedModel(HFLM):  # type: ignore[misc]
     AUTO_MODEL_CLASS: Any
 
     def __init__(self, **options: Any) -> None:
-        """Load the model; arguments as of ``HFLM``.
+        """Load the model; the arguments are those of ``HFLM``.
 
         Raises:
             ConfigError: The checkpoint or the adapter lacks weights, or the adapter does not fit its base model.

@@ -62,6 +62,7 @@ def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
     versions = read_versions() | {"lm-eval": importlib.metadata.version("lm-eval")}
     began = time.time()
     _verify_choices(config, tasks["tasks"])
+    # After all checks that need no model: loading one can take minutes.
     model = build_engine(config, settings)
     _verify_world_size(config, tasks["tasks"], model.world_size)
     chosen = {key: getattr(config, key) for key in _SETTINGS}
@@ -216,7 +217,7 @@ def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[s
         "answers": sample["filtered_resps"],
         "scores": {name: sample[name] for name in sample["metrics"]},
         "is_cut": any(is_cut(model, arguments) for arguments in requests),
-        # Of the unfiltered answers: some filters return "[invalid]" if they find nothing.
+        # From the unfiltered answers: some filters return "[invalid]" if they find nothing.
         "is_empty": all(isinstance(text, str) and not text.strip() for texts in sample["resps"] for text in texts),
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],

@@ -35,6 +35,7 @@ def compute_interval(differences: Any) -> tuple[float, float]:
         return _bound_proportions(int((differences > 0).sum()), int((differences < 0).sum()), number)
     if number < _FEWEST:
         return -np.inf, np.inf
+    # Seeded, so that the same scores always give the same interval.
     draw = np.random.default_rng(_SEED)
     # One resample at a time: all at once would take gigabytes for 14,000 questions.
     means = [differences[draw.integers(0, number, number)].mean() for _ in range(NUM_RESAMPLES)]

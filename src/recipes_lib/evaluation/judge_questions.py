@@ -70,9 +70,10 @@ def read_question(columns: Mapping[str, Any], number: int, where: str) -> Questi
     elif not texts and _is_chat(messages):
         chat = list(messages)
         if chat[-1]["role"] == "assistant":
-            answer = str(chat.pop()["content"])
+            answer = "".join(_to_texts(chat.pop()["content"]))
             references = references or [answer]
-        context, texts = chat[:-1], [str(chat[-1]["content"])] if chat else []
+        # A content is a text, or a list of parts with a text each.
+        context, texts = chat[:-1], ["".join(_to_texts(chat[-1]["content"]))] if chat else []
     elif not texts and isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
         texts = messages
     if not texts or not all(text.strip() for text in texts):
@@ -96,7 +97,7 @@ def read_answers(columns: Mapping[str, Any], where: str) -> list[str]:
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
         answers = _to_texts(choices[0].get("turns"))
     elif _is_chat(messages):
-        answers = [text for turn in messages if turn["role"] == "assistant" for text in _to_texts(turn["content"])]
+        answers = ["".join(_to_texts(turn["content"])) for turn in messages if turn["role"] == "assistant"]
     if not answers:
         raise DataError(Problem(where, "has no answer", _ANSWER_SHAPES))
     return answers
@@ -108,11 +109,11 @@ def _is_chat(value: Any) -> bool:
 
 
 def _to_texts(value: Any) -> list[str]:
-    """Return the texts of a string, of an object with ``content`` or ``answer``, or of a list of these."""
+    """Return the texts of a string, of an object with ``content``, ``answer`` or ``text``, or of a list of these."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return _to_texts(value.get("content", value.get("answer")))
+        return _to_texts(value.get("content", value.get("answer", value.get("text"))))
     return [text for item in value for text in _to_texts(item)] if isinstance(value, list) else []
 
 

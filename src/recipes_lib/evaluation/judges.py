@@ -195,6 +195,7 @@ class PromptedJudge:
             # The two orders of a question are adjacent: replies are processed in pairs below.
             for first, second in ((one, two), (two, one)):
                 chats.append(_build_chat(prompt, self.pairwise, question, first=first, second=second))
+        # Different seeds for the two orders.
         replies = self.engine.answer(chats, [2 * number + order for number in numbers for order in (0, 1)])
         judgments = []
         for pair in zip(replies[::2], replies[1::2], strict=True):

@@ -35,7 +35,7 @@ SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
 Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
 """
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
-_PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a file of its own functions stands beside the task"
+_PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a module of the task itself must be in its folder"
 _SPLIT: Final = "name a split with rows in its task file"
 _METRICS: Final = "correct its `metric_list`"
 _WORD: Final = re.compile(r"""[^\s"'#\[\],{}]+""")
@@ -58,6 +58,7 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     manager = _index(config, wanted)
     problems, found = list[Problem](), dict[str, Any]()
     for name, num_fewshot in wanted.items():
+        # One task at a time, so that a failure does not hide the problems of the others.
         try:
             loaded = manager.load([name])
         except Exception as error:  # Any exception of a task file, of `datasets` or of the Hub.
@@ -125,6 +126,7 @@ def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, A
 
 def _describe_failure(name: str, error: BaseException) -> Problem:
     """Return the problem of a task whose loading raised ``error``, with a remedy for the cause."""
+    # The first cause of a chain is the most specific one.
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, ModuleNotFoundError):
         cause = cause.__cause__
@@ -229,6 +231,7 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
     if (missing := _find_missing(task, config)) is not None:
         return [Problem(where, *missing)]
     count = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
+    # As `lm_eval run`: an unset number of examples is 0, and the seed determines which examples are drawn.
     task.set_config(key="num_fewshot", value=count or 0)
     task.set_fewshot_seed(seed=config.seed)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
