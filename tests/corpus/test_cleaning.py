@@ -399,7 +399,7 @@ def test_tokens_are_counted_by_the_tokenizer(planted, tiny_tokenizer, tiny_token
     ("name", "content", "words"),
     [
         ("web.jsonl", json.dumps({"text": "short"}), r"quality: .* \(1\)"),
-        ("web.jsonl", "", "the sources hold none"),
+        ("web.jsonl", "", "the sources are empty"),
         ("code.jsonl", json.dumps({"content": "short"}), r"match no layout: `content`"),
     ],
 )
@@ -417,13 +417,13 @@ def test_a_folder_that_is_of_no_corpus_is_never_replaced(tmp_path):
     path = write_rows(tmp_path / "data" / "raw.jsonl", [ENGLISH])
     config = CorpusConfig(sources=[{"name": str(path)}], output_dir=str(tmp_path), workers=1)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="is of no corpus"):
+        with pytest.raises(ConfigError, match="not written by a corpus"):
             make_corpus(config)
     assert path.is_file()
     own = replace(config, output_dir=str(tmp_path / "out"))
     manifest = make_corpus(own)
     shard = tmp_path / "out" / manifest["shards"][0]["path"]
-    with pytest.raises(ConfigError, match="lies in the source"):
+    with pytest.raises(ConfigError, match="is inside the source"):
         make_corpus(replace(build_config(tmp_path), sources=[{"name": str(tmp_path)}]))
     with pytest.raises(ConfigError, match="which the corpus replaces"):
         make_corpus(replace(own, sources=[{"name": str(shard.parent)}]))
@@ -525,6 +525,9 @@ def test_slurm_gets_every_stage_after_the_one_before(planted, tmp_path, slurm):
     assert len((slurm / "calls").read_text().splitlines()) == 2 * len(calls)
     with pytest.raises(ConfigError, match="executor_options"):
         make_corpus(replace(config, output_dir=str(tmp_path / "b"), executor_options={"queue": "x"}))
+    (slurm / "sbatch").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(ConfigError, match="sbatch failed with exit code 3"):
+        make_corpus(replace(config, output_dir=str(tmp_path / "c")))
 
 
 @pytest.mark.multiprocess

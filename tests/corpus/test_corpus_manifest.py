@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from recipes_lib.config.corpus_keys import CorpusConfig
-from recipes_lib.corpus.corpus_manifest import compute_mixture, link_or_copy, name_folders, sum_counts
+from recipes_lib.corpus.corpus_manifest import Finish, compute_mixture, link_or_copy, name_folders, sum_counts
 from recipes_lib.data.sources.local_files import load_files
 
 
@@ -64,23 +64,23 @@ def test_unimax_is_that_of_the_paper():
     for _ in range(100):
         sizes = [random_.randrange(1, 10**6) for _ in range(3)]
         budget, cap = random_.randrange(1, 10**7), random_.choice((1, 2, 4))
-        config = replace(CONFIG, mixture="unimax", mixture_tokens=budget, max_epochs=cap)
-        assert compute_mixture(config, sizes) == pytest.approx(unimax(sizes, budget, cap))
+        config = replace(CONFIG, mixture="unimax", max_epochs=cap)
+        assert compute_mixture(config, sizes, budget) == pytest.approx(unimax(sizes, budget, cap))
 
 
 @pytest.mark.parametrize(
-    ("mixture", "keys", "sizes", "shares"),
+    ("mixture", "keys", "budget", "sizes", "shares"),
     [
-        ("weights", {"mixture_tokens": 1000}, [1000, 1000, 1000], [0.6, 0.3, 0.1]),
+        ("weights", {}, 1000, [1000, 1000, 1000], [0.6, 0.3, 0.1]),
         # What a capped source may not have goes to the others by their weights; if all are capped, to none.
-        ("weights", {"mixture_tokens": 1000, "max_epochs": 2}, [100, 1000, 1000], [0.2, 0.6, 0.2]),
-        ("weights", {"mixture_tokens": 10**9}, [100, 200, 100], [0.25, 0.5, 0.25]),
-        ("temperature", {"mixture_tokens": 1, "mixture_temperature": 2.0}, [900, 100, 0], [0.75, 0.25, 0]),
-        ("proportional", {"mixture_tokens": 1}, [900, 100, 0], [0.9, 0.1, 0]),
+        ("weights", {"max_epochs": 2}, 1000, [100, 1000, 1000], [0.2, 0.6, 0.2]),
+        ("weights", {}, 10**9, [100, 200, 100], [0.25, 0.5, 0.25]),
+        ("temperature", {"mixture_temperature": 2.0}, 1, [900, 100, 0], [0.75, 0.25, 0]),
+        ("proportional", {}, 1, [900, 100, 0], [0.9, 0.1, 0]),
     ],
 )
-def test_shares_follow_weights_caps_and_temperature(mixture, keys, sizes, shares):
-    assert compute_mixture(replace(CONFIG, mixture=mixture, **keys), sizes) == pytest.approx(shares)
+def test_shares_follow_weights_caps_and_temperature(mixture, keys, budget, sizes, shares):
+    assert compute_mixture(replace(CONFIG, mixture=mixture, **keys), sizes, budget) == pytest.approx(shares)
 
 
 def test_no_source_is_read_more_often_than_the_cap():
@@ -89,7 +89,16 @@ def test_no_source_is_read_more_often_than_the_cap():
         for _ in range(50):
             sizes = [random_.randrange(1, 1000) for _ in range(3)]
             budget = random_.randrange(1, 4 * sum(sizes))
-            config = replace(CONFIG, mixture=mixture, mixture_tokens=budget)
-            shares = compute_mixture(config, sizes)
+            config = replace(CONFIG, mixture=mixture)
+            shares = compute_mixture(config, sizes, budget)
             assert sum(shares) == pytest.approx(1)
             assert all(share * budget <= 4 * size * (1 + 1e-9) for share, size in zip(shares, sizes, strict=True))
+
+
+def test_a_budget_of_tokens_is_one_of_bytes_where_tokens_are_not_counted():
+    config = replace(CONFIG, mixture="unimax", mixture_tokens=1000, max_epochs=2)
+    sources = [SimpleNamespace(label=label, tasks=()) for label in "ab"]
+    shards = [{"source": "a", "bytes": 100, "tokens": None}, {"source": "b", "bytes": 10_000, "tokens": None}]
+    entries, epochs = Finish(sources, {"clean": ["", ""]}, "", config)._mix(shards, has_tokens=False)
+    assert epochs == [2.0, 0.38]  # 4,000 bytes, of which the first source may give 200.
+    assert [entry["weight"] for entry in entries] == [0.05, 0.95]

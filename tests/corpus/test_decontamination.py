@@ -1,10 +1,13 @@
 """Contaminated texts that must be found, and those that must stay."""
 
 import copy
+import itertools
 import json
 import random
+from collections import Counter
 
 import pytest
+from datatrove.data import Document
 from tests.corpus.texts import apply, make_text, word_ngrams
 
 from recipes_lib.corpus.decontamination import Decontamination, Index, read_items
@@ -85,6 +88,31 @@ def test_excision_leaves_what_is_far_away(benchmark):
     assert before.startswith(kept_before)
     assert after.endswith(kept_after)
     assert len(before) - 201 <= len(kept_before) <= len(before) - 199
+
+
+def test_excised_ranges_that_overlap_or_nest_are_one(tmp_path):
+    long, short = QUESTION, "five little words of another benchmark"
+    items = tmp_path / "b.jsonl"
+    items.write_text("".join(json.dumps({"q": item}) + "\n" for item in (f"{long} {short} {long}", short)))
+    step = Decontamination([{"name": str(items)}], 13, excises=True)
+    random_ = random.Random(0)
+    nested = f"{long} {short} {long}"
+    for pieces in (
+        [nested],
+        [short, nested],
+        [nested, "x " * 60, short],
+        [short, "x " * 150, short, "x " * 250, nested],
+    ):
+        text = " ".join([make_text(random_, 300), *pieces, make_text(random_, 300)])
+        removed = [False] * len(text)
+        for _, start, end in step.index.find(text):
+            removed[max(0, start - 200) : end + 200] = [True] * len(removed[max(0, start - 200) : end + 200])
+        runs = itertools.groupby(zip(text, removed, strict=True), key=lambda pair: pair[1])
+        document = Document(text=text, id="d")
+        step.apply(document, Counter())
+        assert document.text == "\n".join(
+            "".join(char for char, _ in run) for is_removed, run in runs if not is_removed
+        )
 
 
 def test_items_that_are_too_short_are_counted(benchmark):

@@ -164,6 +164,24 @@ def test_sources_may_be_compared_alone(tmp_path):
     assert alone.status.tolist() == [KEPT, NEAR, EXACT] * 2
 
 
+def test_candidates_beyond_the_bound_are_not_collected(tmp_path, monkeypatch):
+    random_ = random.Random(0)
+    template = make_text(random_, 60)
+    pages = [f"{template} {make_text(random_, 30)}" for _ in range(60)]
+    config = replace(CONFIG, near_duplicates_bands=50, near_duplicates_rows=1)
+    table = build_table(tmp_path / "h", [*pages, *pages], replace(config, exact_duplicates="off"))
+    monkeypatch.setattr(duplicates, "_MAX_COMPARISONS", 5)
+    collected = []
+    monkeypatch.setattr(
+        duplicates, "sorted", lambda found: collected.append(len(found)) or sorted(found), raising=False
+    )
+    selection = duplicates._KeepFirst(table, config, None)
+    removed = dict(selection.find_removed(np.arange(120)))
+    assert removed == {60 + at: at for at in range(5)}
+    # At most the bound from every band, whatever the number of kept pages.
+    assert 5 < max(collected) <= 50 * 5
+
+
 def test_slices_of_the_hashes_change_nothing(tmp_path, planted, monkeypatch):
     lines = ["\n".join([text[:50], "all rights reserved"]) for text in planted]
     table = build_table(tmp_path / "h", lines, num_tasks=3)

@@ -1,8 +1,10 @@
 """Every kind of source as documents, cut into tasks without a loss; what cannot be read is counted."""
 
+import errno
 import gzip
 import json
 import lzma
+import os
 import re
 
 import datasets
@@ -300,3 +302,30 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path):
     assert read({"name": str(path)})[2].fingerprint == first
     write_rows(path, ["two"])
     assert read({"name": str(path)})[2].fingerprint != first
+
+
+@pytest.mark.parametrize("suffix", ["txt", "html"])
+def test_a_file_name_that_is_not_utf8_is_escaped(tmp_path, suffix):
+    (tmp_path / os.fsdecode(b"caf\xe9." + suffix.encode())).write_text("some words", encoding="utf-8")
+    (tmp_path / os.fsdecode(b"broken\xe9.txt")).write_bytes(b"\xff")
+    if suffix == "html":
+        (tmp_path / os.fsdecode(b"broken\xe9.txt")).unlink()
+    documents, ledger, _ = read({"name": str(tmp_path)})
+    assert [rf"caf\udce9.{suffix}" in document.id for document in documents] == [True]
+    assert all(note.encode() and r"broken\udce9.txt" in note for note in ledger.notes)
+    assert len(ledger.notes) == (suffix == "txt")
+
+
+def test_a_file_that_cannot_be_opened_is_one_error(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some words")
+    (tmp_path / "b.txt").symlink_to("gone.txt")
+    with pytest.raises(DataError, match=r"b\.txt: cannot be read: No such file"):
+        read({"name": str(tmp_path)})
+
+    def refuse(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("recipes_lib.corpus.inputs.compute_digest", refuse)
+    (tmp_path / "page.html").write_text("<p>words</p>")
+    with pytest.raises(DataError, match=r"page\.html: cannot be read: Permission denied"):
+        read({"name": str(tmp_path / "page.html")})

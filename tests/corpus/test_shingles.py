@@ -34,6 +34,17 @@ def test_characters_are_words_where_no_spaces_are_written():
     assert len(hash_words("GPU東京").hashes) == 3
 
 
+def test_combining_marks_belong_to_their_words():
+    for text in ("हिन्दी भाषा", "தமிழ் மொழி", "كَتَبَ وَلَد", "שָׁלוֹם עוֹלָם", "cafe\u0301 au lait\u0301"):
+        words = hash_words(text)
+        spans = zip(words.starts.tolist(), words.ends.tolist(), strict=True)
+        assert [text[start:end] for start, end in spans] == text.split()
+    assert hash_words("की").hashes != hash_words("का").hashes
+    assert len(hash_words("ภาษาไทย").hashes) == 7
+    assert len(hash_words("ที่นี่").hashes) == 2  # Marks of scripts without spaces are ignored.
+    assert len(hash_words("\u2764\ufe0f 1\ufe0f\u20e3").hashes) == 1
+
+
 def test_a_long_text_is_hashed_in_pieces_as_it_would_be_whole(monkeypatch):
     text = " ".join([ENGLISH, "東京都", "x" * 40] * 5)
     whole = hash_words(text)

@@ -149,7 +149,7 @@ def test_a_damaged_classifier_is_one_clear_error(folder, tmp_path, name, content
     (tmp_path / name).unlink()
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match="is no classifier"):
+    with pytest.raises(ConfigError, match="is not a classifier"):
         read_linear(tmp_path)
 
 
@@ -203,3 +203,17 @@ def test_a_word_list_that_says_nothing_is_refused(tmp_path) -> None:
         Toxicity([str(tmp_path / "empty.txt")], 0.0)
     with pytest.raises(DataError, match="cannot be read"):
         Toxicity([str(tmp_path / "none.txt")], 0.0)
+
+
+def test_words_of_scripts_without_spaces_have_no_boundaries(tmp_path) -> None:
+    path = tmp_path / "words.txt"
+    path.write_text("ไอ้โง่\n笨蛋\ndarn\n", encoding="utf-8-sig")
+    step = Toxicity([str(path)], 0.0)
+    for text in ("你这个笨蛋走开", "นายมันไอ้โง่จริงๆ", "darn"):
+        assert apply(step, text)[0] == "word list"
+    assert apply(step, "darning")[0] is None
+
+
+def test_a_prediction_without_a_label_is_wrong() -> None:
+    evaluation = evaluate_classifier(lambda text: {"good": 1.0} if text == "g" else {}, {"good": ["g"], "bad": ["?"]})
+    assert evaluation["accuracy"] == 0.5

@@ -1,6 +1,7 @@
 """Extraction, repair and language."""
 
 import importlib.util
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -115,3 +116,36 @@ def test_a_language_may_have_a_threshold_of_its_own():
 def test_a_missing_language_model_is_one_clear_error():
     with pytest.raises(ConfigError, match="no fastText model"):
         apply(Language(["en"], 0.5, {}, "/nowhere/model.bin"), ENGLISH)
+
+
+CHILDREN = """
+import os, sys, time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from datatrove.data import Document
+from recipes_lib.corpus.documents import HTML
+from recipes_lib.corpus.text_steps import Extract, end_with_parent
+if __name__ == "__main__":
+    document = Document(text="<p>words</p>", id="", metadata={HTML: True})
+    if sys.argv[1] == "pool":
+        pool = ProcessPoolExecutor(1, get_context("spawn"), end_with_parent)
+        pool.submit(Extract(60).apply, document, Counter()).result()
+    else:
+        step = Extract(60)
+        step.apply(document, Counter())
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", ["pool", "sandbox"])
+def test_child_processes_end_with_a_killed_parent(tmp_path, kind):
+    (tmp_path / "children.py").write_text(CHILDREN)
+    command = [sys.executable, str(tmp_path / "children.py"), kind]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert int(parent.stdout.readline()) == parent.pid
+        parent.kill()
+        # The child has inherited the pipe: this returns when it has ended too.
+        assert parent.communicate(timeout=60)[0] == ""

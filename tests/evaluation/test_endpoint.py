@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import socket
+import struct
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +111,42 @@ def test_a_reply_without_an_answer_is_repeated_and_then_told(text: str, waits: l
 def test_a_server_that_hangs_or_breaks_off_is_one_error_in_time(answer: Any, told: str, waits: list[float]) -> None:
     with pytest.raises(ConfigError, match=f"had no answer after 2 attempts: {told}"):
         ask(ChatEndpoint(answer), num_attempts=2, num_concurrent=1, timeout=0.5)
+
+
+def serve_slowly(head: bytes, parts: Iterator[bytes]) -> str:
+    """Serve any number of requests with ``head`` and then ``parts``, one every 20 ms; a reset connection ends them."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve(connection: socket.socket, own: Iterator[bytes]) -> None:
+        with connection, suppress(OSError):
+            connection.recv(1 << 16)
+            connection.sendall(head)
+            for part in own:
+                time.sleep(0.02)
+                connection.sendall(part)
+            # Closing with this option resets the connection.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def accept() -> None:
+        for own in itertools.tee(parts, 4):
+            threading.Thread(target=serve, args=(listener.accept()[0], own), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    return f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+
+
+def test_a_response_that_never_ends_is_an_error_in_time(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_TIMEOUTS_PER_ATTEMPT", 0.01)
+    address = serve_slowly(b"HTTP/1.1 200 OK\r\n\r\n", itertools.repeat(b" "))
+    with pytest.raises(ConfigError, match="after 2 attempts: TimeoutError: the response was not complete in time"):
+        Endpoint(address, "m", num_attempts=2, timeout=30).answer(CHATS[:1], [0])
+
+
+@pytest.mark.parametrize("parts", [[], [b"busy"]], ids=["reset", "reset in the body"])
+def test_an_error_whose_body_breaks_off_is_repeated(parts: list[bytes], waits: list[float]) -> None:
+    address = serve_slowly(b"HTTP/1.1 503 Overloaded\r\nContent-Length: 99\r\n\r\n", iter(parts))
+    with pytest.raises(ConfigError, match="after 3 attempts: 503 Overloaded"):
+        Endpoint(address, "m", num_attempts=3, timeout=5).answer(CHATS[:1], [0])
 
 
 def test_a_server_that_is_not_there_is_told_with_the_way_out(waits: list[float]) -> None:

@@ -138,10 +138,10 @@ def test_an_endpoint_s_questions_that_are_cut_are_counted(
         ("error", "404"),
         ("key", "401, .*put a valid key into"),
         ("busy", "503, .*run the same command to resume"),
-        ("garbage", "has no answer to use"),
-        ("empty", "has no answer to use: KeyError: 'choices'"),
+        ("garbage", "gave no usable answer"),
+        ("empty", "gave no usable answer: KeyError: 'choices'"),
         ("nan", "its logits are not finite"),
-        ("gone", "has no answer to use.*run the same command to resume"),
+        ("gone", "gave no usable answer.*run the same command to resume"),
     ],
 )
 def test_what_an_endpoint_breaks_is_one_error(
@@ -176,7 +176,7 @@ def test_an_endpoint_of_chats_is_asked_by_messages(
     assert "Say sun, please" in next(read_samples(tmp_path))["prompt"]
     served.broken = "empty"  # A chat without choices is no empty answer.
     assert ask("name", tasks, tmp_path, *flags, "--apply_chat_template", names="local_written") == 2
-    assert "has no answer to use: KeyError: 'choices'" in capsys.readouterr().err
+    assert "gave no usable answer: KeyError: 'choices'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("concurrent", [1, 8])
@@ -264,7 +264,7 @@ def test_answers_of_every_process_of_an_earlier_launch_are_taken(
             patched.setattr(engines, "read_world_size", lambda: 2)
             patched.setattr(engines, "PartialState", lambda **_: None)
             patched.setattr(engines, "_open", remember)
-            with pytest.raises(ConfigError, match="1 questions are shared by 2 processes"):
+            with pytest.raises(ConfigError, match="1 questions are divided among 2 processes"):
                 evaluate_model(replace(config, limit=1))
             with pytest.raises(KeyboardInterrupt):
                 evaluate_model(config)
@@ -361,8 +361,8 @@ def save_adapter(model: Path, folder: Path, **settings: Any) -> Path:
     [
         ({}, b"", "header too small"),
         ({}, None, "has no adapter_model.safetensors"),
-        ({}, {}, "lacks weights that its configuration announces"),
-        ({"target_modules": ["q_proj", "v_proj"]}, "kept", "lacks weights that its configuration announces"),
+        ({}, {}, "lacks weights that its configuration requires"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "kept", "lacks weights that its configuration requires"),
         ({"r": 4}, "kept", "does not fit its base: size mismatch for .*lora_B"),
         ({"base_model_name_or_path": "/not here"}, "kept", "/not here"),
         ({"base_model_name_or_path": None}, "kept", "is an adapter that names no base model"),

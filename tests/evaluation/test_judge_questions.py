@@ -48,6 +48,22 @@ USER = {"role": "user", "content": "How?"}
             Question("5", None, [{"role": "system", "content": "Be kind."}], ["How?"], ["So."]),
         ),
         ({"prompt": [USER], "id": 0}, Question("0", None, [], ["How?"], [])),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "No."}], "reference": "So."},
+            Question("5", None, [], ["How?"], ["So."]),
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "How"}, {"type": "text", "text": "?"}]}
+                ]
+            },
+            Question("5", None, [], ["How?"], []),
+        ),
+        (  # MT-Bench as HuggingFaceH4/mt_bench_prompts
+            {"category": "math", "prompt": ["One?", "Two?"], "reference": ["1"], "prompt_id": 1},
+            Question("5", "math", [], ["One?", "Two?"], ["1"]),
+        ),
     ],
 )
 def test_public_formats_are_read(row: dict[str, Any], question: Question) -> None:
@@ -55,7 +71,18 @@ def test_public_formats_are_read(row: dict[str, Any], question: Question) -> Non
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"text": "x"}, {"prompt": " "}, {"turns": []}, {"turns": ["a", " "]}, {"prompt": 3}]
+    "row",
+    [
+        {},
+        {"text": "x"},
+        {"prompt": " "},
+        {"turns": []},
+        {"turns": ["a", " "]},
+        {"prompt": 3},
+        {"messages": [{"role": "user", "content": None}]},
+        {"prompt": []},
+        {"prompt": ["a", 3]},
+    ],
 )
 def test_a_row_without_a_question_is_told(row: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="w: has no question"):
@@ -86,7 +113,7 @@ def test_answers_are_found_by_id_in_any_order(tmp_path: Path) -> None:
     ("rows", "found"),
     [
         ([{"id": "a", "answer": "x"}], "1 of 2 questions have no answer: b"),
-        ([{"id": "a", "answer": "x"}, {"id": "b", "answer": "x"}, {"id": "b", "answer": "y"}], "several rows: b"),
+        ([{"id": "a", "answer": "x"}, {"id": "b", "answer": "x"}, {"id": "b", "answer": "y"}], "same id: b"),
         ([{"id": "a", "answer": "x"}, {"id": "b", "answers": ["x", "y"]}], "2 answers to a question of 1 turns"),
         ([{"id": "a", "answer": "x"}, {"id": "b"}], "has no answer"),
         ([], "missing or empty"),

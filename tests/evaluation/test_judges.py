@@ -146,6 +146,9 @@ def test_answers_cannot_become_templates_or_swap_places() -> None:
     [
         ("user: x", "no verdicts"),
         ("user: x\nverdicts: {'[[A]]': left}", "no verdicts"),
+        ("user: x\nverdicts: {1: first}", "no verdicts"),
+        ("user: x\nverdicts: {'': first}", "no verdicts"),
+        ("user: x\nverdicts: {A: [first]}", "no verdicts"),
         ("verdicts: {'[[A]]': first}", "has no prompt"),
         ("user: '{{ third }}'\nverdicts: {'[[A]]': first}", "its template fails"),
     ],
@@ -155,6 +158,13 @@ def test_a_wrong_prompt_is_told(tmp_path: Path, text: str, found: str) -> None:
     judge = PromptedJudge(Endpoint("http://127.0.0.1:9/v1", "judge"), pairwise=tmp_path / "mine.yaml")
     with pytest.raises(ConfigError, match=found):
         judge.compare([QUESTION], [["a"]], [["b"]], [0])
+
+
+@pytest.mark.parametrize("scale", ["[5, 5]", "[10, 1]", "[1]", "[a, b]", "[.nan, 1]"])
+def test_a_scale_without_a_range_is_an_error(tmp_path: Path, scale: str) -> None:
+    (tmp_path / "mine.yaml").write_text(f"user: x\nscale: {scale}")
+    with pytest.raises(ConfigError, match="no scale"):
+        judge_grade(base_url="http://127.0.0.1:9/v1", model="j", prompt=str(tmp_path / "mine.yaml"))
 
 
 def test_grades_are_rewards_from_0_to_1_by_import_path() -> None:

@@ -18,6 +18,7 @@ FIELDS = {"user": str, "scale": list}
         ("user: [", "cannot be read"),
         ("- a", "not a mapping"),
         ("", "not a mapping"),
+        ("user: 2026-13-45", "cannot be read"),
         ("user: x\nusr: y", "unknown field `usr`"),
         ("user: 3", "`user` is a int"),
     ],
@@ -39,6 +40,12 @@ def test_missing_fields_are_none_and_a_missing_file_is_an_error(tmp_path: Path) 
 
 def test_values_are_never_templates_and_unknown_names_are_errors() -> None:
     assert render_prompt("say {{ it }}", "w", {"it": "{{ 7 * 7 }} {% raise %}"}) == "say {{ 7 * 7 }} {% raise %}"
-    for template in ("{{ absent }}", "{{ it", "{{ it.__class__.__mro__[1].__subclasses__() }}"):
+    for template in (
+        "{{ absent }}",
+        "{{ it",
+        "{{ it + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ it.__class__.__mro__[1].__subclasses__() }}",
+    ):
         with pytest.raises(ConfigError, match="its template fails"):
             render_prompt(template, "w", {"it": "x"})

@@ -62,7 +62,7 @@ def test_of_a_loss_less_is_better(tmp_path: Path) -> None:
 def test_other_prompts_are_not_compared(tmp_path: Path) -> None:
     rows = compare_folders([write(tmp_path / "a", [1.0, 0.0]), write(tmp_path / "b", [1.0, 1.0], prompt="q")])
     assert [row.verdict for row in rows] == ["not comparable"]
-    assert "asked by other prompts" in "\n".join(format_rows(rows))
+    assert "the prompts differ" in "\n".join(format_rows(rows))
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"task": 3}', "[]"])

@@ -66,12 +66,12 @@ ROW = json.dumps({"q": "?", "c": ["a", "b"], "l": 0})
     ("rows", "change", "told"),
     [
         ("", {}, "has no question"),
-        (ROW.replace("0", "9"), {}, "its answer is none of its first row's choices"),
-        (ROW.replace('"a", "b"', ""), {}, "its answer is none of its first row's choices"),
+        (ROW.replace("0", "9"), {}, "the answer of its first row is not among its choices"),
+        (ROW.replace('"a", "b"', ""), {}, "the answer of its first row is not among its choices"),
         (ROW.replace('["a", "b"]', '"ab"'), {}, "the choices of its first row are 'ab'; write `doc_to_choice` as"),
         (ROW[:16], {}, "its data cannot be read: .*JSON parse error"),
         (ROW, {"metric_list": [{"metric": "acurracy"}]}, "a metric that lm-eval does not have; correct its `metric_l"),
-        (ROW, {"metric_list": [{"metric": "acc", "aggregation": "meen"}]}, "the aggregation of acc is none that"),
+        (ROW, {"metric_list": [{"metric": "acc", "aggregation": "meen"}]}, "the aggregation of acc is unknown"),
         (ROW, {"test_split": "validation"}, "'validation', and its data or lm-eval have no such thing; correct its t"),
         (ROW, {"output_type": "generate"}, "Got invalid output_type 'generate'"),
         (ROW, {"test_splitt": "test"}, "'test_splitt'; correct its task file"),
@@ -141,7 +141,7 @@ def test_mathematics_and_chats_are_scored_by_what_the_extra_installs(
         raise LookupError
 
     monkeypatch.setattr("nltk.data.find", find)
-    with pytest.raises(ConfigError, match="NLTK's punkt_tab, which is not here") as caught:
+    with pytest.raises(ConfigError, match="NLTK's punkt_tab, which is not installed") as caught:
         load_tasks(build(tmp_path, "own"))
     assert "python -m nltk.downloader punkt_tab" in caught.value.problems[0].remedy
 

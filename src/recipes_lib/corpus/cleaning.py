@@ -53,16 +53,17 @@ from recipes_lib.corpus.output import CompareHashes, WriteClean, WriteShards, lo
 from recipes_lib.corpus.pii import PII, choose_hiding
 from recipes_lib.corpus.quality import LoadScorer, Perplexity, Quality, choose_thresholds
 from recipes_lib.corpus.text_classifier import Classifier, Toxicity
-from recipes_lib.corpus.text_steps import Extract, FixText, Language
+from recipes_lib.corpus.text_steps import Extract, FixText, Language, end_with_parent
 from recipes_lib.corpus.web_archive import read_warc
 from recipes_lib.data.sources.formats import canonicalize
 from recipes_lib.data.sources.messages import clean_messages
 from recipes_lib.data.sources.readers import enumerate_lines
 from recipes_lib.data.store import compute_key
 from recipes_lib.errors import ConfigError, DataError, Problem
-from recipes_lib.files import hash_file, read_record, replace_record, try_lock
+from recipes_lib.files import hash_file, read_record, replace_record, try_lock, writing
 
 _SECONDS_BETWEEN_LINES: Final = 5.0
+"""Shortest interval between two progress lines."""
 _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "extract": ("trafilatura",),
     "fix_text": ("ftfy",),
@@ -72,25 +73,30 @@ _STEP_PACKAGES: Final[Mapping[str, Sequence[str]]] = {
     "toxicity": ("scikit-learn", "fasttext-predict"),
     "perplexity": ("torch", "transformers"),
 }
+"""Packages whose versions are part of a step's cache key."""
 _OUTPUT_KEYS: Final = ("output_format", "repeated_lines_keep_first", "repeated_lines")
-_WAITING: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+"""Keys that only the shards depend on."""
+_WAITING_STATES: Final = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED")
+"""States of a Slurm job that has not ended."""
 _COMPARING_GIGABYTES: Final = 1
-"""Python's packages."""
+"""Memory of the interpreter and its packages in the ``comparing`` job, in GB."""
 _BYTES_PER_DOCUMENT: Final = 500
-"""Of the shortest documents that a corpus is made of, on average."""
+"""Assumed average size of a document; a low value, so that the number of documents is overestimated."""
 _EXECUTION_KEYS: Final = frozenset({"output_dir", "executor", "executor_options", "workers"})
+"""Keys that do not change the corpus, and are excluded from its cache key."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Tasks of one pipeline.
+    """A datatrove pipeline and its number of tasks.
 
     Attributes:
-        name: As the progress shows it.
-        folder: Its outputs and datatrove's marks of completed tasks; named after what decides the content.
-        pipeline: The blocks.
-        num_tasks: How many tasks.
-        num_bytes: Of its input, where that is known.
+        name: Name in progress lines.
+        folder: Folder of outputs and of datatrove's completion markers; its name contains a hash of everything that
+            determines the outputs.
+        pipeline: The pipeline blocks.
+        num_tasks: Number of tasks.
+        num_bytes: Input size in bytes; 0 if unknown.
     """
 
     name: str
@@ -101,26 +107,24 @@ class Job:
 
 
 def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> Mapping[str, Any] | None:
-    """Build the corpus, or the missing parts; return its manifest, or ``None`` after submission to Slurm.
+    """Build the corpus, or its missing parts; return its manifest, or ``None`` after submission to Slurm.
 
     Args:
-        config: The corpus.
-        load_scorer: For the perplexity step; ``None`` without it.
+        config: The corpus configuration.
+        load_scorer: Loads the model of the perplexity step; may be ``None`` if that step is off.
 
     Raises:
-        ConfigError: A key contradicts what is there, or an executor's options are wrong.
+        ConfigError: ``output_dir`` is unusable, in use by another process or queued, or an executor option is invalid.
         DataError: A source cannot be read, or no document is left.
     """
     logger.disable("datatrove")
     work = Path(config.output_dir) / ".work"
-    _refuse_strange_data(config, work)
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        found = f"cannot be written: {error.strerror}"
-        raise ConfigError(Problem(config.output_dir, found, "name another output_dir")) from error
-    with (work / "lock").open("w") as file:
-        if try_lock(file) is False:
+    _verify_output(config, work)
+    with ExitStack() as stack:
+        with writing(Path(config.output_dir), "name another output_dir"):
+            work.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((work / "lock").open("w"))
+        if try_lock(lock) is False:
             found = "another process is making this corpus"
             raise ConfigError(Problem(config.output_dir, found, "wait for it, or name another output_dir"))
         sources = open_inputs(config)
@@ -132,7 +136,7 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
         if _is_queued(submitted):
             found = f"jobs of this corpus are queued; the last is {read_record(submitted)['job']}"
             raise ConfigError(Problem(config.output_dir, found, "wait for them, or cancel them with scancel"))
-        # Shards below `data/` are placed again, whatever happened to them since.
+        # Remove the completion marker of the last job: shards below `data/` may have been deleted or changed since.
         shutil.rmtree(jobs[-1].folder, ignore_errors=True)
         if config.executor != "local":
             _submit(jobs, config, submitted)
@@ -142,28 +146,32 @@ def make_corpus(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> 
 
 
 def count_cores() -> int:
-    """Return the cores that this process may use, fewer than the machine's in a job; macOS tells only the latter."""
+    """Return the number of cores available to this process: its CPU affinity, or on macOS all cores of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _refuse_strange_data(config: CorpusConfig, work: Path) -> None:
-    """Raise for a folder `data`, which finishing replaces, that is of no corpus, or in a source, or around one."""
+def _verify_output(config: CorpusConfig, work: Path) -> None:
+    """Verify that replacing ``data/`` destroys nothing but a corpus: no other folder, and no source.
+
+    Raises:
+        ConfigError: ``data/`` exists and was not written by a corpus, or it overlaps with a source.
+    """
     data = work.with_name("data")
     if data.exists() and not work.exists() and not work.with_name(MANIFEST).exists():
-        remedy = "name another output_dir: a corpus replaces what is there"
-        raise ConfigError(Problem(str(data), "this folder is there already, and is of no corpus", remedy))
+        remedy = "name another output_dir: the corpus would replace this folder"
+        raise ConfigError(Problem(str(data), "this folder exists and was not written by a corpus", remedy))
     for entry in config.sources:
         place = Path(entry["name"])
         if place.exists() and place.resolve().is_relative_to(data.resolve()):
-            found = f"this source lies in {data}, which the corpus replaces"
+            found = f"this source is inside {data}, which the corpus replaces"
             raise ConfigError(Problem(entry["name"], found, "name another output_dir"))
         if place.is_dir() and data.resolve().is_relative_to(place.resolve()):
-            found = f"output_dir lies in the source {entry['name']}, which would then contain its own corpus"
+            found = f"output_dir is inside the source {entry['name']}, which would then contain its own corpus"
             raise ConfigError(Problem(config.output_dir, found, "name another output_dir"))
 
 
 def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
-    """Return the manifest of a complete corpus, if there is one."""
+    """Return the manifest if the corpus with this key is complete: all shards exist with the recorded sizes."""
     output_dir = Path(config.output_dir)
     try:
         manifest = read_record(output_dir / MANIFEST, {"key": str, "shards": list})
@@ -176,10 +184,10 @@ def _read_finished(config: CorpusConfig, key: str) -> Mapping[str, Any] | None:
 def build_jobs(
     config: CorpusConfig, sources: Sequence[CorpusInput], work: Path, load_scorer: LoadScorer | None = None
 ) -> tuple[list[Job], str]:
-    """Return the jobs in order, and the key of the corpus.
+    """Return the jobs in execution order, and the cache key of the finished corpus.
 
     Raises:
-        ConfigError: Thresholds are wrong.
+        ConfigError: Thresholds are invalid, or the model of a step cannot be loaded.
         DataError: A file that a step reads is missing.
     """
     values = list_values(config)
@@ -196,9 +204,9 @@ def build_jobs(
     compared = work / f"compare-{key[:16]}"
     jobs.append(Job("comparing", compared, [CompareHashes(compared, folders, config)], 1, num_bytes))
     tokenizer = load_tokenizer(config.tokenizer_name_or_path, config.tokenizer_revision)
-    # The content: the files of a tokenizer can change under the same name, on the Hub and locally.
-    shared = [[values[name] for name in _OUTPUT_KEYS], tokenizer and hash_name(tokenizer.to_str())]
-    key = compute_key({"compared": key, "output": shared, "code": _hash_code(WriteShards, write_shard)})
+    # Hash the tokenizer itself: its files can change under the same name, on the Hub and locally.
+    output = [[values[name] for name in _OUTPUT_KEYS], tokenizer and hash_name(tokenizer.to_str())]
+    key = compute_key({"compared": key, "output": output, "code": _hash_code(WriteShards, write_shard)})
     shards = work / f"shards-{key[:16]}"
     tasks = [
         (folder.path, number, source.kind)
@@ -217,6 +225,7 @@ def build_jobs(
 def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_scorer: LoadScorer | None) -> Job:
     """Return the cleaning job of a source, in a folder named after everything that determines its output."""
     steps = build_steps(config, source.kind, load_scorer)
+    code = (Read, read_warc, enumerate_lines, canonicalize, clean_messages, Apply, WriteClean, Hashes, MinHash)
     content = {
         "version": __version__,
         "source": [source.label, source.kind, source.fingerprint, source.entry.get("html"), config.broken_rows],
@@ -225,10 +234,7 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
         "hashes": describe_hashes(config) if config.near_duplicates != "off" else None,
         "lines": config.repeated_lines_unit if config.repeated_lines != "off" else None,
         "quoted": [config.pii != "off", config.pii_kinds],
-        "code": _hash_code(
-            *(Read, read_warc, enumerate_lines, canonicalize, clean_messages),
-            *(Apply, WriteClean, Hashes, MinHash),
-        ),
+        "code": _hash_code(*code),
     }
     folder = work / f"clean-{compute_key(content)[:16]}"
     ledger = Ledger([READ, *(step.name for step in steps)], MAX_SAMPLES, choose_hiding(config))
@@ -243,46 +249,51 @@ def _build_cleaning(config: CorpusConfig, source: CorpusInput, work: Path, load_
 def _describe_step(step: Step, config: CorpusConfig, kind: str) -> list[Any]:
     """Return everything that determines the result of a step: mode, keys, files, versions and code."""
     name = step.name
-    # The keys of a step begin with its name; of a file, the content counts and not the path.
+    # The keys of a step begin with its name. Paths are excluded: the hash of the file's content replaces them below.
     settings = {
         key: value for key, value in list_values(config).items() if key.startswith(name) and not key.endswith("_path")
     }
     settings |= {"quality_thresholds": choose_thresholds(kind, config.quality_thresholds)} if name == "quality" else {}
-    read: Mapping[str, Sequence[str | None]] = {
+    paths: Mapping[str, Sequence[str | None]] = {
         "language": [config.language_model_path],
         "classifier": [config.classifier_path],
         "toxicity": [*(config.toxic_words or ()), config.toxicity_classifier_path],
         "perplexity": [config.perplexity_model_path],
     }
     try:
-        files = [hash_file(file) for path in read.get(name, ()) if path is not None for file in _list_files(path)]
+        files = [hash_file(file) for path in paths.get(name, ()) if path is not None for file in _list_files(path)]
     except OSError as error:
         raise DataError(Problem(str(error.filename), f"cannot be read: {error.strerror}", "check the path")) from error
     if name == "decontamination":
-        files += [
-            compute_key(
-                {"entry": [label_entry(entry), entry.get("columns")], "items": open_benchmark(entry).fingerprint()}
-            )
-            for entry in config.benchmarks or ()
-        ]
+        for entry in config.benchmarks or ():
+            items = open_benchmark(entry).fingerprint()
+            files.append(compute_key({"entry": [label_entry(entry), entry.get("columns")], "items": items}))
     versions = read_versions(_STEP_PACKAGES.get(name, ()))
     return [name, settings, files, versions, _hash_code(type(step))]
 
 
 def _list_files(path: str) -> list[Path]:
-    """Return a file, or the files of a model's folder, without its checkpoints."""
+    """Return a file, or the files of a model folder without its subfolders, such as training checkpoints."""
     return sorted(file for file in Path(path).iterdir() if file.is_file()) if Path(path).is_dir() else [Path(path)]
 
 
 def _hash_code(*parts: Any) -> str:
-    """Return a digest of the modules of these classes and functions; of objects in ``output``, their source only."""
-    of_blocks = (WriteClean, CompareHashes, WriteShards)
-    sources = [inspect.getsource(part if part in of_blocks else sys.modules[part.__module__]) for part in parts]
+    """Return a digest of the source code of these classes and functions, each with its whole module.
+
+    The blocks of ``output`` are exceptions: they share a module, and a change of one must not invalidate the others.
+    """
+    blocks = (WriteClean, CompareHashes, WriteShards)
+    sources = [inspect.getsource(part if part in blocks else sys.modules[part.__module__]) for part in parts]
     return compute_key({"sources": sources})
 
 
 def build_steps(config: CorpusConfig, kind: str, load_scorer: LoadScorer | None = None) -> list[Step]:
-    """Return the steps for a kind of source, in order."""
+    """Return the enabled steps for a kind of source, in order; ``load_scorer`` as for ``make_corpus``.
+
+    Raises:
+        ConfigError: Thresholds are invalid, or a classifier cannot be loaded or lacks the configured label.
+        DataError: A word list cannot be read.
+    """
     is_text = kind != "chat"
     thresholds = choose_thresholds(kind, config.quality_thresholds)
     steps: list[Step] = []
@@ -291,9 +302,9 @@ def build_steps(config: CorpusConfig, kind: str, load_scorer: LoadScorer | None 
     if is_text and config.fix_text != "off":
         steps.append(FixText())
     if kind != "code" and config.language != "off":
-        others = config.language_thresholds or {}
+        overrides = config.language_thresholds or {}
         model = config.language_model_path
-        steps.append(Language(config.languages or [], config.language_threshold, others, model))
+        steps.append(Language(config.languages or [], config.language_threshold, overrides, model))
     if thresholds and config.quality != "off":
         steps.append(Quality(thresholds))
     if config.classifier != "off":
@@ -318,14 +329,14 @@ def build_steps(config: CorpusConfig, kind: str, load_scorer: LoadScorer | None 
 
 
 def try_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> Iterator[str]:
-    """Open every source and run every step on its first document; yield the result.
+    """Open every source, run every step on its first document, and yield a description of each, one line at a time.
 
     Args:
-        config: The corpus.
+        config: The corpus configuration.
         load_scorer: As for ``make_corpus``.
 
     Raises:
-        ConfigError: A step's model or thresholds are wrong.
+        ConfigError: A step's model cannot be loaded, or its thresholds are invalid.
         DataError: A source, word list or benchmark cannot be read, or a source has no document.
     """
     for source in open_inputs(config, streams=True):
@@ -334,8 +345,8 @@ def try_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> It
         documents = Read(source, ledger, raises=config.broken_rows == "error").run()
         first = next(documents, None)
         if first is None:
-            remedy = "; ".join(ledger.notes) or "check its files"
-            raise DataError(Problem(source.entry["name"], "the first task has no document", remedy))
+            found = ": ".join(["the first task has no document", *ledger.notes[:1]])
+            raise DataError(Problem(source.entry["name"], found, "check its files"))
         yield f"{source.label}: {source.kind}, {len(source.tasks):,} tasks; {', '.join(step.name for step in steps)}"
         for step in steps:
             if first.text.strip():
@@ -343,7 +354,7 @@ def try_steps(config: CorpusConfig, load_scorer: LoadScorer | None = None) -> It
             if isinstance(step, Decontamination):
                 for task, number in sorted(step.index.num_items.items()):
                     short = step.index.num_short[task]
-                    yield f"    {task}: {number:,} texts are protected, {short:,} are too short to look for"
+                    yield f"    {task}: {number:,} texts are protected, {short:,} are too short to search for"
             if isinstance(step, Extract):
                 step.close()
 
@@ -357,17 +368,18 @@ def run_local(jobs: Sequence[Job], num_workers: int) -> None:
     cleaning = [job for job in jobs if job.name.startswith("cleaning")]
     with ExitStack() as stack:
         pool: ProcessPoolExecutor | None = None
-        for together in (cleaning, *([job] for job in jobs if job not in cleaning)):
-            if num_workers > 1 and pool is None and sum(job.num_tasks for job in together) > 1:
-                # Not by fork: a lock that a thread of a library holds at that moment would stay locked in the child.
-                pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn")))
-            run_together(together, pool)
+        for group in (cleaning, *([job] for job in jobs if job not in cleaning)):
+            if num_workers > 1 and pool is None and sum(job.num_tasks for job in group) > 1:
+                # Spawn, not fork: a lock held by a library's thread at the time of the fork stays locked in the child.
+                # Orphaned workers would finish the queued tasks, whose files the next run also writes.
+                pool = stack.enter_context(ProcessPoolExecutor(num_workers, get_context("spawn"), end_with_parent))
+            run_together(group, pool)
 
 
 def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
-    """Run the missing tasks of some jobs; sequentially without a ``pool``.
+    """Run the incomplete tasks of independent jobs; without a ``pool`` sequentially, in this process.
 
-    Source: datatrove's ``LocalPipelineExecutor.run``, whose own pool waits for ever for a killed worker.
+    Replaces datatrove's ``LocalPipelineExecutor.run``, whose pool waits forever for a killed worker.
 
     Raises:
         ConfigError: A worker was killed.
@@ -375,7 +387,7 @@ def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
     executors = [
         LocalPipelineExecutor(list(job.pipeline), job.num_tasks, workers=1, logging_dir=str(job.folder)) for job in jobs
     ]
-    # datatrove leaves a mark for every completed task in `logging_dir`, which is named after the content.
+    # datatrove writes a marker for every completed task to `logging_dir`, whose name contains a hash of the inputs.
     missing = [(executor, rank) for executor in executors for rank in executor.get_incomplete_ranks()]
     name = jobs[0].name if len(jobs) == 1 else jobs[0].name.partition(" ")[0]
     num_tasks, started = sum(job.num_tasks for job in jobs), time.monotonic()
@@ -385,7 +397,7 @@ def run_together(jobs: Sequence[Job], pool: ProcessPoolExecutor | None) -> None:
         if now - shown > _SECONDS_BETWEEN_LINES or number == len(missing):
             shown = now
             done = num_tasks - len(missing) + number
-            say(f"{name}: {done:,} of {num_tasks:,} tasks, {now - started:.0f} s")
+            sys.stderr.write(f"{name}: {done:,} of {num_tasks:,} tasks, {now - started:.0f} s\n")
 
 
 def _run_tasks(
@@ -403,9 +415,10 @@ def _run_tasks(
             yield
     except BrokenProcessPool as error:
         found = f"{name}: a worker process was killed, perhaps for its memory"
-        raise ConfigError(Problem("workers", found, "lower `workers`, and run again: what is done stays")) from error
+        remedy = "lower `workers`, and run again: completed tasks are kept"
+        raise ConfigError(Problem("workers", found, remedy)) from error
     except BaseException:
-        # Closing the pool would wait for all tasks, for hours after Ctrl-C; now for those that run.
+        # Cancel pending tasks: closing the pool would run all of them, for hours after Ctrl-C.
         pool.shutdown(cancel_futures=True)
         raise
 
@@ -414,7 +427,8 @@ def run_task(executor: LocalPipelineExecutor, rank: int) -> None:
     """Run one task in this process, and mark it as completed."""
     logger.disable("datatrove")
     try:
-        # Not rank 0, whose log datatrove prints on the terminal.
+        # Private in datatrove 0.10: `run` would start a pool of its own. The second argument is the local rank; of
+        # local rank 0, datatrove prints the log on the terminal.
         executor._run_for_rank(rank, 1)
     finally:
         for block in executor.pipeline:
@@ -426,8 +440,8 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
     """Submit the jobs to a cluster, each depending on the previous one: Slurm queues them, Ray runs them.
 
     Raises:
-        ConfigError: The executor is not installed, or does not take the options.
-        DataError: Tasks have failed on Ray.
+        ConfigError: The executor is not installed, or does not accept the options.
+        DataError: Tasks failed on Ray.
     """
     is_slurm = config.executor == "slurm"
     previous: Any = None
@@ -441,53 +455,51 @@ def _submit(jobs: Sequence[Job], config: CorpusConfig, submitted: Path) -> None:
             if not is_slurm:
                 previous.run()
         except (TypeError, ImportError) as error:
-            remedy = "write what datatrove's executor takes, as {partition: cpu, time: '12:00:00'}"
+            remedy = "write arguments of datatrove's executor, as {partition: cpu, time: '12:00:00'}"
             raise ConfigError(Problem("executor_options", str(error), remedy)) from error
-        # For failed tasks, datatrove only writes to Ray's log.
-        if not is_slurm and (left := previous.get_incomplete_ranks()):
-            found = f"{job.name}: {len(left):,} of {job.num_tasks:,} tasks have failed"
+        # datatrove's Ray executor does not raise for failed tasks; it only writes to Ray's log.
+        if not is_slurm and (failed := previous.get_incomplete_ranks()):
+            found = f"{job.name}: {len(failed):,} of {job.num_tasks:,} tasks have failed"
             raise DataError(Problem(str(job.folder / "logs"), found, "see the logs there, then run the same command"))
     if is_slurm:
         try:
-            # Only the last one: datatrove submits those that it depends on first.
+            # Only the last job: datatrove submits the jobs that it depends on first.
             previous.run()
         except FileNotFoundError as error:
-            raise ConfigError(Problem("executor", "there is no sbatch here", "submit from a login node")) from error
+            raise ConfigError(Problem("executor", "sbatch is not installed", "submit from a login node")) from error
+        except subprocess.CalledProcessError as error:  # sbatch prints the reason itself.
+            found = f"sbatch failed with exit code {error.returncode}"
+            raise ConfigError(Problem("executor_options", found, "correct them by its message above")) from error
         replace_record(submitted, {"job": str(previous.job_id)})
 
 
 def choose_options(job: Job, config: CorpusConfig) -> dict[str, Any]:
     """Return the executor arguments of a job: the user's, with those of the job taking precedence.
 
-    Comparing requests memory by the size of the input, the only known measure of the number of documents.
+    The ``comparing`` job requests memory by input size, from which the number of documents is estimated.
     """
     given = dict(config.executor_options or {})
-    own = {name: given.pop(name, None) or {} for name in JOB_NAMES}
+    of_jobs = {name: given.pop(name, None) or {} for name in JOB_NAMES}
     name = job.name.partition(" ")[0]
     options: dict[str, Any] = {}
     if name == "comparing":
         memory = _COMPARING_GIGABYTES + count_compared_bytes(job.num_bytes // _BYTES_PER_DOCUMENT) / 1e9
         options["mem_per_cpu_gb"] = math.ceil(memory)
     if config.executor == "slurm":
-        # The programs of this environment, and no jobs that wait forever for a failed one.
+        # Jobs run in this Python environment by default.
         environment = {"env_command": f"export PATH={Path(sys.executable).parent}:$PATH"}
         options |= {} if given.keys() & {"env_command", "condaenv", "venv_path"} else environment
+        # Without this option, jobs stay queued forever after a job that they depend on has failed.
         options["sbatch_args"] = {"kill-on-invalid-dep": "yes", **given.pop("sbatch_args", {})}
-    return options | given | own[name]
+    return options | given | of_jobs[name]
 
 
 def _is_queued(submitted: Path) -> bool:
-    """Whether the last job of an earlier submission is pending or running."""
+    """Return whether the last job of an earlier submission is pending or running; ``False`` without Slurm."""
     try:
         job = read_record(submitted, {"job": str})["job"]
-        told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)
+        shown = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=False)
     except (DataError, OSError):
         return False
-    state = re.search(r"JobState=(\w+)", told.stdout) if told.returncode == 0 else None
-    return state is not None and state[1] in _WAITING
-
-
-def say(line: str) -> None:
-    """Print a line of progress."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    state = re.search(r"JobState=(\w+)", shown.stdout) if shown.returncode == 0 else None
+    return state is not None and state[1] in _WAITING_STATES

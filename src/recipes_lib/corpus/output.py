@@ -1,4 +1,4 @@
-"""The blocks after the steps: cleaned documents of a task and their hashes, duplicates, the shards of the corpus."""
+"""Pipeline blocks after the steps: clean documents and hashes of each task, deduplication, shards of the corpus."""
 
 from __future__ import annotations
 
@@ -44,21 +44,23 @@ EXACT_STEP: Final = "exact_duplicates"
 NEAR_STEP: Final = "near_duplicates"
 LINES_STEP: Final = "repeated_lines"
 _BATCH_DOCUMENTS: Final = 256
+"""Documents tokenized at a time."""
 
 
 class WriteClean(PipelineStep):  # type: ignore[misc]
-    """Writes what the steps have left of a task, its hashes, and what was counted."""
+    """Last block of cleaning: writes the remaining documents of a task, their hashes, and the ledger."""
 
     type, name = "WRITE", "clean documents"
 
     def __init__(self, folder: Path, config: CorpusConfig, ledger: Ledger) -> None:
-        """Write into ``folder``."""
+        """Write to ``folder``; ``ledger`` is shared with the blocks before."""
         super().__init__()
         self.folder, self.config, self.ledger = folder, config, ledger
 
     def run(self, data: Iterator[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Read all documents; yield none."""
-        self.ledger.clear()  # Here: of a pipeline of generators the last one runs first.
+        """Write all documents; yield nothing."""
+        # A pipeline is a chain of generators: this code runs before the first document is read.
+        self.ledger.clear()
         hashes = Hashes(self.config)
         write_shard(self.folder / f"{rank:05d}.parquet", self._add(data, hashes))
         hashes.write(self.folder, rank)
@@ -67,37 +69,41 @@ class WriteClean(PipelineStep):  # type: ignore[misc]
 
     def _add(self, documents: Iterator[Document], hashes: Hashes) -> Iterator[Document]:
         for document in documents:
-            document.metadata.pop(HTML, None)  # Where nothing was extracted.
+            document.metadata.pop(HTML, None)  # Still present if the step `extract` is off.
             with self.track_time():
                 hashes.add(document.text)
             yield document
 
 
 class CompareHashes(PipelineStep):  # type: ignore[misc]
-    """Finds the duplicates and repeated lines of the whole corpus, in one task."""
+    """Finds duplicates and repeated lines of the whole corpus, in one task."""
 
     type, name = "DEDUPLICATE", "compare hashes"
 
     def __init__(self, folder: Path, sources: Sequence[HashFolder], config: CorpusConfig) -> None:
-        """Compare the hashes of ``sources``; write into ``folder``."""
+        """Compare the hashes of ``sources``; write the result to ``folder``."""
         super().__init__()
         self.folder, self.sources, self.config = folder, sources, config
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Write ``status.npy``, ``kept_as.npy`` and ``lines.npy``; yield nothing.
+        """Write the result as arrays, ``NAME.npy``; yield nothing.
+
+        For N documents in T tasks: ``status uint8 (N,)`` and ``kept_as int64 (N,)`` as in ``Duplicates``,
+        ``starts int64 (T + 1,)`` with the first document of each task, sorted hashes ``lines uint64 (L,)`` of repeated
+        lines, and ``line_firsts int64 (L,)`` with the first document of each.
 
         Raises:
             DataError: An earlier corpus cannot be read.
         """
         earlier = [folder for name in self.config.duplicates_of or () for folder in open_earlier(name, self.config)]
         table = HashTable([*earlier, *self.sources])
-        # Documents of earlier corpora come first, so that those of this one repeat them and never the other way round.
+        # Documents of earlier corpora come first: of two duplicates, the one in this corpus is removed.
         num_earlier = int(table.starts[sum(folder.num_tasks for folder in earlier)])
         found = find_duplicates(table, self.config)
         lines, firsts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         if self.config.repeated_lines != "off":
             lines, firsts = find_repeated_lines(table, found.status, self.config.repeated_lines_min_documents)
-        # Indices of this corpus only: repeats of an earlier corpus have a negative number.
+        # Ordinals of this corpus; those of earlier corpora become negative.
         arrays: dict[str, npt.NDArray[Any]] = {
             "status": found.status[num_earlier:],
             "kept_as": found.kept_as[num_earlier:] - num_earlier,
@@ -112,20 +118,20 @@ class CompareHashes(PipelineStep):  # type: ignore[misc]
 
 
 class WriteShards(PipelineStep):  # type: ignore[misc]
-    """Writes the shards: kept documents, without repeated lines."""
+    """Writes the shards: documents that are not duplicates, without repeated lines."""
 
     type, name = "WRITE", "shards"
 
     def __init__(
         self, folder: Path, tasks: Sequence[tuple[Path, int, str]], compared: Path, config: CorpusConfig
     ) -> None:
-        """Write into ``folder``.
+        """Store the arguments.
 
         Args:
-            folder: Of the shards and their records.
-            tasks: Of each task the folder of its cleaned documents, its number there, and the kind of its source.
+            folder: Folder of the shards and their records.
+            tasks: Folder of the clean documents, number in this folder and kind of source, for each task.
             compared: Folder of ``CompareHashes``.
-            config: The corpus.
+            config: The corpus configuration.
         """
         super().__init__()
         self.folder, self.tasks, self.compared, self.config = folder, tasks, compared, config
@@ -160,7 +166,7 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
         for ordinal, document in enumerate(documents, start=start):
             status, size = int(arrays["status"][ordinal]), count_bytes(document.text)
             step = NEAR_STEP if status == NEAR else EXACT_STEP
-            # An exact duplicate enters the first step only; what that one leaves enters the second one.
+            # Exact duplicates are removed by the first step; the second step processes the remaining documents.
             for name in (EXACT_STEP, NEAR_STEP)[: 1 + (status in (KEPT, NEAR))]:
                 tally = self.ledger.tallies[name]
                 is_here = status != KEPT and name == step
@@ -180,13 +186,14 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
                     yield document
 
     def _cut_lines(self, document: Document, ordinal: int, lines: Any, firsts: Any) -> bool:
-        """Remove repeated lines; return whether any text is left."""
+        """Remove repeated lines, with hashes in ``lines``; return whether any text is left."""
         tally, before = self.ledger.tallies[LINES_STEP], document.text
         tally.documents_in += 1
         tally.bytes_in += count_bytes(before)
         if len(lines):
             unit = self.config.repeated_lines_unit
             hashes = hash_lines(before, unit)
+            # `searchsorted` returns the length for a hash above all of `lines`.
             places = np.minimum(np.searchsorted(lines, hashes), len(lines) - 1)
             shared = lines[places] == hashes
             if self.config.repeated_lines_keep_first:
@@ -222,10 +229,10 @@ class WriteShards(PipelineStep):  # type: ignore[misc]
 
 
 def load_tokenizer(name: str | None, revision: str | None = None) -> Any:
-    """Return a tokenizer of the tokenizers library; ``None`` if none is configured.
+    """Return a tokenizer of the tokenizers library, without truncation and padding; ``None`` if ``name`` is ``None``.
 
     Raises:
-        DataError: It cannot be loaded.
+        DataError: The tokenizer cannot be loaded.
     """
     if name is None:
         return None
@@ -238,7 +245,7 @@ def load_tokenizer(name: str | None, revision: str | None = None) -> Any:
             if path.is_file()
             else Tokenizer.from_pretrained(name, revision=revision or "main")
         )
-    except Exception as error:  # The library raises no more specific error.
+    except Exception as error:  # tokenizers raises plain `Exception`.
         remedy = "name a folder with tokenizer.json, the file, or a Hub id; without it tokens are not counted"
         raise DataError(Problem("tokenizer_name_or_path", f"{name} cannot be loaded: {error}", remedy)) from error
     tokenizer.no_truncation()

@@ -18,7 +18,7 @@ from recipes_lib.config.values import SECRET, SECRET_HINTS
 from recipes_lib.corpus.documents import PART_END, Hide
 
 Validate = Callable[[str], int]
-"""Returns how many characters of a match are the thing itself; 0: none."""
+"""Returns the number of leading characters of a match that are personal data; 0 for a false match."""
 
 
 class Pattern(NamedTuple):
@@ -26,9 +26,10 @@ class Pattern(NamedTuple):
 
     Attributes:
         kind: One of ``PII_KINDS``.
-        regex: Finds candidates. It begins with a character or class, and looks behind after it: so ``re`` skips fast.
-        validate: Decides on each.
-        hints: A text without any of these has no candidate, which is quicker to see.
+        regex: Pattern of candidates. It begins with a character class, and its lookbehind follows, because ``re``
+            skips to possible first characters fast.
+        validate: Function that verifies a candidate, by check digits for example.
+        hints: Substrings of which every candidate contains at least one, to skip most texts.
     """
 
     kind: str
@@ -42,12 +43,12 @@ _IBAN_LENGTHS: Final[Mapping[str, int]] = {
     for length, countries in read_lists(Path(__file__).with_name("iban_lengths.yaml")).items()
     for country in countries.split()
 }
-"""Characters of an IBAN by country (ISO 13616)."""
+"""Country code -> number of characters of an IBAN (ISO 13616)."""
 
 
 def is_luhn(digits: str) -> bool:
     """Return whether the last digit is the Luhn check digit of the others (ISO/IEC 7812-1)."""
-    # Every second digit from the right is doubled; the digits of a number above 9 are added, which is to subtract 9.
+    # Every second digit from the right is doubled. Of a two-digit product the digits are added: it is reduced by 9.
     values = [int(digit) for digit in reversed(digits)]
     doubled = [value * 2 - 9 * (value > 4) for value in values[1::2]]
     return (sum(values[::2]) + sum(doubled)) % 10 == 0
@@ -70,7 +71,7 @@ def is_iban(text: str) -> bool:
     """Return whether a text without spaces is an IBAN: length of its country, and 1 modulo 97 (ISO 13616)."""
     if len(text) != _IBAN_LENGTHS.get(text[:2]):
         return False
-    # ISO 13616: country and check digits go to the end, and letters count from A = 10, as in base 36.
+    # ISO 13616: country and check digits are moved to the end, and letters are numbers from A = 10, as in base 36.
     return int("".join(str(int(char, 36)) for char in text[4:] + text[:4])) % 97 == 1
 
 
@@ -80,7 +81,7 @@ def _whole(is_valid: Callable[[str], bool]) -> Validate:
 
 def _measure_grouped(text: str, is_valid: Callable[[str], bool]) -> int:
     """Return the length of the longest prefix, ending at a space or hyphen, that is valid without separators."""
-    # From the longest: the groups after a number can be numbers of their own.
+    # From the longest prefix: the candidate can include unrelated groups of digits after the number.
     for end in range(len(text), 0, -1):
         if (end == len(text) or text[end] in " -") and is_valid(re.sub("[ -]", "", text[:end])):
             return end
@@ -102,7 +103,7 @@ def _is_phone(text: str) -> bool:
 
 
 def _is_ssn(text: str) -> bool:
-    # Numbers that the Social Security Administration never gives out.
+    # Numbers that the Social Security Administration never assigns.
     area, group, serial = text.split("-")
     return area not in ("000", "666") and area[0] != "9" and group != "00" and serial != "0000"
 
@@ -121,8 +122,7 @@ PATTERNS: Final = (
     Pattern("api_token", SECRET, len, SECRET_HINTS),
     Pattern(
         "email",
-        # The run of characters before the @ is bounded and starts at its first character, so that a megabyte without an
-        # @ is fast.
+        # The local part is bounded and starts at the first character of a run: a megabyte without @ takes linear time.
         re.compile(
             rf"[{_LOCAL}](?<![{_LOCAL}]{{2}})[{_LOCAL}]{{0,63}}@"
             r"(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w-])"
@@ -160,33 +160,34 @@ PATTERNS: Final = (
         (":",),
     ),
 )
-"""In the order in which they are looked for: what one has masked is not there for the next."""
+"""Patterns in the order of application: a later one searches the text with earlier findings already masked."""
 
 
 class PII:
-    """Masks personal data and secrets, or removes documents with any."""
+    """Masks personal data and secrets, or removes documents that contain any."""
 
     name = "pii"
 
     def __init__(self, kinds: Sequence[str] | None, *, drops: bool) -> None:
-        """Search for ``kinds``, by default all; ``drops``: remove the document."""
+        """Search for ``kinds``, by default all; ``drops``: remove the document instead of masking."""
         self._kinds = kinds or PII_KINDS
         self._drops = drops
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Mask all findings, in the text and in every string of the metadata."""
-        here: Counter[str] = Counter()
-        # One at a time, so that nothing matches across messages of a chat.
-        text = PART_END.join(mask(part, self._kinds, here) for part in document.text.split(PART_END))
-        name = mask(document.id, self._kinds, here)
-        num_found = here.total()
+        """Mask all findings in the text, the id and every string of the metadata except ``source``."""
+        counts: Counter[str] = Counter()
+        # Message by message, so that no pattern matches across the messages of a chat.
+        text = PART_END.join(mask(part, self._kinds, counts) for part in document.text.split(PART_END))
+        name = mask(document.id, self._kinds, counts)
+        num_outside_metadata = counts.total()
         source = document.metadata.get("source")
-        metadata = {**self._mask_values(document.metadata, here), "source": source}
-        found.update(here)
-        if self._drops and here:
-            return " and ".join(sorted(here))
+        metadata = {**self._mask_values(document.metadata, counts), "source": source}
+        found.update(counts)
+        if self._drops and counts:
+            return " and ".join(sorted(counts))
         document.text, document.id = text, name
-        if here.total() > num_found:
+        # A new mapping means changed metadata (`Step.apply`), so it is assigned only then.
+        if counts.total() > num_outside_metadata:
             document.metadata = metadata
         return None
 
@@ -201,7 +202,7 @@ class PII:
 
 
 def choose_hiding(config: CorpusConfig) -> Hide | None:
-    """Return what masks the samples of a report; ``None`` where personal data are not looked for."""
+    """Return the function that masks samples of the report; ``None`` if the step ``pii`` is off."""
     return None if config.pii == "off" else functools.partial(_hide, config.pii_kinds or PII_KINDS)
 
 
@@ -210,7 +211,7 @@ def _hide(kinds: Sequence[str], text: str) -> str:
 
 
 def mask(text: str, kinds: Sequence[str], found: Counter[str]) -> str:
-    """Replace all findings of these kinds by placeholders such as ``<EMAIL>``."""
+    """Return a text with all findings of ``kinds`` replaced by placeholders such as ``<EMAIL>``; count in ``found``."""
     for pattern in PATTERNS:
         if pattern.kind in kinds and any(hint in text for hint in pattern.hints):
             text = _mask_kind(text, pattern, found)
@@ -221,7 +222,7 @@ def _mask_kind(text: str, pattern: Pattern, found: Counter[str]) -> str:
     pieces, last, position = [], 0, 0
     while match := pattern.regex.search(text, position):
         length = pattern.validate(match.group())
-        # An invalid candidate can overlap a valid one, so the search continues inside it.
+        # A false match can overlap a true one, so the search continues one character after its start.
         position = match.start() + (length or 1)
         if length:
             found[pattern.kind] += 1

@@ -23,25 +23,27 @@ from datatrove.pipeline.filters.base_filter import BaseFilter, get_filter_result
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from recipes_lib.config.corpus_keys import PERPLEXITY_BUCKETS
+from recipes_lib.corpus.duplicates import COMBINING_MARKS
 from recipes_lib.errors import ConfigError, Problem
 
 Score = Callable[[str], float | None]
-"""Returns the bits per byte of a text; ``None`` for one without a predicted token."""
+"""Returns the bits per byte of a text; ``None`` if it is too short for the model to predict a token."""
 LoadScorer = Callable[[str], Score]
-"""Loads a model from a path. A function of a module, so that other processes can be given it."""
+"""Loads a model from a path. A module-level function, because worker processes unpickle it."""
 Thresholds = Mapping[str, Any]
 
 PRESETS: Final[Mapping[str, Mapping[str, Thresholds]]] = yaml.safe_load(
     Path(__file__).with_name("quality.yaml").read_text(encoding="utf-8")
 )
-"""Kind of source -> filter -> thresholds."""
+"""Kind of source -> filter -> its thresholds."""
 
-_WORD: Final = re.compile(r"\w+(?:['’-]\w+)*|[^\w\s]")
+# Marks are matched after letters only, so that texts without marks take hardly more time.
+_WORD: Final = re.compile(rf"\w+(?:[{COMBINING_MARKS}]+\w*|['’-]\w+)*|[^\w\s]")
 _SENTENCE_END: Final = re.compile(r"(?<=[.!?。！？])[\"'”’)\]]*\s+")
 
 
 class RegexTokenizer(WordTokenizer):  # type: ignore[misc]
-    """Words and sentences by regular expressions, without a model to download."""
+    """Words and sentences by regular expressions; datatrove's own tokenizers download models."""
 
     def word_tokenize(self, text: str) -> list[str]:
         """Return words and punctuation marks."""
@@ -52,20 +54,23 @@ class RegexTokenizer(WordTokenizer):  # type: ignore[misc]
         return [sentence for sentence in _SENTENCE_END.split(text) if sentence.strip()]
 
     def span_tokenize(self, text: str) -> list[tuple[int, int]]:
-        """Return the spans of sentences."""
+        """Return start and end (exclusive) of each sentence, in characters."""
         ends = [match.end() for match in _SENTENCE_END.finditer(text)]
         return list(zip([0, *ends], [*ends, len(text)], strict=True))
 
 
 class CodeQualityFilter:
-    """Rules of StarCoder's data: line lengths of handwritten code, and a minimum of letters."""
+    """Rules of the StarCoder dataset: longest line, average line length, share of letters and digits.
+
+    Source: Li et al. 2023 (StarCoder).
+    """
 
     def __init__(self, max_line_length: int, max_avg_line_length: float, min_alnum_ratio: float, **_: Any) -> None:
-        """Keep files within these limits."""
+        """Store the limits; lengths are in characters. Further arguments are those of datatrove's filters."""
         self.max_line, self.max_avg, self.min_alnum = max_line_length, max_avg_line_length, min_alnum_ratio
 
     def filter(self, document: Document) -> bool | tuple[bool, str]:
-        """Check a file."""
+        """Return True to keep a file, or False and the reason."""
         lengths = [len(line) for line in document.text.splitlines()] or [0]
         if max(lengths) > self.max_line:
             return False, "line_too_long"
@@ -85,26 +90,26 @@ _FILTERS: Final[Mapping[str, type]] = {
 
 
 class Quality:
-    """Filters of a kind of source, applied in order."""
+    """Quality filters, applied in order."""
 
     name = "quality"
 
     def __init__(self, thresholds: Mapping[str, Thresholds]) -> None:
-        """Build the filters; language-dependent rules use the words of ``RegexTokenizer``."""
+        """Build the filters from their thresholds; all split words by ``RegexTokenizer``."""
         tokenizer = RegexTokenizer()
         self._filters: list[tuple[str, BaseFilter]] = [
             (name, _FILTERS[name](**values, language=tokenizer)) for name, values in thresholds.items()
         ]
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Remove a document at the first violated rule; C4 removes lines."""
+        """Return the first violated rule; the C4 filter also removes single lines."""
         for name, quality_filter in self._filters:
             if not document.text.strip():
                 return f"{name} nothing left"
             try:
-                # datatrove's filters return a boolean, or a pair of it and a reason.
+                # datatrove's filters return a boolean, or a pair of a boolean and the reason.
                 keeps, reason = get_filter_result(quality_filter.filter(document))
-            except ZeroDivisionError:  # For a text without words.
+            except ZeroDivisionError:  # datatrove 0.10 divides by the number of words, which can be 0.
                 keeps, reason = False, "no words"
             if not keeps:
                 return f"{name} {reason}"
@@ -112,16 +117,16 @@ class Quality:
 
 
 def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str, Thresholds]:
-    """Return the filters of a kind with their thresholds, overridden by the user's.
+    """Return the filters of a kind of source with their thresholds, overridden by ``quality_thresholds``.
 
     Raises:
-        ConfigError: ``quality_thresholds`` names a kind, filter or threshold that there is not.
+        ConfigError: ``changes`` names a kind, filter or threshold that does not exist.
     """
     problems = []
     chosen = {kind: dict(preset) for kind, preset in PRESETS.items()}
     for name, filters in (changes or {}).items():
         if name not in PRESETS or not isinstance(filters, Mapping):
-            problems.append(_refuse(f"`{name}` is no kind of source with filters", PRESETS))
+            problems.append(_refuse(f"`{name}` is not a kind of source with filters", PRESETS))
             continue
         for filter_name, values in filters.items():
             known = next((preset[filter_name] for preset in PRESETS.values() if filter_name in preset), None)
@@ -130,7 +135,7 @@ def choose_thresholds(kind: str, changes: Mapping[str, Any] | None) -> dict[str,
             elif values in ("off", False):
                 chosen[name].pop(filter_name, None)
             elif not isinstance(values, Mapping) or values.keys() - known.keys():
-                problems.append(_refuse(f"{name}.{filter_name}: {values} are no thresholds of it", known))
+                problems.append(_refuse(f"{name}.{filter_name}: {values} are not thresholds of this filter", known))
             else:
                 chosen[name][filter_name] = {**chosen[name].get(filter_name, known), **values}
     if problems:
@@ -148,21 +153,22 @@ def _load(load: LoadScorer, path: str) -> Score:
 
 
 class Perplexity:
-    """Bits per byte; documents of other buckets than those to keep are removed.
+    """Perplexity filter: removes documents by their bits per byte under a language model.
 
-    Source: Wenzek et al. 2020 (CCNet), section 3.5, whose buckets are thirds by the perplexity of tokens; per byte, no
-    tokenizer and no length matters.
+    Source: Wenzek et al. 2020 (CCNet), section 3.5, whose buckets are thirds by perplexity per token. Bits per byte
+    depend neither on the tokenizer nor on the length of a document.
     """
 
     name = "perplexity"
 
     def __init__(self, load: LoadScorer, path: str, bounds: Sequence[float], kept: Sequence[str]) -> None:
-        """Score by the model at ``path``.
+        """Store the arguments.
 
         Args:
-            load: Loads it, once a process.
-            path: Its folder.
-            bounds: Bits per byte at which ``middle`` and ``tail`` begin; empty: documents are only counted, by tenths.
+            load: Function that loads the model, called once per process.
+            path: Folder of the model.
+            bounds: Bits per byte at which the buckets ``middle`` and ``tail`` begin; if empty, documents are only
+                counted, in steps of 0.1 bits per byte.
             kept: Buckets to keep.
         """
         self._load, self._path, self._bounds, self._kept = load, path, bounds, kept

@@ -1,4 +1,4 @@
-"""Audit of a sample of training texts: findings of the cleaning steps."""
+"""Audit of a sample of training texts by the cleaning steps: duplicates, personal data, languages, benchmark items."""
 
 from __future__ import annotations
 
@@ -30,10 +30,15 @@ from recipes_lib.corpus.text_steps import Language
 from recipes_lib.errors import ConfigError
 
 MAX_DOCUMENTS: Final = 2000
+"""Documents of a sample."""
 MAX_BYTES: Final = 1 << 22
+"""Size of a sample, in UTF-8 bytes."""
 _SHARED_BY: Final = 10
+"""Documents that have a line in common, from which on it is reported."""
 _MIN_WORDS_FOR_LANGUAGE: Final = 8
+"""Texts of at most this many words are too short for language identification."""
 _MIN_LANGUAGE_SHARE: Final = 0.02
+"""Share of the documents below which a language counts as an exception."""
 # Patterns of UTF-8 decoded as Latin-1, replacement characters, and control characters.
 _GARBLED: Final = re.compile("Ã[\x80-\xbf]|â€|\ufffd|[\x00-\x08\x0e-\x1f]")
 
@@ -43,8 +48,8 @@ class Audit:
     """Findings in a sample.
 
     Attributes:
-        facts: What is there, without judgement.
-        warnings: What cleaning would change.
+        facts: Size and languages of the sample.
+        warnings: Defects that cleaning would remove.
     """
 
     facts: list[str]
@@ -52,11 +57,11 @@ class Audit:
 
 
 def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
-    """Check the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them; empty ones are unreadable documents.
+    """Check the first ``MAX_DOCUMENTS`` texts, or ``MAX_BYTES`` of them.
 
     Args:
-        texts: A source's, in an order in which the first stand for all.
-        protected: Benchmark items that should not occur.
+        texts: Texts in an order in which the first are representative; an unreadable document is an empty text.
+        protected: Benchmark items that should not occur in the texts.
     """
     taken = list(_take(texts))
     sample = [text for text in taken if text.strip()]
@@ -77,14 +82,14 @@ def audit_texts(texts: Iterable[str], protected: Index | None = None) -> Audit:
 
 
 def _find_languages(sample: list[str], facts: list[str]) -> Iterator[str]:
-    """Add the languages to the facts; several languages, or single documents in others, are warnings."""
+    """Append the languages to ``facts``; yield a warning for several languages, and one for rare ones."""
     languages = count_languages(sample)
     shares = [(name, count / languages.total()) for name, count in languages.most_common()]
-    told = [f"{name} {share:.0%}" for name, share in shares[:5]]
+    most_common = ", ".join(f"{name} {share:.0%}" for name, share in shares[:5])
     if shares:
-        facts.append(f"languages: {', '.join(told)}")
+        facts.append(f"languages: {most_common}")
     if sum(share >= _MIN_LANGUAGE_SHARE for _, share in shares) > 1:
-        yield f"languages are mixed: {', '.join(told)}; `languages` of recipes clean names those to keep"
+        yield f"languages are mixed: {most_common}; `languages` of recipes clean names those to keep"
     if few := sorted(name for name, share in shares if share < _MIN_LANGUAGE_SHARE):
         yield f"single documents are in other languages: {', '.join(few[:5])}"
 
@@ -106,12 +111,12 @@ def count_languages(sample: list[str]) -> Counter[str]:
     """Return the number of texts in each language; short and uncertain ones are excluded."""
     step, languages = Language([], 0.0, {}, None), Counter[str]()
     for text in sample:
-        # A text of few words is of an uncertain language; `maxsplit` stops at the number that matters.
+        # `maxsplit`: only whether there are more words matters, not how many.
         if len(text.split(maxsplit=_MIN_WORDS_FOR_LANGUAGE)) > _MIN_WORDS_FOR_LANGUAGE:
             document = Document(text=text, id="")
             try:
                 step.apply(document, Counter())
-            except ConfigError:  # Without a model, languages are not reported.
+            except ConfigError:  # Language identification is not installed: languages are not reported.
                 return Counter()
             if document.metadata["language_score"] >= 0.65:
                 languages[document.metadata["language"]] += 1
@@ -119,8 +124,8 @@ def count_languages(sample: list[str]) -> Counter[str]:
 
 
 def _find_repeated(sample: list[str]) -> Iterator[str]:
-    """Duplicates, and lines of many documents."""
-    # By files, as of a corpus: the same code finds what cleaning would find.
+    """Yield warnings about duplicates, and about lines that many documents share."""
+    # Through files, as in cleaning, so that the same code decides.
     config = CorpusConfig(repeated_lines="annotate")
     with tempfile.TemporaryDirectory() as folder:
         hashes = Hashes(config)
@@ -131,7 +136,7 @@ def _find_repeated(sample: list[str]) -> Iterator[str]:
         status = find_duplicates(table, config).status
         lines, _ = find_repeated_lines(table, status, _SHARED_BY)
         found, owners = next(table.iterate_lines())
-        # By its default method numpy 2.0 looks up 64-bit hashes in a table, and overflows.
+        # `kind="sort"`: for integers, numpy 2.0 may choose a lookup table, whose size overflows with 64-bit hashes.
         num_sharing = len(np.unique(owners[np.isin(found, lines, kind="sort")]))
     for kind, name in ((EXACT, "repeat an earlier one"), (NEAR, "nearly repeat an earlier one")):
         if count := int((status == kind).sum()):
@@ -141,12 +146,12 @@ def _find_repeated(sample: list[str]) -> Iterator[str]:
 
 
 def _find_personal(sample: list[str]) -> Iterator[str]:
-    documents, found = 0, Counter[str]()
+    num_documents, totals = 0, Counter[str]()
     for text in sample:
-        here = Counter[str]()
-        mask(text, PII_KINDS, here)
-        documents += bool(here)
-        found += here
-    if documents:
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.most_common())
-        yield f"{_share(documents, sample)} have personal data or secrets: {kinds}"
+        counts = Counter[str]()
+        mask(text, PII_KINDS, counts)
+        num_documents += bool(counts)
+        totals += counts
+    if num_documents:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in totals.most_common())
+        yield f"{_share(num_documents, sample)} have personal data or secrets: {kinds}"

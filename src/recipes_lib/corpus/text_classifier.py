@@ -1,4 +1,4 @@
-"""Text classifiers, linear models of hashed word n-grams or fastText's, and the steps that remove documents by them."""
+"""Text classifiers, linear models of hashed word n-grams or fastText, and the steps that remove documents by them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from datatrove.data import Document
 
 from recipes_lib.corpus.documents import hash_name
+from recipes_lib.corpus.duplicates import UNSPACED
 from recipes_lib.corpus.text_steps import MAX_CLASSIFIED, load_fasttext, predict_fasttext
 from recipes_lib.errors import ConfigError, DataError, Problem
 from recipes_lib.files import read_record, replace_record, replacing
@@ -22,16 +23,20 @@ from recipes_lib.files import read_record, replace_record, replacing
 SETTINGS_FILE: Final = "classifier.json"
 WEIGHTS_FILE: Final = "weights.safetensors"
 THRESHOLDS: Final = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Thresholds at which a classifier is evaluated."""
 _BUCKETS: Final = 1 << 20
+"""Hash buckets of n-grams."""
 _WORDS: Final = 2
+"""Words of the longest n-gram."""
 _INVERSE_REGULARIZATION: Final = 10.0
-"""Of scikit-learn, ``C``: its default of 1 hardly moves weights of n-grams in rows of length 1."""
+"""``C`` of scikit-learn; with the default 1, weights stay close to 0, because rows have unit length."""
 _MIN_HELD_OUT: Final = 5
+"""Held-out texts of a label below which its evaluation is meaningless."""
 
 Predict = Callable[[str], Mapping[str, float]]
 """Returns the probability of each label of a text."""
 Texts = Mapping[str, Sequence[str]]
-"""Texts by label."""
+"""Label -> texts."""
 Array = npt.NDArray[np.floating[Any]]
 
 
@@ -40,13 +45,13 @@ class LinearClassifier:
     """Softmax over a linear function of a text's hashed word n-grams.
 
     Attributes:
-        labels: The classes.
-        weight: ``float32 (buckets, labels)``.
-        bias: ``float32 (labels,)``.
+        labels: Names of the classes.
+        weight: Weights, ``float32 (buckets, labels)``.
+        bias: Biases, ``float32 (labels,)``.
         num_words: Words of the longest n-gram.
 
-    Source: Weinberger et al. 2009 (feature hashing), as ``HashingVectorizer`` has it; Joulin et al. 2016 (fastText) for
-    n-grams of words under a linear model.
+    Source: feature hashing, Weinberger et al. 2009, by scikit-learn's ``HashingVectorizer``; word n-grams in a linear
+    model, Joulin et al. 2016 (fastText).
     """
 
     labels: tuple[str, ...]
@@ -55,9 +60,9 @@ class LinearClassifier:
     num_words: int = _WORDS
 
     def predict(self, texts: Sequence[str]) -> Array:
-        """Return the probabilities, ``(N, labels)``."""
+        """Return the probabilities of the labels, ``float32 (N, labels)``."""
         logits = np.asarray(_hash_words(texts, len(self.weight), self.num_words) @ self.weight) + self.bias
-        # Softmax; without the maximum the exponential of a large logit overflows.
+        # Softmax; subtracting the maximum keeps the exponential from overflowing.
         weights: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
         weights /= weights.sum(axis=1, keepdims=True)
         return weights
@@ -67,10 +72,10 @@ class LinearClassifier:
         return dict(zip(self.labels, map(float, self.predict([text])[0]), strict=True))
 
     def save(self, folder: Path, evaluation: Mapping[str, Any]) -> None:
-        """Write the classifier and its evaluation: safetensors and JSON.
+        """Write the weights as safetensors, and the settings with the result of ``evaluate_classifier`` as JSON.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The folder cannot be written.
         """
         from safetensors.numpy import save_file
 
@@ -82,7 +87,7 @@ class LinearClassifier:
 
 
 def _hash_words(texts: Sequence[str], num_buckets: int, num_words: int) -> Any:
-    """Return the hashed n-grams of texts, sparse ``float32 (N, num_buckets)``, each row of length 1.
+    """Return the counts of hashed n-grams, a sparse matrix ``float32 (N, num_buckets)`` with rows of unit L2 norm.
 
     Raises:
         ConfigError: scikit-learn is not installed.
@@ -99,19 +104,19 @@ def _hash_words(texts: Sequence[str], num_buckets: int, num_words: int) -> Any:
 
 
 def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Return training and held-out texts; a text and its copies are on one side.
+    """Return training and held-out texts, about a ``share`` of each label; copies of a text are in the same part.
 
     Raises:
         DataError: A label has fewer than ``_MIN_HELD_OUT`` held-out texts.
     """
     parts: tuple[dict[str, list[str]], dict[str, list[str]]] = ({}, {})
-    for label, those in texts.items():
+    for label, group in texts.items():
         for part in parts:
             part[label] = []
-        for text in those:
-            # By content, and by 56 bits as `hash_name` gives: copies are on one side in every run.
+        for text in group:
+            # By a 56-bit hash of the content, so that the split is reproducible and does not separate copies.
             parts[hash_name(text) < share * (1 << 56)][label].append(text)
-    few = {label: len(those) for label, those in parts[1].items() if len(those) < _MIN_HELD_OUT}
+    few = {label: len(group) for label, group in parts[1].items() if len(group) < _MIN_HELD_OUT}
     if few:
         problems = [
             Problem(label, f"{number} of {len(texts[label])} texts are held out", "give more texts of this label")
@@ -122,58 +127,62 @@ def split_held_out(texts: Texts, share: float) -> tuple[dict[str, list[str]], di
 
 
 def train_classifier(texts: Texts) -> LinearClassifier:
-    """Train by logistic regression; labels count alike, however many texts each has.
+    """Train a classifier by logistic regression with equal weight for every label.
 
     Args:
-        texts: Of two labels or more.
+        texts: Texts of at least two labels.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
     """
     from sklearn.linear_model import LogisticRegression
 
-    labels, rows = tuple(texts), [text for those in texts.values() for text in those]
-    targets = np.repeat(np.arange(len(labels)), [len(those) for those in texts.values()])
-    # `balanced`: a class of ten times as many texts would otherwise be the guess for every uncertain one.
+    labels, rows = tuple(texts), [text for group in texts.values() for text in group]
+    targets = np.repeat(np.arange(len(labels)), [len(group) for group in texts.values()])
+    # `balanced`: uncertain texts would otherwise be assigned to the label with the most texts.
     model = LogisticRegression(C=_INVERSE_REGULARIZATION, class_weight="balanced", max_iter=1000)
     model.fit(_hash_words(rows, _BUCKETS, _WORDS), targets)
     weight, bias = model.coef_, model.intercept_
-    if len(labels) == 2:  # Of two classes there is only the difference.
+    if len(labels) == 2:  # scikit-learn stores one row for two classes: the logit of the second minus the first.
         weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
     return LinearClassifier(labels, np.ascontiguousarray(weight.T, np.float32), bias.astype(np.float32))
 
 
 def evaluate_classifier(predict: Predict, texts: Texts) -> dict[str, Any]:
-    """Return accuracy, and of each label area under the ROC curve, precision and recall at ``THRESHOLDS``.
+    """Return the accuracy, and for each label the area under the ROC curve, and precision and recall at ``THRESHOLDS``.
 
     Args:
-        predict: From ``load_classifier``.
-        texts: By true label.
+        predict: Classifier of ``load_classifier``.
+        texts: Texts by true label; every label has at least one.
     """
     from sklearn.metrics import roc_auc_score
 
-    rows = [(label, predict(text)) for label, those in texts.items() for text in those]
-    best = [max(scores, key=lambda name: scores[name]) for _, scores in rows]
-    found: dict[str, Any] = {
-        "documents": {label: len(those) for label, those in texts.items()},
+    rows = [(label, predict(text)) for label, group in texts.items() for text in group]
+    # No label at all, as fastText returns for a text without known words, is a wrong prediction.
+    best = [max(scores, key=lambda name: scores[name], default=None) for _, scores in rows]
+    result: dict[str, Any] = {
+        "documents": {label: len(group) for label, group in texts.items()},
         "accuracy": sum(label == name for (label, _), name in zip(rows, best, strict=True)) / len(rows),
         "labels": {},
     }
     for label in texts:
-        is_it = np.array([name == label for name, _ in rows])
+        is_positive = np.array([name == label for name, _ in rows])
         scores = np.array([each.get(label, 0.0) for _, each in rows])
         curve = []
         for threshold in THRESHOLDS:
             kept = scores >= threshold
-            precision = float(is_it[kept].mean()) if kept.any() else None
-            curve.append({"threshold": threshold, "precision": precision, "recall": float(kept[is_it].mean())})
-        found["labels"][label] = {"roc_auc": float(roc_auc_score(is_it, scores)), "curve": curve}
-    return found
+            precision = float(is_positive[kept].mean()) if kept.any() else None
+            curve.append({"threshold": threshold, "precision": precision, "recall": float(kept[is_positive].mean())})
+        result["labels"][label] = {"roc_auc": float(roc_auc_score(is_positive, scores)), "curve": curve}
+    return result
 
 
 @functools.cache
 def load_classifier(path: str) -> Predict:
-    """Load a classifier of ``recipes classifier train``, a folder, or of fastText, a file.
+    """Load a classifier: a folder written by ``recipes classifier train``, or a file of fastText.
 
     Raises:
-        ConfigError: There is none, or it cannot be read.
+        ConfigError: The path does not exist or is not a classifier.
     """
     if not Path(path).is_dir():
         return functools.partial(predict_fasttext, load_fasttext(path))
@@ -181,10 +190,10 @@ def load_classifier(path: str) -> Predict:
 
 
 def read_linear(folder: Path) -> LinearClassifier:
-    """Read the folder of ``LinearClassifier.save``.
+    """Read a folder of ``LinearClassifier.save``.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The folder does not contain a valid classifier.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
@@ -193,22 +202,19 @@ def read_linear(folder: Path) -> LinearClassifier:
         record = read_record(folder / SETTINGS_FILE, {"labels": list, "num_words": int})
         tensors = load_file(folder / WEIGHTS_FILE)
         labels, weight, bias = tuple(map(str, record["labels"])), tensors["weight"], tensors["bias"]
-        is_whole = weight.ndim == 2 and bias.shape == (len(labels),) == weight.shape[1:] and record["num_words"] > 0
-    except (DataError, OSError, SafetensorError, KeyError) as error:
-        found, is_whole = f"is no classifier: {error}", False
-    else:
-        found = "is no classifier: its weights are not those of its labels"
-    if not is_whole:
-        remedy = "name the folder that `recipes classifier train` wrote, or a file of fastText"
-        raise ConfigError(Problem(str(folder), found, remedy))
+        if weight.ndim != 2 or not bias.shape == (len(labels),) == weight.shape[1:] or record["num_words"] < 1:
+            raise ValueError("its weights do not match its labels")
+    except (DataError, OSError, SafetensorError, KeyError, ValueError) as error:
+        remedy = "name a folder written by `recipes classifier train`, or a file of fastText"
+        raise ConfigError(Problem(str(folder), f"is not a classifier: {error}", remedy)) from error
     return LinearClassifier(labels, weight, bias, record["num_words"])
 
 
 def verify_label(path: str, label: str) -> None:
-    """Raise if a linear classifier has no such label; fastText does not list them.
+    """Verify that a linear classifier has a label; fastText models, which do not list their labels, always pass.
 
     Raises:
-        ConfigError: There is no such label, or the classifier cannot be read.
+        ConfigError: The classifier has no such label, or cannot be read.
     """
     if Path(path).is_dir() and label not in (labels := load_classifier(path)("")):
         found = f"the classifier at {path} has no label {label!r}"
@@ -216,12 +222,12 @@ def verify_label(path: str, label: str) -> None:
 
 
 class Classifier:
-    """Text classifier; documents below the threshold of its label are removed."""
+    """Removes documents whose probability of a label, such as of high quality, is below a threshold."""
 
     name = "classifier"
 
     def __init__(self, path: str, label: str, threshold: float) -> None:
-        """Keep documents with a probability of ``label`` of at least ``threshold`` under the model at ``path``.
+        """Keep documents with a probability of at least ``threshold`` for ``label`` under the model at ``path``.
 
         Raises:
             ConfigError: As ``verify_label``.
@@ -237,7 +243,7 @@ class Classifier:
 
 
 class Toxicity:
-    """Removes documents with a word of the user's lists, or that a classifier calls toxic."""
+    """Removes documents that contain a word of a list, or that a classifier predicts to be toxic."""
 
     name = "toxicity"
 
@@ -249,18 +255,18 @@ class Toxicity:
         label: str = "",
         threshold: float = 0.5,
     ) -> None:
-        """Read the lists.
+        """Read the word lists.
 
         Args:
-            paths: Lists, a word or phrase a line.
-            keep_fraction: Share of the documents with a word that is kept.
-            classifier: Path of a classifier; ``None``: there is none.
-            label: Its label of toxic documents.
-            threshold: Probability of that label from which on a document is removed.
+            paths: Paths of word lists, one word or phrase per line.
+            keep_fraction: Fraction of the documents with a listed word that is kept.
+            classifier: Path of a classifier; ``None`` for word lists only.
+            label: Label that the classifier gives to toxic documents.
+            threshold: Smallest probability of ``label`` at which a document is removed.
 
         Raises:
             ConfigError: As ``verify_label``.
-            DataError: A list cannot be read, or none has a word.
+            DataError: A word list cannot be read, or all are empty.
         """
         if classifier is not None:
             verify_label(classifier, label)
@@ -269,18 +275,25 @@ class Toxicity:
         words: set[str] = set()
         for path in paths:
             try:
-                words |= {line.strip().lower() for line in Path(path).read_text(encoding="utf-8").splitlines()} - {""}
+                # `utf-8-sig`: a byte order mark would be part of the first word.
+                lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+                words |= {line.strip().lower() for line in lines} - {""}
             except (OSError, UnicodeDecodeError) as error:
                 raise DataError(
                     Problem(path, f"cannot be read: {error}", "name a text file, one word a line")
                 ) from error
         if paths and not words:
             raise DataError(Problem(", ".join(paths), "the word lists are empty", "write one word or phrase a line"))
+        # Longest first: a regular expression takes the first alternative that matches.
         longest_first = sorted(words, key=lambda word: (-len(word), word))
-        self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)") if words else None
+        # In scripts without spaces, every neighbour of a word is a letter, and a word has no boundaries.
+        bounded = (
+            re.escape(word) if UNSPACED.search(word) else rf"(?<!\w){re.escape(word)}(?!\w)" for word in longest_first
+        )
+        self._pattern = re.compile("|".join(bounded)) if words else None
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Remove a document with a word, or above the threshold, whose score is recorded."""
+        """Remove a document with a listed word or a score at the threshold or above; record the score."""
         match = self._pattern.search(document.text.lower()) if self._pattern else None
         if match is not None:
             found[match.group()] += 1

@@ -1,10 +1,13 @@
-"""Steps that extract and repair text, and tell its language: HTML, mojibake, fastText."""
+"""Steps that extract text from HTML, repair mojibake, and identify the language."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.util
+import multiprocessing
+import os
+import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,37 +19,54 @@ from datatrove.pipeline.extractors.base import ExtractorSandbox
 from datatrove.pipeline.formatters import FTFYFormatter
 
 from recipes_lib.corpus.documents import HTML
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import EXIT_BUG, ConfigError, Problem
 
 MAX_CLASSIFIED: Final = 20_000
-"""Characters that a classifier reads: the language of a book is that of its beginning."""
+"""Characters at the beginning of a text that a classifier reads, so that a book takes no longer than a page."""
+
+
+def end_with_parent() -> None:
+    """Make this child process end when its parent process ends, even by SIGKILL, instead of waiting for work forever.
+
+    Without effect in a process that was not started by ``multiprocessing``.
+    """
+    parent, name = multiprocessing.parent_process(), "end-with-parent"
+    # One thread per process: a forked child does not have the threads of its parent.
+    if parent is None or any(thread.name == name for thread in threading.enumerate()):
+        return
+
+    def watch() -> None:
+        parent.join()
+        os._exit(EXIT_BUG)
+
+    threading.Thread(target=watch, name=name, daemon=True).start()
 
 
 class Extract:
-    """HTML to text by trafilatura, in a separate process, so that a page cannot crash the task."""
+    """Extracts text from HTML by trafilatura, in a separate process, so that a page cannot crash the task."""
 
     name = "extract"
 
     def __init__(self, seconds: float) -> None:
-        """Give each page ``seconds``."""
+        """Limit the extraction of a page to ``seconds``."""
         self._seconds = seconds
         self._sandbox: ExtractorSandbox | None = None
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Replace a page by its text; other documents are unchanged."""
+        """Replace the HTML of a page by its text; documents that are not HTML are unchanged."""
         if not document.metadata.pop(HTML, False):
             return None
         if self._sandbox is None:
-            import trafilatura  # noqa: F401 - once here, not in the time of every new process
+            # Imported before the fork, so that the import does not count in the time limit of a sandbox process.
+            import trafilatura  # noqa: F401
 
             self._sandbox = ExtractorSandbox(timeout=self._seconds, warmup_text="")
-        # A page that hangs or crashes the parser ends the process of the sandbox, not the task.
         found["pages"] += 1
         try:
             text = self._sandbox.process_document(document.text, _extract)
         except TimeoutError:
             return "timeout"
-        except Exception:  # Parsers of untrusted pages raise any error.
+        except Exception:  # An untrusted page can make the parser raise any exception, or crash the sandbox process.
             return "not parsed"
         if not text:
             return "no text"
@@ -54,7 +74,7 @@ class Extract:
         return None
 
     def close(self) -> None:
-        """End the process."""
+        """End the sandbox process."""
         if self._sandbox is not None:
             self._sandbox.__exit__(None, None, None)
             self._sandbox = None
@@ -63,18 +83,19 @@ class Extract:
 def _extract(html: str) -> str | None:
     from trafilatura import extract
 
-    # Its own deduplication remembers earlier pages, so the result would depend on the task of a page.
+    end_with_parent()
+    # trafilatura's own deduplication remembers earlier pages: the result would depend on the task of a page.
     text: str | None = extract(html, favor_precision=True, include_comments=False, deduplicate=False)
     return text
 
 
 class FixText:
-    """Repair of mojibake and control characters (ftfy), and Unicode NFC."""
+    """Repairs mojibake and control characters by ftfy, and normalises Unicode to NFC."""
 
     name = "fix_text"
 
     def __init__(self) -> None:
-        """Apply the same fixes as datatrove's formatter."""
+        """Use the fixes of datatrove's formatter."""
         self._fix = FTFYFormatter()
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
@@ -84,20 +105,28 @@ class FixText:
 
 
 Predict = Callable[[str], tuple[str, float]]
+"""Returns the most probable language of a text, and its probability."""
 
 
 class Language:
-    """Language identification; documents in other languages are removed."""
+    """Identifies the language; removes documents in other languages, or whose language is uncertain."""
 
     name = "language"
 
     def __init__(self, languages: list[str], threshold: float, others: Mapping[str, float], path: str | None) -> None:
-        """Keep ``languages`` at ``threshold``, or at that of ``others``; ``path``: a fastText model."""
+        """Store the thresholds.
+
+        Args:
+            languages: ISO 639 codes to keep.
+            threshold: Smallest probability of the language.
+            others: Thresholds of single languages that differ from ``threshold``.
+            path: Path of a fastText model; ``None``: the default model.
+        """
         self._thresholds = {language: float(others.get(language, threshold)) for language in languages}
         self._path = path
 
     def apply(self, document: Document, found: Counter[str]) -> str | None:
-        """Record the language; remove other and uncertain ones."""
+        """Record the language and its probability; remove other languages and uncertain documents."""
         language, score = _load_language_model(self._path)(document.text)
         document.metadata |= {"language": language, "language_score": round(score, 4)}
         found[language] += 1
@@ -122,8 +151,8 @@ def _load_language_model(path: str | None) -> Predict:
 
 
 def _load_py3langid() -> Predict:
-    """Load py3langid, slightly worse and three times slower, for machines without fastText."""
-    langid = importlib.import_module("py3langid.langid")  # In no extra of this package; used if it is installed.
+    """Load py3langid, slightly worse and three times slower than fastText, for machines without it."""
+    langid = importlib.import_module("py3langid.langid")  # Not in an extra of this package; used if installed.
     identifier = langid.LanguageIdentifier.from_model_file(langid.MODEL_FILE, norm_probs=True)
 
     def predict(text: str) -> tuple[str, float]:
@@ -138,7 +167,7 @@ def load_fasttext(path: str) -> Any:
     """Load a fastText model.
 
     Raises:
-        ConfigError: There is none, or it cannot be read.
+        ConfigError: fastText is not installed, or the file is not a model.
     """
     try:
         import fasttext
@@ -152,8 +181,11 @@ def load_fasttext(path: str) -> Any:
 
 
 def predict_fasttext(model: Any, text: str, num_labels: int = -1) -> dict[str, float]:
-    """Return the probability of the best labels of a text, by default of all; empty for a text without known words."""
-    # fastText reads a line: a line break is an error of its Python binding.
+    """Return the probabilities of the ``num_labels`` most probable labels, by default of all.
+
+    Empty for a text without known words.
+    """
+    # fastText predicts a line: its Python binding raises for a line feed.
     labels, scores = model.predict(text[:MAX_CLASSIFIED].replace("\n", " "), k=num_labels)
     # Scores can exceed 1 by rounding.
     scores = [min(1.0, float(score)) for score in scores]

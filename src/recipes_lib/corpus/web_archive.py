@@ -1,4 +1,4 @@
-"""WARC and WET files: records that survive damaged neighbours."""
+"""Reader of WARC and WET files that recovers after damaged records."""
 
 from __future__ import annotations
 
@@ -16,27 +16,35 @@ from recipes_lib.corpus.documents import HTML
 from recipes_lib.errors import Problem
 
 MAX_PAGE_BYTES: Final = 1 << 28
-"""Longer pages and records are counted as unreadable."""
+"""Size of the longest page or record that is read."""
 _WARC_BLOCK: Final = 1 << 16
+"""Bytes read, and bytes decompressed, at a time."""
 _RECORD: Final = b"WARC/"
-"""What a record begins with."""
+"""First bytes of a record."""
 _HEADER: Final = re.compile(rb"WARC/\d.*?(?:\r\n\r\n|\n\n)", re.DOTALL)
 _LENGTH: Final = re.compile(rb"^content-length:[ \t]*(\d+)[ \t]*\r?$", re.IGNORECASE | re.MULTILINE)
 _MAX_HEADER_BYTES: Final = 1 << 16
 _MAX_BLANK_BYTES: Final = 64
-"""Blank lines after a record, two by the standard, and the beginning of the next one."""
+"""Bytes after a record that are examined: blank lines, two by the standard, and the first bytes of the next record."""
 _GZIP: Final = b"\x1f\x8b\x08"
 _GZIP_WBITS: Final = zlib.MAX_WBITS | 16
 _GZIP_HEAD: Final = 1 << 9
-"""Bytes in which the first line of a compressed record is."""
+"""First bytes of a gzip member that are enough to decompress ``_RECORD``."""
 
 
 def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
-    """Yield the pages of a WARC file and the texts of a WET file; each damaged stretch is a problem.
+    """Yield the HTML pages of a WARC file, or the texts of a WET file; a problem for each damaged section.
 
     datatrove's ``WarcReader`` ends the task at a damaged record, does not count pages that it cannot decode, and needs
-    libmagic. warcio, which parses single records here, reads a wrong length into the neighbours, and of a file that is
-    one gzip member only the first record.
+    libmagic. warcio, which parses single records here, reads beyond a record whose length is wrong, and only the first
+    record of a file that is one gzip member.
+
+    Args:
+        path: Path of the file, compressed or not.
+        label: Prefix of the place in a problem; the number of the record follows.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     number = start = 0
     with path.open("rb") as file:
@@ -52,23 +60,23 @@ def read_warc(path: Path, label: str) -> Iterator[Document | Problem]:
                     yield Problem(f"{label}:{number}", f"not a whole WARC record: {record}")
                 else:
                     yield from _read_record(record, f"{label}:{number}")
-            # The record that the damage cut is told already.
+            # Unless `_split_records` has reported the record that the damage truncated.
             if damaged and not isinstance(record, str):
                 number += 1
                 yield Problem(f"{label}:{number}", "not a whole WARC record: it is in damaged gzip data")
-            # From the start of the damaged member: its data may have led the decoder into the next one.
+            # From the start of the damaged member: the decoder may have read beyond it into the next one.
             start = _find_member(file, damaged[0] + 1) if damaged else -1
     if number == 0:
         yield Problem(label, "holds no whole WARC record")
 
 
 def _decompress(file: io.BufferedReader, start: int, damaged: list[int]) -> Iterator[bytes]:
-    """Yield the bytes of gzip members from ``start`` on; at damaged data, end and append the start of their member."""
+    """Yield the decompressed gzip members from ``start`` on, up to a damaged one; append its start to ``damaged``."""
     file.seek(start)
     pending, decoder = b"", zlib.decompressobj(_GZIP_WBITS)
     try:
         while pending := pending or file.read(_WARC_BLOCK):
-            # A bounded output: a megabyte can decompress to a gigabyte.
+            # Bound the output: a megabyte can decompress to a gigabyte.
             yield decoder.decompress(pending, _WARC_BLOCK)
             pending = decoder.unconsumed_tail
             if decoder.eof:
@@ -82,13 +90,13 @@ def _decompress(file: io.BufferedReader, start: int, damaged: list[int]) -> Iter
 
 
 def _find_member(file: io.BufferedReader, start: int) -> int:
-    """Return the position of the next gzip member that begins with a WARC record; -1: there is none."""
+    """Return the position of the first gzip member after ``start`` that begins with a WARC record; -1 if none does."""
     overlap = b""
     file.seek(start)
     while block := file.read(_WARC_BLOCK):
         data, first = overlap + block, file.tell() - len(block) - len(overlap)
         for found in re.finditer(re.escape(_GZIP), data):
-            # Compressed data contain the three bytes by chance, every 16 MB.
+            # Verify by decompressing: the three bytes occur by chance in every 16 MB of compressed data.
             head = data[found.start() : found.start() + _GZIP_HEAD]
             with suppress(zlib.error):
                 if zlib.decompressobj(_GZIP_WBITS).decompress(head, len(_RECORD)) == _RECORD:
@@ -98,10 +106,10 @@ def _find_member(file: io.BufferedReader, start: int) -> int:
 
 
 def _split_records(blocks: Iterator[bytes]) -> Iterator[bytes | str]:
-    """Yield each WARC record, or what is wrong in place of a damaged one.
+    """Yield each WARC record as bytes, or for a damaged one a description of the damage.
 
-    A length is right if the record ends where another one begins, or the file ends. Of a record with a wrong one, the
-    end is the next line that begins a record, so that no neighbour is lost.
+    A record's length is accepted if another record, or the end of the file, follows. Otherwise reading continues at
+    the next line that begins a record, so that the records after a wrong length are not lost.
     """
     data = bytearray()
 
@@ -111,7 +119,7 @@ def _split_records(blocks: Iterator[bytes]) -> Iterator[bytes | str]:
         return len(data) >= size
 
     while fill(1):
-        # Blank lines end a record; the file may end with more of them.
+        # Skip the blank lines after a record; there may be more of them at the end of the file.
         if data.startswith((b"\r", b"\n")):
             del data[: len(data) - len(data.lstrip(b"\r\n"))]
             continue
@@ -122,7 +130,7 @@ def _split_records(blocks: Iterator[bytes]) -> Iterator[bytes | str]:
             continue
         yield found
         while (start := data.find(b"\n" + _RECORD, size)) < 0:
-            # A part of the mark may stand at the end of what was read.
+            # Keep the last bytes, which can be the first part of a split `_RECORD`.
             del data[: -len(_RECORD)]
             size = 0
             if not fill(len(data) + 1):
@@ -131,13 +139,16 @@ def _split_records(blocks: Iterator[bytes]) -> Iterator[bytes | str]:
 
 
 def _measure(data: bytearray, fill: Callable[[int], bool]) -> tuple[int, str]:
-    """Return the size of the record that ``data`` begin with; of a damaged one, where to search, and what is wrong."""
+    """Return the size of the record at the start of ``data``, and an empty text.
+
+    For a damaged record: the position from which to search for the next one, and a description of the damage.
+    """
     fill(_MAX_HEADER_BYTES)
     header = _HEADER.match(data, 0, _MAX_HEADER_BYTES)
     if header is None:
         return 0, "it does not begin with a header"
     length = _LENGTH.search(data, 0, header.end())
-    # The line end of the header can be the one before the next record.
+    # One byte before the end of the header: its last line feed can be the one before the next record.
     after = header.end() - 1
     if length is None:
         return after, "it has no length"
@@ -148,7 +159,7 @@ def _measure(data: bytearray, fill: Callable[[int], bool]) -> tuple[int, str]:
     fill(end + _MAX_BLANK_BYTES)
     following = data[end : end + _MAX_BLANK_BYTES]
     is_next = _RECORD.startswith(following.lstrip(b"\r\n")[: len(_RECORD)])
-    # What follows may be damaged itself; then two line ends count, but not those inside of a swallowed record.
+    # The next record may itself be damaged: then two line ends are accepted, unless this record contains another one.
     is_next |= following.startswith(b"\r\n\r\n") and data.find(b"\n" + _RECORD, header.end(), end) < 0
     if is_whole and is_next:
         return end, ""
@@ -160,18 +171,18 @@ def _read_record(data: bytes, where: str) -> Iterator[Document | Problem]:
     from warcio.recordloader import ArcWarcRecordLoader
 
     try:
-        # warcio takes apart HTTP headers, chunks and content encodings.
+        # warcio parses HTTP headers, and decodes chunks and content encodings.
         record = ArcWarcRecordLoader().parse_record_stream(io.BytesIO(data), known_format="warc")
         headers, is_page = record.rec_headers, record.rec_type == "response"
         payload = headers.get_header("WARC-Identified-Payload-Type") or "html"
         if record.rec_type not in ("response", "conversion") or (is_page and "html" not in payload):
             return
         content = record.content_stream().read(MAX_PAGE_BYTES + 1)
-    except Exception as error:  # Of a damaged header any, as an AttributeError without WARC-Target-URI (warcio 1.8).
+    except Exception as error:  # Any, such as AttributeError for a header without WARC-Target-URI (warcio 1.8).
         yield Problem(where, f"not a whole WARC record: {ascii(str(error))[1:-1]:.120}")
         return
     if len(content) > MAX_PAGE_BYTES:
-        yield Problem(where, f"more than {MAX_PAGE_BYTES:,} bytes are no web page")
+        yield Problem(where, f"is longer than {MAX_PAGE_BYTES:,} bytes")
         return
     metadata = {"url": headers.get_header("WARC-Target-URI"), "date": headers.get_header("WARC-Date")}
     metadata |= {HTML: True} if is_page else {}

@@ -1,4 +1,4 @@
-"""Answers of a model on this machine to chats, by any generation engine, one seed for each answer."""
+"""Generation of answers to chats by a local model, with any generation engine and one seed per answer."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from recipes_lib.models.heads.scoring import encode_answers, read_positions
 from recipes_lib.models.loading import find_commit, load_causal_lm, load_model_config, load_tokenizer
 
 GREEDY: Final = 1e-5
-"""Temperature below which sampling is greedy: what differs by more than a rounding error has no other chance."""
+"""Temperature that makes sampling greedy: dividing by it separates logits by more than softmax can represent."""
 MAX_ENGINE_LENGTH: Final = 32_768
-"""Longest sequence of an engine that reserves memory for it."""
+"""Longest sequence, in tokens, for which an engine reserves memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """An answer as text.
+    """A generated answer.
 
     Attributes:
-        text: Without special tokens.
-        has_ended: Whether a stop token ended it.
-        num_tokens: The stop token included.
+        text: Text without special tokens.
+        has_ended: Whether a stop token ended the answer, rather than the length limit.
+        num_tokens: Number of generated tokens, including the stop token.
     """
 
     text: str
@@ -54,17 +54,17 @@ class Written:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model that answers on this machine, in batches.
+    """A local model that answers chats in batches; implements ``Answerer``.
 
     Attributes:
-        generator: Samples the tokens.
-        policy: What it samples from; ``None`` where the generator holds the weights.
-        tokenizer: Of the model.
-        sampling: Stop tokens, length and temperature.
-        batch_size: Prompts given to the generator at a time.
-        seed: With the number of an answer, decides which it is, if the generator follows seeds.
-        positions: Of the model, prompt and answer together.
-        identity: What ``describe`` returns besides.
+        generator: Generation engine.
+        policy: The model; ``None`` if the generator has its own copy of the weights.
+        tokenizer: The model's tokenizer.
+        sampling: Stop tokens, answer length and temperature.
+        batch_size: Number of prompts per call of the generator.
+        seed: Seed that, together with the number of an answer, determines the random numbers of its tokens.
+        positions: Context length in tokens, of prompt and answer together.
+        identity: Name, dtype and hashes of the model, which ``describe`` includes.
     """
 
     generator: Generator
@@ -77,7 +77,7 @@ class LocalModel:
     identity: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the answers."""
+        """Return the settings that determine the answers, as JSON values."""
         return {
             **self.identity,
             "engine": self.generator.name,
@@ -88,49 +88,55 @@ class LocalModel:
         }
 
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
-        """Answer each chat once, in the model's template; without one, a chat of one turn is a plain prompt.
+        """Answer each chat once, in the model's chat template; without one, a chat of one turn is a plain prompt.
+
+        A chat that leaves no room for an answer gets a reply with ``error``.
 
         Raises:
             ConfigError: The model has no chat template, and a chat has several turns.
         """
         prompts = [encode_chat(self.tokenizer, chat) for chat in chats]
         length = self.sampling.response_length
-        # A prompt without room is the error of its own reply: one long row does not end a run of thousands.
+        # Too long a prompt is an error of its own reply only: one long row must not end a run of thousands.
         fitting = [at for at, prompt in enumerate(prompts) if len(prompt) + length <= self.positions]
-        replies = [
-            Reply("", is_finished=False, error=f"{len(prompt):,} tokens leave no room for {length:,}")
-            for prompt in prompts
-        ]
-        written = self.write([prompts[at] for at in fitting], [numbers[at] for at in fitting])
-        for at, found in zip(fitting, written, strict=True):
-            replies[at] = Reply(found.text.strip(), found.has_ended, len(prompts[at]), found.num_tokens)
+        reason = f"tokens leave no room for {length:,}"
+        replies = [Reply("", is_finished=False, error=f"{len(prompt):,} {reason}") for prompt in prompts]
+        answers = self.write([prompts[at] for at in fitting], [numbers[at] for at in fitting])
+        for at, answer in zip(fitting, answers, strict=True):
+            replies[at] = Reply(answer.text.strip(), answer.has_ended, len(prompts[at]), answer.num_tokens)
         return replies
 
     def write(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
-        """Answer prompts of token ids, the generation prompt included."""
-        written = []
+        """Answer prompts, given as token ids that include the generation prompt, in order.
+
+        Args:
+            prompts: Token ids of each prompt.
+            numbers: Number of each answer; with ``seed``, it determines the answer.
+        """
+        answers = []
         for start in range(0, len(prompts), self.batch_size):
             part = slice(start, start + self.batch_size)
-            written += self._write_batch(prompts[part], numbers[part])
-        return written
+            answers += self._write_batch(prompts[part], numbers[part])
+        return answers
 
     def _write_batch(self, prompts: Sequence[Sequence[int]], numbers: Sequence[int]) -> list[Written]:
         length = self.sampling.response_length
-        # One generator for each answer: its draws do not depend on the batch that it falls into.
+        # One random generator per answer, so that an answer does not depend on the rest of its batch.
         uniforms = np.stack([np.random.default_rng([self.seed, number]).random(length) for number in numbers])
-        given = self.generator.generate(self.policy, prompts, torch.from_numpy(uniforms))
-        masks, ended = mask_answers(given.response_ids, self.sampling.stop_ids)
+        output = self.generator.generate(self.policy, prompts, torch.from_numpy(uniforms))
+        # masks: True up to and including the stop token, (B, T); ended: whether there is one, (B,)
+        masks, ended = mask_answers(output.response_ids, self.sampling.stop_ids)
         return [
             Written(read_continuation(self.tokenizer, prompt, ids[mask].tolist()), has_ended, int(mask.sum()))
-            for prompt, ids, mask, has_ended in zip(prompts, given.response_ids, masks, ended.tolist(), strict=True)
+            for prompt, ids, mask, has_ended in zip(prompts, output.response_ids, masks, ended.tolist(), strict=True)
         ]
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
-    """Return the tokens of a chat with the generation prompt; of one turn without a template, those of its text.
+    """Return the token ids of a chat with the generation prompt; without a chat template, of the text of its only turn.
 
     Raises:
-        ConfigError: There is no template, and there are several turns.
+        ConfigError: The tokenizer has no chat template, and the chat has several turns.
     """
     if tokenizer.chat_template is None:
         if len(chat) > 1:
@@ -139,7 +145,7 @@ def encode_chat(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[int]:
         plain: list[int] = tokenizer(chat[0]["content"])["input_ids"]
         return plain
     messages = [dict(message) for message in chat]
-    # Rendered as text first: the template writes its special tokens, and encoding must not add a second BOS.
+    # In two steps: the template writes the special tokens, so that encoding must not add a second BOS.
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer.encode(rendered, add_special_tokens=False))
 
@@ -154,23 +160,24 @@ def load_local_model(
     use_cpu: bool = False,
     start: Callable[[Sampling, int], Generator] | None = None,
 ) -> LocalModel:
-    """Load a model, or an adapter on its base, that answers.
+    """Load a model, or an adapter on its base model, for generating answers.
 
     Args:
-        named: Folder or Hub id, revision and dtype.
-        max_new_tokens: Longest answer.
-        temperature: 0 is greedy.
-        seed: Of sampling.
-        batch_size: Prompts of a batch.
+        named: Folder or Hub id, revision and dtype of the model or adapter.
+        max_new_tokens: Longest answer, in tokens.
+        temperature: Sampling temperature; 0 is greedy decoding.
+        seed: Seed of sampling.
+        batch_size: Prompts per batch.
         use_cpu: Do not use a GPU.
-        start: Starts an engine with its own weights, for sequences of so many tokens; unset, transformers'
-            ``generate``.
+        start: Function that starts an engine with its own copy of the weights, given the sampling settings and the
+            longest sequence in tokens. Default: transformers' ``generate``.
 
     Raises:
-        ConfigError: It cannot be loaded, or is an adapter and an engine was named.
-        DataError: Its logits are NaN.
+        ConfigError: The model cannot be loaded, or is an adapter and ``start`` is given.
+        DataError: The model's logits are NaN.
     """
     adapter = find_adapter(str(named.model_name_or_path), named.model_revision)
+    # Weights come from the base that the adapter names; the tokenizer is the one saved with the adapter.
     base = named if adapter is None else replace(named, **read_base(adapter)._asdict())
     tokenizer = load_tokenizer(named, TokensConfig())
     settings, _ = load_model_config(base)
@@ -192,10 +199,11 @@ def load_local_model(
         _verify_logits(model, settings.get_text_config().vocab_size)
     elif adapter is not None:
         remedy = "merge it by `recipes merge`, or answer with transformers"
-        raise ConfigError(Problem("engine", "an adapter has no weights of its own", remedy))
+        raise ConfigError(Problem("engine", "this engine does not support adapters", remedy))
     else:
-        # Without weights there is no generation configuration to read stop tokens from; the tokenizer has to do.
+        # The engine loads the model: its generation configuration, which lists stop tokens, is not available here.
         stop_ids = sorted({*_find_terminators(tokenizer), tokenizer.eos_token_id} - {None})
+    # Padding is masked by position (`mask_answers`), so that any id will do for a tokenizer without a padding token.
     sampling = Sampling(stop_ids, tokenizer.pad_token_id or 0, max_new_tokens, max(temperature, GREEDY))
     positions = read_positions(settings)
     generator: Generator = GenerateBackend(sampling, batch_size=batch_size, precision=contextlib.nullcontext)
@@ -207,10 +215,10 @@ def load_local_model(
 
 @torch.no_grad()
 def _verify_logits(model: Any, vocab_size: int) -> None:
-    """Raise for NaN on eight tokens: sampling would take some token of NaN logits without a word.
+    """Verify the logits of a sequence of eight tokens: sampling from NaN logits would silently select some token.
 
     Raises:
-        DataError: There is NaN.
+        DataError: A logit is NaN.
     """
     logits = model(input_ids=torch.arange(1, 9, device=model.device)[None] % vocab_size).logits
     if logits.isnan().any():
@@ -219,21 +227,19 @@ def _verify_logits(model: Any, vocab_size: int) -> None:
 
 
 def identify_weights(*places: ModelConfig) -> list[Any]:
-    """Hashes of the weights of a folder, the commit of a model of the Hub; of several models in order."""
-    found: list[Any] = []
-    for place in dict.fromkeys((str(place.model_name_or_path), place.model_revision) for place in places):
-        folder = Path(place[0])
-        is_here = folder.is_dir()
-        # By content and not by time: a copied folder gives the same answers, a retrained one others.
-        hashes = {file.name: hash_file(file) for file in sorted(folder.glob("*.safetensors"))} if is_here else {}
-        found.append(hashes or find_commit(*place))
-    return found
+    """Return for each distinct model the SHA-256 of its weight files, or for a model of the Hub its commit."""
+    identities: list[Any] = []
+    for name, revision in dict.fromkeys((str(place.model_name_or_path), place.model_revision) for place in places):
+        # By content, not modification time: a copied folder gives the same answers, a retrained one does not.
+        hashes = {file.name: hash_file(file) for file in sorted(Path(name).glob("*.safetensors"))}
+        identities.append(hashes or find_commit(name, revision))
+    return identities
 
 
 def _find_terminators(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The token that ends a turn in the template."""
+    """Return the id of the token that ends an assistant turn in the chat template; empty without a template."""
     if tokenizer.chat_template is None:
         return set()
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
-    # No template says which token ends a turn: one is rendered, and its last token taken.
+    # A template does not declare this token: it is the last one of a rendered chat.
     return {encode_answers(tokenizer, [chat])[0][-1]}

@@ -1,6 +1,6 @@
 """Client of OpenAI-compatible chat endpoints: concurrent requests with retries, a rate limit, and token counts.
 
-lm-eval asks its questions by its own client (``engines.py``); judges and ``recipes synthesize`` by this one.
+Judges and ``recipes synthesize`` use this client; benchmarks use that of lm-eval (``engines.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
@@ -26,18 +27,23 @@ Chat = Sequence[Message]
 MAX_WAIT: Final = 60.0
 """Longest pause before another attempt, in seconds, unless the server asks for a longer one."""
 FEWEST_REFUSALS: Final = 8
-"""Refused requests, without an answered one, that show a wrong field or model: a single one may be too long."""
-_MAX_ASKED_WAIT: Final = 600.0
+"""Refused requests, without an answered one, from which on the configuration is wrong, and not a single request."""
+_MAX_RETRY_AFTER: Final = 600.0
+"""Longest wait that a server can ask for, in seconds."""
 _MAX_REPLY: Final = 1 << 26
+"""Size of the longest response, in bytes."""
+_TIMEOUTS_PER_ATTEMPT: Final = 10
+"""Longest duration of an attempt, as a multiple of ``Endpoint.timeout``."""
 _THIS_REQUEST: Final = (400, 413, 422)
-"""Status codes that concern one request: too long, or refused by a filter."""
+"""Status codes that concern one request, such as too long a chat or a content filter."""
 REPEATED: Final = (408, 409, 425, 429)
-"""Status codes below 500 of a request that may succeed later."""
+"""Status codes below 500 of requests that may succeed later."""
 KEY_REFUSED: Final = (401, 403)
 KEY_REMEDY: Final = "put a valid key into the environment variable OPENAI_API_KEY"
 RESUME_REMEDY: Final = "start it or wait, and run the same command to resume"
+# ValueError: invalid JSON; OverflowError: an infinite number of tokens; RecursionError: deeply nested JSON.
 _FAILURES: Final = (OSError, http.client.HTTPException, ValueError, OverflowError, RecursionError)
-"""A connection that fails or takes too long; a reply that is cut short, not JSON, or counts infinitely many tokens."""
+"""Exceptions of an attempt that is repeated: a failed connection, a timeout, an incomplete or invalid response."""
 
 
 THINKS: Final = "<think>"
@@ -48,10 +54,10 @@ ENDS_THINKING: Final = "</think>"
 def split_reasoning(text: str) -> tuple[str | None, str]:
     """Split an answer into reasoning, ``None`` if absent, and content.
 
-    Some templates open the reasoning in the prompt, so that only its end stands in the answer.
+    Some templates write the opening delimiter in the prompt, so that an answer may contain only the closing one.
     """
     before, mark, after = text.partition(ENDS_THINKING)
-    # Only the first delimiter: a model may write about the tag in its reasoning.
+    # Remove only the first opening delimiter: a model may write about the tag in its reasoning.
     return (before.replace(THINKS, "", 1).strip(), after.strip()) if mark else (None, text)
 
 
@@ -65,11 +71,11 @@ class Reply:
     """An answer to a chat.
 
     Attributes:
-        text: Without special tokens; empty after an error.
-        is_finished: Whether it ended by itself, and not at the limit of its length.
+        text: Text without special tokens; empty after an error.
+        is_finished: Whether the model ended the answer, rather than the length limit.
         num_prompt_tokens: Tokens of the chat; 0 if unknown.
         num_tokens: Tokens of the answer; 0 if unknown.
-        error: Why there is no answer to this chat.
+        error: Reason for a missing answer; ``None`` if there is an answer.
     """
 
     text: str
@@ -80,10 +86,10 @@ class Reply:
 
 
 class Answerer(Protocol):
-    """Interface of what answers chats: a local model, vLLM, or an endpoint."""
+    """Interface of a model that answers chats: local, by an engine such as vLLM, or behind an endpoint."""
 
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
-        """Answer each chat once, in order; a chat and its number determine the answer, as far as the engine allows."""
+        """Answer each chat once, in order; a chat and its number determine the answer of a reproducible engine."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -93,24 +99,25 @@ class Answerer(Protocol):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An endpoint of chats, which answers several at a time.
+    """An OpenAI-compatible chat endpoint, which is sent several requests at a time.
 
     The API key is the environment variable ``OPENAI_API_KEY``; it is sent to this address only, never through a
-    redirect, and replaced in error messages.
+    redirect, and masked in error messages.
 
     Attributes:
-        base_url: ``http://HOST/v1`` or ``http://HOST/v1/chat/completions``.
-        model: Name by which the endpoint knows the model.
-        max_new_tokens: Longest answer.
-        temperature: Of sampling.
-        seed: With the number of a chat, the ``seed`` of its request.
+        base_url: Address, ``http://HOST/v1`` or ``http://HOST/v1/chat/completions``.
+        model: Name of the model at the endpoint.
+        max_new_tokens: Longest answer, in tokens.
+        temperature: Sampling temperature.
+        seed: Seed from which, together with the number of a chat, the ``seed`` of a request is computed.
         num_concurrent: Requests at a time.
-        requests_per_minute: Upper bound, evenly spaced; ``None``: no bound.
-        timeout: Seconds that an attempt may take without receiving anything.
-        num_attempts: For each request; failed connections, 408, 409, 425, 429 and 5xx are repeated after 1, 2, 4, ...
-            seconds, or when the server's ``Retry-After`` says.
-        request: Further fields of each request; ``None`` removes one that is sent by default.
-        tally: How many requests were answered, and how many refused, in this process.
+        requests_per_minute: Rate limit, evenly spaced; ``None`` for no limit.
+        timeout: Seconds without receiving data after which an attempt fails; an attempt fails after ten times this
+            duration in any case.
+        num_attempts: Attempts per request; failed connections, 408, 409, 425, 429 and 5xx are repeated after 1, 2, 4,
+            ... seconds, or later if the server's ``Retry-After`` says so.
+        request: Additional fields of each request; ``None`` removes a field that is sent by default.
+        tally: Number of answered (``True``) and refused (``False``) requests of this process.
 
     Source: ``tests/evaluation/test_endpoint.py``.
     """
@@ -128,10 +135,10 @@ class Endpoint:
     tally: Counter[bool] = field(default_factory=Counter, compare=False)
 
     def __post_init__(self) -> None:
-        """Verify the attributes, which flags, configurations and reward functions of a recipe give.
+        """Verify the attributes, which come from flags, configurations and reward functions.
 
         Raises:
-            ConfigError: Some are out of range, or the address is none of chats; all of them.
+            ConfigError: Attributes are out of range, or ``base_url`` is not the address of a chat endpoint.
         """
         lowest = {"max_new_tokens": 1, "num_concurrent": 1, "num_attempts": 1, "temperature": 0}
         problems = [
@@ -151,7 +158,7 @@ class Endpoint:
             remedy = "write http://HOST:PORT/v1"
             problems.append(Problem("base_url", f"{self.base_url[:120]!r} is no address of an endpoint", remedy))
         elif self.url.endswith("/completions/chat/completions"):
-            remedy = "write the address of its chats, .../v1 or .../v1/chat/completions"
+            remedy = "write the address of its chat endpoint, .../v1 or .../v1/chat/completions"
             problems.append(Problem("base_url", f"{self.base_url} completes texts, and does not answer chats", remedy))
         if problems:
             raise ConfigError(*problems)
@@ -163,16 +170,16 @@ class Endpoint:
         return url if url.endswith("/chat/completions") else f"{url}/chat/completions"
 
     def describe(self) -> dict[str, Any]:
-        """Return what determines the answers; not the address, which another launch of a server may change."""
+        """Return the settings that determine the answers; without the address, which changes when a server restarts."""
         names = ("model", "max_new_tokens", "temperature", "seed")
         return {name: getattr(self, name) for name in names} | {"request": dict(self.request)}
 
     def answer(self, chats: Sequence[Chat], numbers: Sequence[int]) -> list[Reply]:
-        """Answer each chat once.
+        """Answer each chat once; a request that the endpoint refuses gives a reply with ``error``.
 
         Raises:
-            ConfigError: The endpoint cannot be reached, does not know the model or the key, returns no chats, or
-                refuses the first ``FEWEST_REFUSALS`` requests or more, and no other was answered.
+            ConfigError: The endpoint cannot be reached, does not know the model or the key, returns invalid responses,
+                or has refused at least ``FEWEST_REFUSALS`` requests and answered none.
         """
         connection, jobs = _Connection(self), deque(enumerate(zip(chats, numbers, strict=True)))
         found: dict[int, Reply] = {}
@@ -180,17 +187,18 @@ class Endpoint:
 
         def work() -> None:
             while not connection.is_stopped.is_set():
+                # `deque.popleft` is atomic: no lock is needed.
                 try:
                     at, (chat, number) = jobs.popleft()
                 except IndexError:
                     return
                 try:
                     found[at] = connection.ask(chat, number)
-                except Exception as error:  # Raised again by the caller's thread.
+                except Exception as error:  # Raised again in the caller's thread.
                     failures.append(error)
                     connection.is_stopped.set()
 
-        # Not a pool, whose threads would keep an interrupted process until their requests end.
+        # Daemon threads instead of a pool, whose threads would keep an interrupted process alive until they end.
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(self.num_concurrent, len(jobs)))]
         for thread in threads:
             thread.start()
@@ -198,24 +206,24 @@ class Endpoint:
             for thread in threads:
                 thread.join()
         finally:
-            # Also after ctrl-C, so that no thread begins another request.
+            # Also after Ctrl-C, so that no thread starts another request.
             connection.is_stopped.set()
         if failures:
             raise failures[0]
         replies = [found[at] for at in range(len(chats))]
         self.tally.update(reply.error is None for reply in replies)
-        # Over all calls of this process, since a call may have one chat only.
+        # Over all calls of this process: a call may have a single chat.
         if not self.tally[True] and self.tally[False] >= FEWEST_REFUSALS:
             raise ConfigError(Problem("base_url", f"{self.url} refused every request: {replies[0].error}", _REMEDY))
         return replies
 
 
-_REMEDY: Final = "see that it serves this model; further fields of a request go into `request`"
+_REMEDY: Final = "check that it serves this model; `request` sets additional fields of a request"
 
 
 @dataclass
 class _Connection:
-    """Requests of one call, from several threads."""
+    """Connection of one call of ``Endpoint.answer``, shared by its threads."""
 
     endpoint: Endpoint
     is_stopped: threading.Event = field(default_factory=threading.Event)
@@ -231,17 +239,17 @@ class _Connection:
         Raises:
             ConfigError: As ``Endpoint.answer``.
         """
-        endpoint, told = self.endpoint, ""
+        endpoint, reason = self.endpoint, ""
         body: dict[str, Any] = {
             "model": endpoint.model,
             "messages": [dict(message) for message in chat],
             "max_tokens": endpoint.max_new_tokens,
             "temperature": endpoint.temperature,
-            # A prime stride: runs of neighbouring seeds share no request below a million chats. At most 31 bits.
+            # With this prime stride, runs with different seeds share no request below a million chats. At most 31 bits.
             "seed": (endpoint.seed * 1_000_003 + number) % (1 << 31),
             **endpoint.request,
         }
-        # A null removes a field: newer models of OpenAI refuse `max_tokens`.
+        # `None` removes a field: newer OpenAI models refuse `max_tokens`.
         sent = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
         for attempt in range(endpoint.num_attempts):
             self._wait_for_turn()
@@ -249,20 +257,22 @@ class _Connection:
             try:
                 return _read_reply(self._post(sent))
             except urllib.error.HTTPError as error:
-                # The head of the body: an error page may have megabytes.
-                told = f"{error.code} {self._shorten(error.read(2000).decode(errors='replace') or error.reason)}"
+                body_start = b""  # An error page may have megabytes.
+                with suppress(*_FAILURES):  # The status code is enough if the body cannot be read.
+                    body_start = self._read_body(error, 2000)
+                reason = f"{error.code} {self._shorten(body_start.decode(errors='replace') or str(error.reason))}"
                 if error.code in _THIS_REQUEST:
-                    return Reply("", is_finished=False, error=told)
+                    return Reply("", is_finished=False, error=reason)
                 if error.code not in REPEATED and error.code < 500:
                     remedy = KEY_REMEDY if error.code in KEY_REFUSED else _REMEDY
-                    raise ConfigError(Problem("base_url", f"{self._url} returned {told}", remedy)) from None
+                    raise ConfigError(Problem("base_url", f"{self._url} returned {reason}", remedy)) from None
                 wait = read_wait(error.headers.get("Retry-After"), wait)
             except _FAILURES as error:
-                told = self._shorten(f"{type(error).__name__}: {error}")
-            # Not after the last attempt; and no longer than until another request has failed for good.
+                reason = self._shorten(f"{type(error).__name__}: {error}")
+            # The pause ends early when another request has failed for good.
             if attempt + 1 < endpoint.num_attempts and self.pause(wait):
                 break
-        found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {told}"
+        found = f"{self._url} had no answer after {endpoint.num_attempts} attempts: {reason}"
         raise ConfigError(Problem("base_url", found, RESUME_REMEDY))
 
     def _post(self, sent: bytes) -> Any:
@@ -271,18 +281,33 @@ class _Connection:
             headers["Authorization"] = f"Bearer {self._key}"
         request = urllib.request.Request(self._url, data=sent, headers=headers)
         with self._open(request, timeout=self.endpoint.timeout) as response:
-            # One byte more than allowed tells a reply that is too long from one of exactly that length.
-            received = response.read(_MAX_REPLY + 1)
+            # One byte more than allowed, to recognise a response that is too long.
+            received = self._read_body(response, _MAX_REPLY + 1)
         if len(received) > _MAX_REPLY:
             raise ValueError(f"a reply of more than {_MAX_REPLY >> 20} MiB")
-        if response.length:  # `read` with a bound returns what there is, and half a reply would be told as broken JSON.
+        if response.length:  # Bytes that are missing: a bounded read does not raise for them.
             raise http.client.IncompleteRead(received, response.length)
         return json.loads(received)
+
+    def _read_body(self, response: Any, size: int) -> bytes:
+        """Read at most ``size`` bytes.
+
+        Raises:
+            TimeoutError: The response takes too long, even though data arrive.
+        """
+        received, deadline = bytearray(), time.monotonic() + _TIMEOUTS_PER_ATTEMPT * self.endpoint.timeout
+        # `read1` returns what has arrived. The socket's timeout starts again with every byte, so that `read` would
+        # never return from a server that keeps sending, as proxies do to keep a connection open.
+        while len(received) < size and (part := response.read1(min(size - len(received), 1 << 16))):
+            received += part
+            if time.monotonic() > deadline:
+                raise TimeoutError("the response was not complete in time")
+        return bytes(received)
 
     def _wait_for_turn(self) -> None:
         if self.endpoint.requests_per_minute is None:
             return
-        # Slots are given out under the lock and waited for outside of it: threads wait side by side.
+        # Time slots are assigned under the lock, and awaited without it, so that threads wait concurrently.
         with self._pace:
             now = time.monotonic()
             begin = max(now, self._next)
@@ -290,10 +315,11 @@ class _Connection:
         self.pause(begin - now)
 
     def pause(self, seconds: float) -> bool:
-        """Wait, unless another request ends the call meanwhile; return whether one did."""
+        """Wait until ``seconds`` have passed or another request ends the call; return True for the latter."""
         return self.is_stopped.wait(seconds)
 
     def _shorten(self, text: str) -> str:
+        # One line without control characters: an error page can contain escape sequences of a terminal.
         line = " ".join(text.split())
         return escape_controls((line.replace(self._key, "***") if self._key else line)[:300])
 
@@ -305,10 +331,10 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Follow none."""
 
 
-def read_wait(asked: str | None, wait: float) -> float:
-    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are rare and not read."""
+def read_wait(retry_after: str | None, wait: float) -> float:
+    """Return the seconds of ``Retry-After``, at least ``wait`` and at most ten minutes; dates are not supported."""
     try:
-        return max(wait, min(float(asked or 0), _MAX_ASKED_WAIT))
+        return max(wait, min(float(retry_after or 0), _MAX_RETRY_AFTER))
     except ValueError:
         return wait
 
@@ -317,7 +343,7 @@ def _read_reply(received: Any) -> Reply:
     """Return the answer in a response.
 
     Raises:
-        ValueError: It holds none.
+        ValueError: The response has no answer.
     """
     try:
         choice = received["choices"][0]
@@ -328,5 +354,5 @@ def _read_reply(received: Any) -> Reply:
             raise TypeError(f"its content is a {type(text).__name__}")
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"the reply holds no answer ({error!r}): {json.dumps(received)[:200]}") from error
-    text = text.encode(errors="replace").decode()  # JSON can hold half a surrogate pair, which no file can.
+    text = text.encode(errors="replace").decode()  # JSON can contain an unpaired surrogate, which UTF-8 cannot.
     return Reply(text, choice.get("finish_reason") in ("stop", "eos", None), num_prompt_tokens, num_tokens)

@@ -1,4 +1,4 @@
-"""Inference engines of lm-eval: transformers, vLLM or an endpoint, with an answer cache and error handling."""
+"""Inference engines of lm-eval (transformers, vLLM, an endpoint) with a cache of answers and checks of the model."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ from recipes_lib.models.loading import explained, load_model_config, without_rep
 from recipes_lib.processes import read_world_size
 
 _CPU_BATCH: Final = 8
+"""Default batch size on a CPU: lm-eval's ``auto`` searches by out-of-memory errors of a GPU."""
 _NUM_ATTEMPTS: Final = 6
-"""For each request to an endpoint, as ``Endpoint`` makes them; each may take lm-eval's 300 seconds."""
-_ASKED: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+"""Attempts per request to an endpoint, as for ``Endpoint``; lm-eval limits each to 300 seconds."""
+_REQUEST_METHODS: Final = ("loglikelihood", "loglikelihood_rolling", "generate_until")
+"""Methods of lm-eval's models that answer requests."""
 _LENGTHS: Final = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names of the longest answer in a request, in lm-eval's order."""
+"""Names of the longest answer in generation settings, in lm-eval's order of precedence."""
 
 
 def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
-    """Build the engine of an evaluation.
+    """Build lm-eval's model for an evaluation.
 
     Args:
-        config: Of the evaluation.
-        settings: The model, as ``describe_model`` has it.
+        config: The evaluation's configuration.
+        settings: The model, as returned by ``describe_model``.
 
     Raises:
-        ConfigError: A package is not installed, the tokenizer has no chat template, or several processes were started
-            that would not share the questions.
+        ConfigError: A package is not installed, the model cannot be loaded, the tokenizer has no chat template, or
+            several processes were started that would not divide the questions among them.
     """
-    # vLLM starts workers of its own, and an endpoint is one server: neither shares questions over ranks.
+    # vLLM starts its own workers, and an endpoint is one server: neither divides questions among ranks.
     if (config.base_url or config.engine == "vllm") and read_world_size() > 1:
         found = f"{read_world_size()} processes were started, and each would ask every question"
         raise ConfigError(Problem("base_url" if config.base_url else "engine", found, "start one, by `recipes eval`"))
@@ -67,7 +69,7 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
         model = _build_checked(config, settings)
     tokenizer = getattr(model, "tokenizer", None)
     if config.apply_chat_template and tokenizer is not None and not getattr(tokenizer, "chat_template", None):
-        remedy = "name one as tokenizer_name_or_path, or leave apply_chat_template out"
+        remedy = "name a tokenizer with one as tokenizer_name_or_path, or remove apply_chat_template"
         raise ConfigError(Problem("apply_chat_template", "the tokenizer has no chat template", remedy))
     return model
 
@@ -75,7 +77,7 @@ def build_engine(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
 def _build_endpoint(config: EvalConfig) -> Any:
     if missing := [name for name in ("aiohttp", "requests", "tenacity") if importlib.util.find_spec(name) is None]:
         raise ConfigError(Problem("base_url", f"{missing[0]} is not installed", "pip install 'recipes-lib[eval]'"))
-    # They tell of every attempt, and of every request that waits behind one; the last one is told by ``Remembering``.
+    # They log every failed attempt; ``Remembering`` reports the last one.
     for name in ("lm_eval.models.api_models", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     options: dict[str, Any] = {"model": config.model_name_or_path, "base_url": config.base_url, "seed": config.seed}
@@ -83,21 +85,21 @@ def _build_endpoint(config: EvalConfig) -> Any:
     if config.is_chat_endpoint:
         return _build_patient("local-chat-completions", options)
     positions = None
-    with suppress(ConfigError):  # A place may hold a tokenizer alone.
+    with suppress(ConfigError):  # The folder may contain a tokenizer only.
         positions, _ = load_model_config(ModelConfig(model_name_or_path=config.tokenizer_name_or_path))
     options |= {"tokenizer": config.tokenizer_name_or_path, "tokenizer_backend": "huggingface"}
     return _build_patient("local-completions", options | {"max_length": resolve_max_length(positions)})
 
 
 def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
-    """Build lm-eval's client of an endpoint, which then waits as long as a busy server asks for.
+    """Build lm-eval's client of an endpoint, extended to wait as long as ``Retry-After`` says.
 
-    lm-eval 0.4.13 repeats a failed request 1 to 10 seconds later and does not read ``Retry-After``, so that a rate
-    limit of requests per minute would end the evaluation.
+    lm-eval 0.4.13 repeats a failed request after 1 to 10 seconds and ignores ``Retry-After``: a rate limit per minute
+    would end the evaluation.
     """
-    kind: Any = get_model(name)
+    client_class: Any = get_model(name)
 
-    class PatientClient(kind):  # type: ignore[misc]
+    class PatientClient(client_class):  # type: ignore[misc]
         def model_call(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().model_call(*args, **kwargs)
@@ -114,7 +116,8 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
 
         def parse_generations(self, outputs: Any, **kwargs: Any) -> Any:
             for reply in outputs if isinstance(outputs, list) else [outputs]:
-                # Of chats, lm-eval takes a reply without them, or a choice without a number, for an empty answer.
+                # lm-eval 0.4.13 reads a chat reply without choices, or with a choice without `index`, as an empty
+                # answer. A missing `choices` raises here, and the index is added.
                 for number, choice in enumerate(reply["choices"]):
                     choice.setdefault("index", number)
             return super().parse_generations(outputs, **kwargs)
@@ -123,7 +126,7 @@ def _build_patient(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def _read_status(error: BaseException) -> tuple[int | None, Mapping[str, str]]:
-    """Return status code and headers in an error of requests or aiohttp."""
+    """Return the status code, ``None`` without a response, and the headers of an exception of requests or aiohttp."""
     response = getattr(error, "response", None)
     status = getattr(error, "status", getattr(response, "status_code", None))
     return status, getattr(error, "headers", getattr(response, "headers", None)) or {}
@@ -145,7 +148,7 @@ def _build_vllm(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
 def _build_checked(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
     has_gpu = torch.cuda.is_available() and not config.use_cpu
     if not has_gpu and read_world_size() > 1:
-        # accelerate takes processes on CPUs for ones of a launch only where it is told so before lm-eval asks it.
+        # Must precede lm-eval's `Accelerator()`, which recognises several processes on CPUs only after `cpu=True`.
         PartialState(cpu=True, timeout=timedelta(weeks=52))
     options = _list_options(config, settings)
     if "base" in settings:
@@ -161,15 +164,15 @@ def _build_checked(config: EvalConfig, settings: Mapping[str, Any]) -> Any:
 
 
 def _find_place(config: EvalConfig) -> str:
-    """Return the folder of an adapter, also of one on the Hub; else the name of the model."""
-    # A folder, because lm-eval asks for the adapter and its tokenizer by the revision of the base.
+    """Return the local folder of an adapter, downloaded if it is on the Hub; for another model its name."""
+    # lm-eval would load an adapter and its tokenizer from the Hub at the revision of the base model.
     return str(find_adapter(config.model_name_or_path, config.model_revision) or config.model_name_or_path)
 
 
 def _list_options(config: EvalConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     has_gpu, place = torch.cuda.is_available() and not config.use_cpu, _find_place(config)
     model = settings.get("base", config.model_name_or_path)
-    # PEFT saves an adapter without a tokenizer; trainers write one beside it.
+    # PEFT saves an adapter without a tokenizer, but trainers write one to the same folder.
     has_tokenizer = "base" not in settings or (Path(place) / "tokenizer_config.json").is_file()
     return {
         "pretrained": model,
@@ -183,27 +186,31 @@ def _list_options(config: EvalConfig, settings: Mapping[str, Any]) -> dict[str, 
 
 
 class CheckedModel(HFLM):  # type: ignore[misc]
-    """lm-eval's model of transformers that ends where logits are not finite, on every rank of a launch."""
+    """lm-eval's ``HFLM`` that refuses incomplete checkpoints and NaN logits, and supports any launch of processes."""
 
     AUTO_MODEL_CLASS: Any
 
     def __init__(self, **options: Any) -> None:
-        """Load the model; arguments as of ``HFLM``."""
+        """Load the model; the arguments are those of ``HFLM``.
+
+        Raises:
+            ConfigError: The checkpoint or the adapter lacks weights, or the adapter does not fit its base model.
+        """
         super().__init__(**options)
-        # lm-eval 0.4.13 shares questions out on several GPUs of one machine alone; else each process would ask all.
+        # lm-eval 0.4.13 sets these only on several GPUs of one machine; otherwise each process asks every question.
         if (accelerator := getattr(self, "accelerator", None)) is not None:
             self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
 
     def _create_model(self, *args: Any, **options: Any) -> None:
-        # Overridden (lm-eval 0.4.13): it evaluates a checkpoint or an adapter that lacks weights with random ones.
-        chosen, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _WholeModel(self.AUTO_MODEL_CLASS)
+        # Overridden (lm-eval 0.4.13): weights that a checkpoint or an adapter lacks would be random.
+        auto_class, self.AUTO_MODEL_CLASS = self.AUTO_MODEL_CLASS, _CompleteModel(self.AUTO_MODEL_CLASS)
         adapter = options.get("peft")
         try:
             with without_old_name():
                 warnings.filterwarnings("error", message="Found missing adapter keys")  # PEFT 0.21 only warns.
                 super()._create_model(*args, **options)
         except UserWarning as warning:
-            found = f"the adapter {adapter} lacks weights that its configuration announces: {str(warning)[:200]} ..."
+            found = f"the adapter {adapter} lacks weights that its configuration requires: {str(warning)[:200]} ..."
             raise ConfigError(Problem("model_name_or_path", found, "name a complete adapter")) from warning
         except RuntimeError as error:
             if adapter is None or "size mismatch" not in str(error):
@@ -211,41 +218,46 @@ class CheckedModel(HFLM):  # type: ignore[misc]
             found = f"the adapter {adapter} does not fit its base: {str(error).strip().splitlines()[-1].strip()}"
             raise ConfigError(Problem("model_name_or_path", found, "name the base that it was trained on")) from error
         finally:
-            self.AUTO_MODEL_CLASS = chosen
+            self.AUTO_MODEL_CLASS = auto_class
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, as ``HFLM`` does."""
-        # Overridden (lm-eval 0.4.13): it gathers counts to make them equal on all ranks, which hangs where one has
-        # nothing left to ask, and which only a model in shards needs.
-        shared, self._world_size = self._world_size, 1
+        # Overridden (lm-eval 0.4.13): with several ranks it gathers the number of requests, to pad all ranks to the
+        # same number of batches. Only a sharded model needs that, and it hangs if the cache leaves a rank no request.
+        world_size, self._world_size = self._world_size, 1
         try:
             scores: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
         finally:
-            self._world_size = shared
+            self._world_size = world_size
         return scores
 
     def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
-        # Overridden (lm-eval 0.4.13) for the logits, which are seen nowhere else.
-        broken: list[torch.Tensor] = []  # On the device: each token is watched without synchronisation.
+        # Overridden (lm-eval 0.4.13) to verify the logits, which it does not return.
+        has_nan: list[torch.Tensor] = []  # On the device, so that a token costs no synchronisation.
 
-        def watch(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            broken.append(scores.isnan().any())
+        def check(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            has_nan.append(scores.isnan().any())
             return scores
 
-        processors: Any = LogitsProcessorList([watch])
+        processors: Any = LogitsProcessorList([check])
         tokens = super()._model_generate(context, *args, logits_processor=processors, **kwargs)
-        if broken and torch.stack(broken).any():
-            raise _refuse_logits()
+        if has_nan and torch.stack(has_nan).any():
+            raise _build_logits_error()
         return tokens
 
 
 @dataclass(frozen=True)
-class _WholeModel:
-    """A class of transformers that refuses checkpoints without all weights of the model."""
+class _CompleteModel:
+    """Auto class of transformers that refuses checkpoints that lack weights of the model."""
 
     auto_class: Any
 
     def from_pretrained(self, name: str, **options: Any) -> Any:
+        """Load a model.
+
+        Raises:
+            ConfigError: The checkpoint lacks weights.
+        """
         with without_report():
             model, info = self.auto_class.from_pretrained(name, **options, output_loading_info=True)
         if missing := sorted(info["missing_keys"]):
@@ -256,29 +268,29 @@ class _WholeModel:
         return model
 
 
-def _refuse_logits() -> DataError:
+def _build_logits_error() -> DataError:
     return DataError(Problem("model_name_or_path", "its logits are not finite", "no score would mean anything"))
 
 
 class _Answers(ChainMap[str, Any]):
-    """Answers of this process, before those that any process of an earlier launch has left."""
+    """Answers of this process, then those of all processes of earlier launches; new ones are written to the first."""
 
-    # `CachingLM` commits after each kind of request; a `ChainMap` has no such method.
+    # `CachingLM` commits after each kind of request, a method of `SqliteDict` that `ChainMap` does not have.
     def commit(self) -> None:
         self.maps[0].commit()  # type: ignore[attr-defined]
 
 
 class Remembering(CachingLM):  # type: ignore[misc]
-    """lm-eval's cache of answers, in JSON: its own are pickles, which run code when they are read.
+    """lm-eval's ``CachingLM``, with answers stored as JSON instead of pickles, which execute code when read.
 
-    Nothing that is not finite enters it. A question without room is refused before it is asked, and what an endpoint
-    breaks is told as its.
+    Answers that are not finite are refused, requests that leave no room for an answer are refused before they are
+    sent, and any exception caused by the response of an endpoint becomes a ``ConfigError``.
 
     Args:
-        model: What is asked.
+        model: lm-eval's model.
         path: File of this process's answers.
-        others: Files of an earlier launch.
-        endpoint: Its address, if it is one.
+        others: Files of an earlier launch, also with another number of processes.
+        endpoint: Address of the endpoint; ``None`` for a local model.
     """
 
     def __init__(self, model: Any, path: Path, others: Sequence[Path] = (), endpoint: str | None = None) -> None:
@@ -286,34 +298,37 @@ class Remembering(CachingLM):  # type: ignore[misc]
         self.lm, self.cache_db, self._endpoint = model, str(path), endpoint
         earlier: dict[str, Any] = {}
         for other in others:
-            with suppress(RuntimeError, sqlite3.Error), _open(other, flag="r") as answers:  # Killed before its first.
+            # A process killed before its first answer leaves a file without a table.
+            with suppress(RuntimeError, sqlite3.Error), _open(other, flag="r") as answers:
                 earlier.update(answers.items())
-        model.barrier()  # Nobody reads a file that another process of this launch writes.
+        # All ranks must have read the old files before one writes to them.
+        model.barrier()
         self._own = _open(path)
         self.dbdict = _Answers(self._own, earlier)
         model.set_cache_hook(CacheHook(self))
 
     def close(self) -> None:
-        """Close the file, and wait until every process has come this far."""
+        """Close the file, and wait for all ranks, so that the first one may delete the files."""
         self._own.close()
         self.lm.barrier()
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
-        if name not in _ASKED:
-            return found
+        # `CachingLM` implements every method of the model by `__getattr__`, which looks up the cache first.
+        method = super().__getattr__(name)
+        if name not in _REQUEST_METHODS:
+            return method
 
-        def ask(requests: Sequence[Any]) -> Any:
+        def answer(requests: Sequence[Any]) -> Any:
             for request in requests:
                 _verify_room(self.lm, request.args)
             try:
-                return found(requests)
+                return method(requests)
             except UserError:
                 raise
-            except Exception as error:  # An answer of an endpoint can be anything, and break lm-eval anywhere.
-                _refuse_answer(self._endpoint, error)
+            except Exception as error:  # A response of an endpoint can break lm-eval's parsing anywhere.
+                _raise_endpoint_error(self._endpoint, error)
 
-        return ask
+        return answer
 
 
 def _open(path: Path, flag: str = "c") -> Any:
@@ -323,56 +338,62 @@ def _open(path: Path, flag: str = "c") -> Any:
 def _encode(answer: Any) -> str:
     numbers = answer if isinstance(answer, tuple | list) else (answer,)
     if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
-        raise _refuse_logits()
+        raise _build_logits_error()
     return json.dumps(answer)
 
 
-def _refuse_answer(endpoint: str | None, error: Exception) -> NoReturn:
+def _raise_endpoint_error(endpoint: str | None, error: Exception) -> NoReturn:
+    """Raise a ``ConfigError`` for an exception caused by an endpoint; without one, ``error`` itself."""
     if endpoint is None:
         raise error
-    told = f"{type(error).__name__}: {error}".splitlines()[0][:300].removesuffix(": ")  # A timeout has no words.
+    reason = f"{type(error).__name__}: {error}".splitlines()[0][:300].removesuffix(": ")  # A timeout has no message.
     status, _ = _read_status(error)
-    remedy = "see that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
+    remedy = "check that it serves this model, with log-probabilities of the prompt (echo) where tasks have choices"
     if status in KEY_REFUSED:
         remedy = KEY_REMEDY
     elif isinstance(error, OSError) or status in REPEATED or (status or 0) >= 500:
         remedy = RESUME_REMEDY
-    raise ConfigError(Problem("base_url", f"{endpoint} has no answer to use: {told}", remedy)) from error
+    raise ConfigError(Problem("base_url", f"{endpoint} gave no usable answer: {reason}", remedy)) from error
 
 
 def find_room(model: Any) -> int | None:
-    """Return the context length in tokens, prompt and choice together; ``None`` if unknown.
+    """Return the longest prompt and choice together, in tokens, that are scored untruncated; ``None`` if unknown.
 
-    Source: lm-eval 0.4.13, ``_loglikelihood_tokens`` of ``HFLM``, ``VLLM`` and ``TemplateAPI``, each another.
+    Source: lm-eval 0.4.13, ``_loglikelihood_tokens`` of ``HFLM``, ``VLLM`` and ``TemplateAPI``, which differ.
     """
     if getattr(model, "tokenizer", None) is None or not hasattr(model, "max_length"):
         return None
-    # HFLM does not feed the last token, whose successor nobody asks for; vLLM has to generate one token more.
-    kind = {"HFLM": 1, "VLLM": -1}
-    return int(model.max_length) + next((kind[one.__name__] for one in type(model).__mro__ if one.__name__ in kind), 0)
+    # HFLM does not feed the last token, which only has to be predicted; vLLM must generate one additional token.
+    extra = {"HFLM": 1, "VLLM": -1}
+    return int(model.max_length) + next((extra[c.__name__] for c in type(model).__mro__ if c.__name__ in extra), 0)
 
 
 def is_cut(model: Any, arguments: Sequence[Any]) -> bool:
-    """Return whether a question is truncated at its start.
+    """Return whether lm-eval truncates the start of a prompt; ``False`` for a chat endpoint, where it is unknown.
 
     Args:
-        model: With ``tok_encode`` and ``max_length``; of a chat endpoint nothing is known.
-        arguments: Of lm-eval's request: a prompt and a choice, or a prompt and settings of generation.
+        model: lm-eval's model.
+        arguments: Arguments of lm-eval's request: a prompt and a choice, or a prompt and generation settings.
     """
     room = find_room(model)
-    if room is None or len(arguments) < 2:  # A text that is scored as a whole is read in windows.
+    if room is None or len(arguments) < 2:  # A rolling request, whose only argument is a text, is read in windows.
         return False
     prompt, rest = arguments[:2]
     if isinstance(rest, str):
-        # Bytes first: a tokenizer would read every prompt a second time, and few of them come near the limit.
+        # Compare bytes first: few prompts come near the limit, and tokenizing all of them again would be slow.
         if _count_bytes(prompt + rest) <= room or not prompt:
             return False
         return sum(map(len, model._encode_pair(prompt, rest))) > room
-    left = int(model.max_length) - find_answer_length(model, rest)
-    return _count_bytes(prompt) > left and len(model.tok_encode(prompt)) > left
+    available = int(model.max_length) - find_answer_length(model, rest)
+    return _count_bytes(prompt) > available and len(model.tok_encode(prompt)) > available
 
 
 def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
+    """Verify that a request leaves room for at least one token of its prompt.
+
+    Raises:
+        ConfigError: The choice, or the longest answer, takes all positions.
+    """
     room = find_room(model)
     if room is None or len(arguments) < 2:
         return
@@ -381,7 +402,7 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
         length = 0 if _count_bytes(rest) <= room else len(model.tok_encode(rest, add_special_tokens=False))
     else:
         room, length = int(model.max_length), find_answer_length(model, rest)
-    # At least one token of the prompt must stay: the first of the choice is predicted from it.
+    # At least one token of the prompt must remain, from which the first one of the choice is predicted.
     if length >= room:
         found = f"an answer of {length:,} tokens does not fit its {room:,} positions: {prompt[-60:]!r} ..."
         remedy = "leave the task out, or shorten its max_gen_toks by gen_kwargs"
@@ -389,11 +410,11 @@ def _verify_room(model: Any, arguments: Sequence[Any]) -> None:
 
 
 def find_answer_length(model: Any, settings: Mapping[str, Any]) -> int:
-    """Return the longest answer that a task's generation settings allow, in tokens; lm-eval's default without one."""
+    """Return the longest answer in tokens: of a task's generation settings, or by default of lm-eval's model."""
     default: Any = getattr(model, "max_gen_toks", None) or getattr(model, "_max_gen_toks", 256)
     return int(next((settings[name] for name in _LENGTHS if settings.get(name) is not None), default))
 
 
 def _count_bytes(text: str) -> int:
-    """At most so many tokens, with some room for those that a tokenizer adds: each is of a byte or more."""
+    """Return an upper bound on the tokens of a text: each has at least one byte, and a tokenizer adds few more."""
     return len(text.encode(errors="replace")) + 4

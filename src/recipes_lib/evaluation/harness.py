@@ -1,4 +1,4 @@
-"""Evaluation by lm-eval: scores, standard errors and every answer of a model on tasks."""
+"""Benchmark evaluation by lm-eval: scores, standard errors, and all answers of a model."""
 
 from __future__ import annotations
 
@@ -35,82 +35,83 @@ _CACHE: Final = ".requests"
 _DECISIVE: Final = (
     *("*.safetensors", "*.bin", "*config.json", "tokenizer.json", "*.model", "vocab*", "merges.txt", "*.jinja"),
 )
-"""Files of a model that decide its answers."""
+"""Patterns of the files of a model that determine its answers."""
 _SETTINGS: Final = (
     *("limit", "apply_chat_template", "fewshot_as_multiturn", "system_instruction", "gen_kwargs", "seed"),
     *("engine", "dtype", "attn_implementation", "tokenizer_name_or_path"),
 )
-"""Keys that affect answers, besides model and tasks."""
+"""Configuration keys that affect answers, in addition to the model and the tasks."""
 
 
 def evaluate_model(config: EvalConfig) -> dict[str, Any] | None:
-    """Evaluate a model on its tasks, and write ``eval.json`` and ``samples.jsonl``.
+    """Evaluate a model on the configured tasks, and write ``eval.json`` and ``samples.jsonl``.
 
-    Answers are kept as they come: the same command resumes a run that was killed.
+    Answers are stored as they arrive: the same command resumes an evaluation that was killed.
 
     Returns:
-        What ``eval.json`` holds; ``None`` in a process that is not the first of several.
+        The content of ``eval.json``; ``None`` on all ranks but the first.
 
     Raises:
-        ConfigError: As ``load_tasks``; the model cannot be had, or cannot answer: it has no chat template, too few
-            positions, or is no language model.
-        DataError: Its logits are not finite.
+        ConfigError: As ``load_tasks``; or the model cannot be loaded, is not a language model, has no chat template
+            although one is required, or has too few positions for a task.
+        DataError: The model's logits are not finite.
 
-    Source: equal to ``lm_eval run`` on the same tasks, every score and answer, in ``tests/evaluation/test_harness.py``.
+    Source: every score and answer equals that of ``lm_eval run``, in ``tests/evaluation/test_harness.py``.
     """
     tasks, settings = load_tasks(config), describe_model(config)
     versions = read_versions() | {"lm-eval": importlib.metadata.version("lm-eval")}
     began = time.time()
     _verify_choices(config, tasks["tasks"])
+    # After all checks that need no model: loading one can take minutes.
     model = build_engine(config, settings)
-    _verify_shares(config, tasks["tasks"], model.world_size)
-    asked = {key: getattr(config, key) for key in _SETTINGS}
-    # Answers do not depend on how many questions are asked: a higher limit reuses those of a lower one.
-    key = _hash([settings, {**asked, "limit": None}, versions])
+    _verify_world_size(config, tasks["tasks"], model.world_size)
+    chosen = {key: getattr(config, key) for key in _SETTINGS}
+    # Answers do not depend on the number of questions: an evaluation with a higher limit reuses those of a lower one.
+    key = _hash([settings, {**chosen, "limit": None}, versions])
     cache = config.folder / _CACHE / f"{key}-{model.rank}.sqlite"
-    remembering = Remembering(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
-    results = ask_tasks(remembering, tasks, config)
-    remembering.close()
+    cached = Remembering(model, cache, sorted(cache.parent.glob(f"{key}-*")), config.base_url)
+    results = ask_tasks(cached, tasks, config)
+    cached.close()
     if results is None:
         return None
-    rows = [_describe_sample(task, sample, model) for task, found in results["samples"].items() for sample in found]
+    rows = [_describe_sample(task, sample, model) for task, group in results["samples"].items() for sample in group]
     record = {
         "model": settings,
         "tasks": {task: _summarise(task, results, rows) for task in results["configs"]},
         "groups": {
             name: _summarise_group(name, results, tasks["groups"], rows) for name in results.get("groups") or ()
         },
-        "settings": asked,
+        "settings": chosen,
         "versions": versions,
         "seconds": round(time.time() - began, 1),
     }
     with replacing(config.folder / SAMPLES) as partial:
         partial.write_text("".join(f"{json.dumps(row, default=str)}\n" for row in rows), encoding="utf-8")
     replace_record(config.folder / RECORD, record)
-    # Only now: a process killed before the record is written asks nothing again.
+    # After the record is written, so that an evaluation killed before that repeats no request.
     for file in cache.parent.glob(f"{key}-*"):
-        file.unlink()
-    with suppress(OSError):  # Another evaluation's answers may lie there.
+        file.unlink(missing_ok=True)
+    with suppress(OSError):  # The folder may contain the answers of another evaluation.
         cache.parent.rmdir()
     return record
 
 
 def ask_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_errors: bool = True) -> Any:
-    """Ask every question as ``lm_eval run`` does, and return lm-eval's results; ``None`` on all ranks but the first.
+    """Run the tasks as ``lm_eval run`` does, and return lm-eval's results; ``None`` on all ranks but the first.
 
-    Sets the random states of Python, numpy and torch.
+    Sets the global random states of Python, numpy and torch. All ranks must call it: lm-eval gathers their answers.
 
     Args:
-        model: Of lm-eval.
-        tasks: As ``load_tasks`` returns them; they may have been asked before.
+        model: lm-eval's model.
+        tasks: Tasks as returned by ``load_tasks``; they can be used several times.
         config: Few-shot seed, number of questions and templates.
-        with_errors: Compute standard errors; of some metrics by a bootstrap, which takes seconds.
+        with_errors: Compute standard errors; for some metrics by a bootstrap, which takes seconds.
     """
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(seed=config.seed)
-    # The default of ``lm_eval run``.
+    # The default seeds of ``lm_eval run``.
     random.seed(0)
-    np.random.seed(1234)  # noqa: NPY002 - the one that lm-eval's tasks draw from
+    np.random.seed(1234)  # noqa: NPY002 - the global state, from which lm-eval's tasks sample
     torch.manual_seed(1234)
     return evaluate(
         model,
@@ -125,21 +126,22 @@ def ask_tasks(model: Any, tasks: dict[str, Any], config: EvalConfig, *, with_err
 
 
 def describe_model(config: EvalConfig) -> dict[str, Any]:
-    """Return which model is meant: its name, the base of an adapter, and a hash of its files or its commit.
+    """Return the identity of the model: its name, the base of an adapter, and a hash of its files or its commit.
 
     Raises:
-        ConfigError: It cannot be had, is no language model, or is a checkpoint in shards.
+        ConfigError: The model cannot be found, is not a language model, or is a sharded training checkpoint.
     """
     name, revision = config.model_name_or_path, config.model_revision
     if config.base_url is not None:
         return {"name": name, "endpoint": config.base_url, **_describe_tokenizer(config)}
     folder = Path(name)
     if (folder / "model_shards").is_dir() and not list(folder.glob("*.safetensors")):
-        remedy = f"recipes export {name} FOLDER, and evaluate that"
+        remedy = f"run `recipes export {name} FOLDER`, and evaluate FOLDER"
         raise ConfigError(Problem("model_name_or_path", "is a checkpoint in shards", remedy))
     adapter = find_adapter(name, revision)
-    if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():  # PEFT would look for them on the Hub.
-        remedy = "name a complete adapter; pickled weights could run code: convert them where you trust them"
+    # PEFT would search the Hub for missing weights.
+    if adapter is not None and not (adapter / ADAPTER_WEIGHTS).is_file():
+        remedy = "name a complete adapter; convert pickled weights, which can run code, only if you trust them"
         raise ConfigError(Problem("model_name_or_path", f"{name} has no {ADAPTER_WEIGHTS}", remedy))
     named = ModelConfig(model_name_or_path=name, model_revision=revision, trust_remote_code=config.trust_remote_code)
     if adapter is not None:
@@ -156,16 +158,16 @@ def describe_model(config: EvalConfig) -> dict[str, Any]:
 
 
 def _describe_tokenizer(config: EvalConfig) -> dict[str, Any]:
-    """A tokenizer of another place; the model's own is part of its fingerprint."""
+    """Return the fingerprint of a separate tokenizer; the model's own is part of the model's fingerprint."""
     if config.tokenizer_name_or_path is None:
         return {}
     return {"tokenizer_fingerprint": _fingerprint(Path(config.tokenizer_name_or_path), None)}
 
 
 def _fingerprint(folder: Path, settings: Any) -> str:
-    """The commit of a model of the Hub; of a folder a hash of what decides its answers."""
+    """Return a hash of the decisive files of a folder, or the commit of a model of the Hub, from ``settings``."""
     if not folder.is_dir():
-        # A commit names every file of the Hub; hashing tens of gigabytes would say no more.
+        # A commit identifies every file, without hashing tens of gigabytes.
         return str(getattr(settings, "_commit_hash", None))
     files = sorted(file for pattern in _DECISIVE for file in folder.glob(pattern))
     return _hash([(file.name, hash_file(file)) for file in files])
@@ -176,46 +178,56 @@ def _hash(value: Any) -> str:
 
 
 def _verify_choices(config: EvalConfig, tasks: Mapping[str, Any]) -> None:
-    """Raise for tasks that need log-probabilities, which chat endpoints do not return."""
+    """Verify that no task needs log-probabilities if the endpoint is one of chats, which does not return them.
+
+    Raises:
+        ConfigError: A task needs log-probabilities.
+    """
     if not config.is_chat_endpoint:
         return
     scored = [name for name, task in tasks.items() if task.get_config("output_type") != "generate_until"]
     if scored:
-        found = f"{list_first(scored)} need log-probabilities, which an endpoint of chats does not tell"
-        raise ConfigError(Problem("tasks", found, "leave them out, or name an endpoint of completions"))
+        found = f"{list_first(scored)} need log-probabilities, which a chat endpoint does not return"
+        raise ConfigError(Problem("tasks", found, "remove them, or name a completions endpoint"))
 
 
-def _verify_shares(config: EvalConfig, tasks: Mapping[str, Any], world_size: int) -> None:
-    """Raise if there are more processes than questions: lm-eval reads the first one of each process."""
+def _verify_world_size(config: EvalConfig, tasks: Mapping[str, Any], world_size: int) -> None:
+    """Verify that every rank has a question of each task: lm-eval indexes the first one of each rank.
+
+    Raises:
+        ConfigError: A task has fewer questions than there are processes.
+    """
     for name, task in tasks.items():
         if (number := min(len(task.eval_docs), config.limit or len(task.eval_docs))) < world_size:
-            found = f"{number} questions are shared by {world_size} processes"
-            raise ConfigError(Problem(f"tasks: {name}", found, "start fewer processes, or leave the task out"))
+            found = f"{number} questions are divided among {world_size} processes"
+            raise ConfigError(Problem(f"tasks: {name}", found, "start fewer processes, or remove the task"))
 
 
 def _describe_sample(task: str, sample: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    asked = sample["arguments"]
+    """Return the row of ``samples.jsonl`` of a question and a filter."""
+    requests = sample["arguments"]  # (prompt, choice) or (prompt, settings); one for each choice of a question.
     return {
         "task": task,
         "doc_id": sample["doc_id"],
         "filter": sample["filter"],
-        "prompt": str(getattr(asked[0][0], "prompt", asked[0][0])),
-        "choices": [one[1] for one in asked if len(one) > 1 and isinstance(one[1], str)],
+        # Prompts for chat endpoints are objects of lm-eval, with the JSON of the messages.
+        "prompt": str(getattr(requests[0][0], "prompt", requests[0][0])),
+        "choices": [request[1] for request in requests if len(request) > 1 and isinstance(request[1], str)],
         "target": sample["target"],
         "answers": sample["filtered_resps"],
         "scores": {name: sample[name] for name in sample["metrics"]},
-        "is_cut": any(is_cut(model, arguments) for arguments in asked),
-        # Of the answers as the model gave them: a filter writes "[invalid]" where it finds nothing.
-        "is_empty": all(isinstance(text, str) and not text.strip() for given in sample["resps"] for text in given),
+        "is_cut": any(is_cut(model, arguments) for arguments in requests),
+        # From the unfiltered answers: some filters return "[invalid]" if they find nothing.
+        "is_empty": all(isinstance(text, str) and not text.strip() for texts in sample["resps"] for text in texts),
         "doc_hash": sample["doc_hash"],
         "prompt_hash": sample["prompt_hash"],
     }
 
 
 def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    own = [row for row in rows if row["task"] == task]
-    # A task with several filters has a row for each; questions are counted once.
-    questions = {row["doc_id"]: row for row in own}.values()
+    """Return the entry of a task in ``eval.json``."""
+    # A task with several filters has a row for each of them; questions are counted once.
+    questions = {row["doc_id"]: row for row in rows if row["task"] == task}.values()
     return {
         "scores": read_scores(results["results"][task]),
         "num_questions": len(questions),
@@ -223,7 +235,7 @@ def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str
         "version": results["versions"].get(task),
         "num_cut": sum(row["is_cut"] for row in questions),
         "num_empty": sum(row["is_empty"] for row in questions),
-        # Sorted, because several processes hand over their questions in an order of their own.
+        # Sorted: with several processes, the order of the questions depends on the world size.
         "prompts_hash": _hash(sorted([row["doc_id"], row["prompt_hash"]] for row in questions)),
         "higher_is_better": results["higher_is_better"].get(task, {}),
         "dataset": results["configs"][task].get("dataset_path"),
@@ -233,8 +245,9 @@ def _summarise(task: str, results: Mapping[str, Any], rows: Sequence[Mapping[str
 def _summarise_group(
     name: str, results: Mapping[str, Any], groups: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
+    """Return the entry of a group of tasks in ``eval.json``."""
     members = [task.task_name for task in groups[name].get_all_tasks()]
-    ways = groups[name].aggregate_metric_list or ()
+    aggregations = groups[name].aggregate_metric_list or ()
     return {
         "scores": read_scores(results["groups"][name]),
         "num_questions": len({(row["task"], row["doc_id"]) for row in rows if row["task"] in members}),
@@ -242,29 +255,36 @@ def _summarise_group(
         "version": results["versions"].get(name),
         "dataset": results["configs"][members[0]].get("dataset_path"),
         "tasks": members,
-        "is_weighted_by_size": all(way.weight_by_size for way in ways),
+        "is_weighted_by_size": all(aggregation.weight_by_size for aggregation in aggregations),
     }
 
 
 def read_scores(found: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Metrics with their standard errors, by ``metric`` or, where a filter chose the answer, ``metric, filter``."""
+    """Return the scores of a task with their standard errors: label -> ``{"value": ..., "stderr": ...}``.
+
+    A label is ``metric``, or ``metric, filter`` if a filter selected the answer. A standard error is ``None`` if it is
+    not defined, as for a single question.
+
+    Args:
+        found: Results of a task in lm-eval's form, ``{"metric,filter": value, "metric_stderr,filter": value}``.
+    """
     scores = {}
     for name, value in found.items():
-        metric, comma, chosen = name.partition(",")
+        metric, comma, filter_name = name.partition(",")
         if not comma or metric.endswith("_stderr") or not isinstance(value, int | float):
             continue
-        error = found.get(f"{metric}_stderr,{chosen}")
-        label = metric if chosen == "none" else f"{metric}, {chosen}"
-        stderr = float(error) if isinstance(error, float) and math.isfinite(error) else None  # Of one question: NaN.
+        error = found.get(f"{metric}_stderr,{filter_name}")
+        label = metric if filter_name == "none" else f"{metric}, {filter_name}"
+        stderr = float(error) if isinstance(error, float) and math.isfinite(error) else None
         scores[label] = {"value": float(value), "stderr": stderr}
     return scores
 
 
 def read_samples(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``samples.jsonl``.
+    """Yield the rows of ``samples.jsonl`` in a folder.
 
     Raises:
-        DataError: There is none, or a line of it is broken.
+        DataError: The file is missing, or a line is invalid.
     """
     path = folder / SAMPLES
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Confidence intervals of mean paired differences."""
+"""Confidence intervals of the mean of paired differences."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ from typing import Any, Final
 import numpy as np
 
 NUM_RESAMPLES: Final = 2000
+"""Resamples of the bootstrap."""
 _SEED: Final = 0
 _FEWEST: Final = 6
-"""Smallest number of questions with 2 / 2^n below 5 %."""
+"""Smallest n with 2 / 2^n below 5 %: with fewer questions, no two-sided sign test is significant."""
 
 
 def compute_interval(differences: Any) -> tuple[float, float]:
-    """Return a 95 % interval of the mean of paired differences that does not leave out 0 by too few questions.
+    """Return a conservative 95 % confidence interval, low and high end, of the mean of paired differences.
 
-    Of answers that are right or wrong: the hull of Bonett and Price's interval and of the exact one that belongs to
-    McNemar's test, which leaves out 0 only where that test does. Of other scores: the hull of Student's and of the
-    percentile bootstrap over questions, and all numbers below six, where no sign test reaches 5 %.
+    For differences of -1, 0 and 1 (right or wrong answers): the union of Bonett and Price's interval and the exact one
+    of McNemar's test, which excludes 0 only if that test is significant. For other scores: the union of Student's
+    interval and the percentile bootstrap over questions; infinite for fewer than six questions.
 
     Args:
-        differences: ``(N,)``, a difference for each question.
+        differences: Difference for each question, ``(N,)``.
 
-    Source: Bonett and Price 2012; McNemar 1947 (``scipy.stats.binomtest``); Efron 1979. Coverage and the tests they
-    stand for in ``tests/evaluation/test_intervals.py``.
+    Source: Bonett and Price 2012; McNemar 1947 (``scipy.stats.binomtest``); Efron 1979. Coverage is tested in
+    ``tests/evaluation/test_intervals.py``.
     """
-    from scipy import stats  # Takes a third of a second, which `recipes check --help` would wait for.
+    from scipy import stats  # Takes a third of a second to import, which `recipes check --help` would wait for.
 
     number = len(differences)
     if number < 2:
@@ -34,10 +35,11 @@ def compute_interval(differences: Any) -> tuple[float, float]:
         return _bound_proportions(int((differences > 0).sum()), int((differences < 0).sum()), number)
     if number < _FEWEST:
         return -np.inf, np.inf
+    # Seeded, so that the same scores always give the same interval.
     draw = np.random.default_rng(_SEED)
-    # A resample at a time: of 14,000 questions all of them at once would take gigabytes.
+    # One resample at a time: all at once would take gigabytes for 14,000 questions.
     means = [differences[draw.integers(0, number, number)].mean() for _ in range(NUM_RESAMPLES)]
-    # Both tails of 95 %. The wider interval counts: the bootstrap is too narrow for few questions.
+    # The bootstrap interval is too narrow for few questions, and Student's ignores skewness: their union is returned.
     ends = np.quantile(means, [0.025, 0.975])
     reach = stats.t.ppf(0.975, number - 1) * differences.std(ddof=1) / number**0.5
     mean = differences.mean()
@@ -45,14 +47,16 @@ def compute_interval(differences: Any) -> tuple[float, float]:
 
 
 def _bound_proportions(gained: int, lost: int, number: int) -> tuple[float, float]:
+    """Return the interval of ``(gained - lost) / number`` for ``number`` right or wrong answers."""
     from scipy import stats
 
-    # Bonett and Price add one to both counts, and two to the number.
+    # Bonett and Price: a Wald interval after adding one to both counts and two to the number (Laplace).
     more, less = (gained + 1) / (number + 2), (lost + 1) / (number + 2)
     reach = stats.norm.ppf(0.975) * ((more + less - (more - less) ** 2) / (number + 2)) ** 0.5
     low, high = more - less - reach, more - less + reach
     if changed := gained + lost:
-        # Given which answers changed, the number gained is binomial: 2 p - 1 of them, as a share of all questions.
+        # McNemar: given the answers that changed, the number gained is binomial with share p. Gained minus lost is
+        # (2 p - 1) * changed.
         exact = stats.binomtest(gained, changed).proportion_ci(0.95, "exact")
         low = min(low, (2 * exact.low - 1) * changed / number)
         high = max(high, (2 * exact.high - 1) * changed / number)

@@ -15,19 +15,19 @@ _IDS: Final = ("question_id", "uid", "id")
 _TEXTS: Final = ("prompt", "question", "instruction")
 _ANSWERS: Final = ("answers", "answer", "output", "completion", "response")
 MAX_TURNS: Final = 64
-"""Turns of a question; the seed of an answer counts them."""
+"""Numbers reserved for the answers to a question, from which their seeds are computed."""
 _SHAPES: Final = "write `turns`, `prompt`, `question`, `instruction` or `messages`"
 _ANSWER_SHAPES: Final = "write `choices`, `messages`, `answers`, `output`, `answer`, `completion` or `response`"
 
 
 class Question(NamedTuple):
-    """What is asked.
+    """A question of one or several turns.
 
     Attributes:
-        id: Its id; without one, the number of its row.
-        category: ``None`` without one.
-        context: Messages before the first turn, a system prompt among them.
-        turns: The user's turns, each answered before the next one is asked.
+        id: Id of the row; its number if it has none.
+        category: Category of the question; ``None`` without one.
+        context: Messages before the first turn, such as a system prompt.
+        turns: Messages of the user, each sent after the answer to the previous one.
         references: Right answers to the turns; may be empty.
     """
 
@@ -38,7 +38,7 @@ class Question(NamedTuple):
     references: Sequence[str] = ()
 
     def build_chat(self, answers: Sequence[str] = ()) -> list[Message]:
-        """Return the chat up to the turn after these answers; with all answers, the whole of it."""
+        """Return the chat with ``answers`` to the first turns, up to the next unanswered turn, if there is one."""
         chat = list(self.context)
         for at, turn in enumerate(self.turns[: len(answers) + 1]):
             chat.append({"role": "user", "content": turn})
@@ -51,13 +51,13 @@ def read_question(columns: Mapping[str, Any], number: int, where: str) -> Questi
     """Return the question in a row.
 
     Args:
-        columns: ``turns`` (MT-Bench, Arena-Hard), ``prompt`` (a text or messages), ``question``, ``instruction`` with
-            or without ``input``, or ``messages``, whose last answer is the reference.
-        number: Of the row.
-        where: Its place, for errors.
+        columns: ``turns`` (MT-Bench, Arena-Hard), ``prompt`` (a text, texts of turns, or messages), ``question``,
+            ``instruction`` with or without ``input``, or ``messages``; a final answer in messages is the reference.
+        number: Number of the row.
+        where: Place of the row, for errors.
 
     Raises:
-        DataError: There is no question in it.
+        DataError: The row has no question.
     """
     context: list[Message] = []
     references = [text for text in _to_texts(columns.get("reference")) if text]
@@ -68,10 +68,14 @@ def read_question(columns: Mapping[str, Any], number: int, where: str) -> Questi
     elif texts and columns.get("input"):
         texts = [f"{texts[0]}\n\n{columns['input']}"]
     elif not texts and _is_chat(messages):
-        given = list(messages)
-        if given[-1]["role"] == "assistant":
-            references = references or [str(given.pop()["content"])]
-        context, texts = given[:-1], [str(given[-1]["content"])] if given else []
+        chat = list(messages)
+        if chat[-1]["role"] == "assistant":
+            answer = "".join(_to_texts(chat.pop()["content"]))
+            references = references or [answer]
+        # A content is a text, or a list of parts with a text each.
+        context, texts = chat[:-1], ["".join(_to_texts(chat[-1]["content"]))] if chat else []
+    elif not texts and isinstance(messages, list) and all(isinstance(turn, str) for turn in messages):
+        texts = messages
     if not texts or not all(text.strip() for text in texts):
         raise DataError(Problem(where, "has no question", _SHAPES))
     category = columns.get("category")
@@ -83,37 +87,34 @@ def read_answers(columns: Mapping[str, Any], where: str) -> list[str]:
 
     Args:
         columns: ``choices`` with ``turns`` (MT-Bench, Arena-Hard), ``messages``, ``answers``, or a text.
-        where: Its place, for errors.
+        where: Place of the row, for errors.
 
     Raises:
-        DataError: There is none.
+        DataError: The row has no answer.
     """
     choices, messages = columns.get("choices"), columns.get("messages") or ()
     answers = next((_to_texts(columns[name]) for name in _ANSWERS if columns.get(name) is not None), [])
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
         answers = _to_texts(choices[0].get("turns"))
     elif _is_chat(messages):
-        answers = [text for turn in messages if turn["role"] == "assistant" for text in _to_texts(turn["content"])]
+        answers = ["".join(_to_texts(turn["content"])) for turn in messages if turn["role"] == "assistant"]
     if not answers:
         raise DataError(Problem(where, "has no answer", _ANSWER_SHAPES))
     return answers
 
 
 def _is_chat(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(turn, dict) and "role" in turn and "content" in turn for turn in value)
-    )
+    turns = value if isinstance(value, list) else []
+    return bool(turns) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns)
 
 
 def _to_texts(value: Any) -> list[str]:
-    """Texts of a text, of objects with ``content`` or ``answer``, or of a list of these."""
+    """Return the texts of a string, of an object with ``content``, ``answer`` or ``text``, or of a list of these."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        return _to_texts(value.get("content", value.get("answer")))
-    return [text for one in value for text in _to_texts(one)] if isinstance(value, list) else []
+        return _to_texts(value.get("content", value.get("answer", value.get("text"))))
+    return [text for item in value for text in _to_texts(item)] if isinstance(value, list) else []
 
 
 def _read_id(columns: Mapping[str, Any], number: int) -> str:
@@ -121,14 +122,15 @@ def _read_id(columns: Mapping[str, Any], number: int) -> str:
 
 
 def load_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """Read a file of questions, JSON Lines.
+    """Read a JSON Lines file of questions.
 
     Args:
-        path: The file.
-        limit: The first ones; ``None``: all.
+        path: Path of the file.
+        limit: Number of rows to read; ``None`` for all.
 
     Raises:
-        DataError: It cannot be read, rows have no question, or two have one id; all of them.
+        DataError: The file cannot be read, rows have no question, or several rows have the same id. All problems are
+            reported together.
     """
     found, problems = list[Question](), list[Problem]()
     for number, where, columns in _read_rows(path):
@@ -141,61 +143,61 @@ def load_questions(path: Path, limit: int | None = None) -> list[Question]:
 
 
 def load_answers(path: Path, questions: Sequence[Question]) -> list[list[str]]:
-    """Read the answers to questions from a file, JSON Lines, by their ids.
+    """Read the answers to ``questions``, matched by id, from a JSON Lines file.
 
     Raises:
-        DataError: It cannot be read, answers are missing or repeated, or have fewer turns than their question.
+        DataError: The file cannot be read, answers are missing or repeated, or their number is not that of the turns.
     """
     rows = list(_read_rows(path))
     ids = [_read_id(columns, number) for number, _, columns in rows]
-    asked = {question.id: len(question.turns) for question in questions}
-    found, problems = dict[str, list[str]](), list(_find_repeated(ids, path))
+    num_turns = {question.id: len(question.turns) for question in questions}
+    answers, problems = dict[str, list[str]](), list(_find_repeated(ids, path))
     for name, (_, where, columns) in zip(ids, rows, strict=True):
-        if name not in asked:
+        if name not in num_turns:
             continue
         with collecting(problems):
-            found[name] = read_answers(columns, where)
-            if len(found[name]) != asked[name]:
-                told = f"{len(found[name])} answers to a question of {asked[name]} turns"
-                problems.append(Problem(where, told, "write an answer for each turn"))
+            answers[name] = read_answers(columns, where)
+            if len(answers[name]) != num_turns[name]:
+                found = f"{len(answers[name])} answers to a question of {num_turns[name]} turns"
+                problems.append(Problem(where, found, "write an answer for each turn"))
     if missing := [question.id for question in questions if question.id not in ids]:
-        told = f"{len(missing):,} of {len(questions):,} questions have no answer: {list_first(missing)}"
-        problems.append(Problem(str(path), told, "write answers with the `question_id` of each question"))
+        found = f"{len(missing):,} of {len(questions):,} questions have no answer: {list_first(missing)}"
+        problems.append(Problem(str(path), found, "write answers with the `question_id` of each question"))
     raise_problems(problems, str(path))
-    return [found[question.id] for question in questions]
+    return [answers[question.id] for question in questions]
 
 
 def ask_questions(engine: Answerer, questions: Sequence[Question], numbers: Iterable[int]) -> list[list[str]]:
-    """Return a model's answers to each turn of questions.
+    """Return a model's answers to all turns of questions, without reasoning.
 
     Args:
         engine: The model.
-        questions: Several, whose turns are asked together.
-        numbers: Of the questions.
+        questions: Questions, each turn of which is asked in one batch.
+        numbers: Numbers of the questions, which determine the seeds of the answers.
 
     Raises:
         DataError: A question cannot be answered.
     """
     answers: list[list[str]] = [[] for _ in questions]
-    places = list(numbers)
+    numbers = list(numbers)
     for turn in range(max(len(question.turns) for question in questions)):
-        open_ = [at for at, question in enumerate(questions) if turn < len(question.turns)]
-        chats = [questions[at].build_chat(answers[at]) for at in open_]
-        # All open questions of a turn together; each turn of each question has a number of its own.
-        replies = engine.answer(chats, [places[at] * MAX_TURNS + turn for at in open_])
-        failed = []
-        for at, reply in zip(open_, replies, strict=True):
-            answers[at].append(split_reasoning(reply.text)[1])  # It is neither judged nor read in the next turn.
+        active = [at for at, question in enumerate(questions) if turn < len(question.turns)]
+        chats = [questions[at].build_chat(answers[at]) for at in active]
+        replies = engine.answer(chats, [numbers[at] * MAX_TURNS + turn for at in active])
+        problems = []
+        for at, reply in zip(active, replies, strict=True):
+            # Reasoning is not judged, and templates do not show it to the model in the next turn.
+            answers[at].append(split_reasoning(reply.text)[1])
             if reply.error is not None:
                 found = f"cannot be answered: {reply.error}"
-                failed.append(Problem(f"question {questions[at].id}", found, "remove it, or change lengths"))
-        # All of the turn at once, and before the next turn costs anything.
-        raise_problems(failed, "questions")
+                problems.append(Problem(f"question {questions[at].id}", found, "remove it, or change lengths"))
+        # All problems of a turn together, before the next turn costs anything.
+        raise_problems(problems, "questions")
     return answers
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield number, place and columns of each row.
+    """Yield the number, the place for errors, and the columns of each row.
 
     Raises:
         DataError: The file is missing or empty, or a line is not a JSON object.
@@ -212,4 +214,4 @@ def _read_rows(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
 
 def _find_repeated(ids: Sequence[str], path: Path) -> Iterator[Problem]:
     if repeated := [name for name, count in Counter(ids).items() if count > 1]:
-        yield Problem(str(path), f"ids stand in several rows: {list_first(repeated)}", "give each row its own id")
+        yield Problem(str(path), f"several rows have the same id: {list_first(repeated)}", "give each row its own id")

@@ -1,7 +1,8 @@
-"""Judges of answers: a reward model, or a model behind an endpoint with an editable prompt and a strict verdict.
+"""Judges of answers: a reward model, or a language model with an editable prompt (LLM-as-a-judge).
 
-Pairs are judged in both orders: only what both orders say is a verdict, and what they contradict each other in is a
-tie (Zheng et al. 2023, arXiv 2306.05685, section 3.4). A text without a verdict counts as unparsable, never as a tie.
+A language model compares two answers in both orders, against position bias: a win in both orders is a verdict, and a
+contradiction is a tie (Zheng et al. 2023, arXiv 2306.05685, section 3.4). A text without a verdict counts as
+unparsable, never as a tie.
 """
 
 from __future__ import annotations
@@ -27,28 +28,29 @@ if TYPE_CHECKING:
 
 Outcome = Literal["base", "other", "tie"]
 Answers = Sequence[Sequence[str]]
-"""Of each question, an answer to each turn."""
+"""For each question, the answers to its turns."""
 PROMPTS: Final = Path(__file__).with_name("judge_prompts")
 """Shipped prompts: ``pairwise.yaml`` and ``grade.yaml``."""
 _GRADE: Final = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*\]\]")
 _PLACES: Final[tuple[Mapping[str, Outcome], ...]] = (
     {"first": "base", "second": "other", "tie": "tie"},
-    # In the second order the answer of the base stands in second place.
+    # In the second order, the answer of the base is the second one.
     {"first": "other", "second": "base", "tie": "tie"},
 )
+"""Outcome of each verdict, in both orders."""
 _TEMPLATE_FIELDS: Final = {"system": str, "user": str}
 
 
 class Judgment(NamedTuple):
-    """What a judge says of two answers to a question.
+    """Verdict on two answers to a question.
 
     Attributes:
-        winner: ``tie`` where the orders contradict each other; ``None`` where one of them has no verdict.
-        orders: The winner with the answer of the base first, and with the other one first; of a reward model, which
-            reads each answer alone, one entry.
-        details: What the judge wrote, or the two rewards.
-        num_prompt_tokens: Of the judge.
-        num_tokens: Of the judge's texts.
+        winner: The better answer; ``tie`` also if the orders contradict each other; ``None`` without a verdict in one.
+        orders: The winner with the base's answer first, and with the other's first; one entry for a reward model,
+            which scores each answer separately.
+        details: The judge's texts, or the two rewards.
+        num_prompt_tokens: Tokens of the judge's prompts.
+        num_tokens: Tokens of the judge's texts.
     """
 
     winner: Outcome | None
@@ -59,14 +61,21 @@ class Judgment(NamedTuple):
 
 
 def combine_orders(orders: Sequence[Outcome | None]) -> Outcome | None:
-    """Return what all orders say; a tie where they contradict each other, ``None`` where one has no verdict."""
+    """Return the common verdict of all orders; a tie if they contradict each other, ``None`` if one has no verdict."""
     if None in orders:
         return None
     return orders[0] if len(set(orders)) == 1 else "tie"
 
 
 class Grade(NamedTuple):
-    """Grade of an answer; ``None`` where there is none, with what the judge wrote."""
+    """Grade of an answer.
+
+    Attributes:
+        value: The grade, or a reward; ``None`` without one.
+        text: The judge's text; empty for a reward model.
+        num_prompt_tokens: Tokens of the judge's prompt.
+        num_tokens: Tokens of the judge's text.
+    """
 
     value: float | None
     text: str
@@ -78,28 +87,32 @@ class Grade(NamedTuple):
 class RewardJudge:
     """A reward model as judge: the answer with the higher reward is better.
 
-    Answers that are longer than its positions have no verdict.
+    Chats that exceed the model's positions have no verdict.
+
+    Attributes:
+        model: The reward model.
+        identity: Name and hashes of the weights, which ``describe`` returns.
     """
 
     model: RewardModel
     identity: Mapping[str, Any]
 
     def describe(self) -> dict[str, Any]:
-        """Return its name and what identifies its weights."""
+        """Return the model's name and hashes of its weights, as JSON values."""
         return dict(self.identity)
 
     def compare(
         self, questions: Sequence[Question], base: Answers, other: Answers, numbers: Sequence[int]
     ) -> list[Judgment]:
-        """Compare two answers to each question.
+        """Compare two answers to each question; ``numbers``, the numbers of the questions, have no effect.
 
         Raises:
             ConfigError: As ``RewardModel.score``.
             DataError: As ``RewardModel.score``.
         """
-        one, two = (self.grade(questions, answers, numbers) for answers in (base, other))
+        grades = (self.grade(questions, answers, numbers) for answers in (base, other))
         found = []
-        for first, second in zip(one, two, strict=True):
+        for first, second in zip(*grades, strict=True):
             winner: Outcome | None = None
             if first.value is not None and second.value is not None:
                 winner = "tie" if first.value == second.value else "base" if first.value > second.value else "other"
@@ -113,22 +126,23 @@ class RewardJudge:
             ConfigError: As ``RewardModel.score``.
             DataError: As ``RewardModel.score``.
         """
-        given: list[Any] = [question.build_chat(said) for question, said in zip(questions, answers, strict=True)]
-        if self.model.tokenizer.chat_template is None and all(len(chat) == 2 for chat in given):
-            given = [(chat[0]["content"], chat[1]["content"]) for chat in given]
-        # NaN instead of an error for an answer beyond the positions: it has no verdict, the others have.
-        scores = self.model.score(given, where=[f"question {question.id}" for question in questions], overlong="nan")
+        chats: list[Any] = [question.build_chat(turns) for question, turns in zip(questions, answers, strict=True)]
+        # Without a chat template, a prompt and its answer are concatenated.
+        if self.model.tokenizer.chat_template is None and all(len(chat) == 2 for chat in chats):
+            chats = [(chat[0]["content"], chat[1]["content"]) for chat in chats]
+        # `nan`: a chat that exceeds the positions must not end the comparison of the others.
+        scores = self.model.score(chats, where=[f"question {question.id}" for question in questions], overlong="nan")
         return [Grade(None if math.isnan(score) else score, "") for score in scores]
 
 
 @dataclass(frozen=True)
 class PromptedJudge:
-    """A model that is asked for a verdict by a prompt.
+    """A language model as judge.
 
     Attributes:
         engine: The model.
-        pairwise: File of the prompt that compares; ``system``, ``user`` and ``verdicts``.
-        grading: File of the prompt that grades; ``system``, ``user`` and ``scale``.
+        pairwise: Prompt file for comparisons, with ``system``, ``user`` and ``verdicts``.
+        grading: Prompt file for grades, with ``system``, ``user`` and ``scale``.
     """
 
     engine: Answerer
@@ -136,25 +150,30 @@ class PromptedJudge:
     grading: Path = PROMPTS / "grade.yaml"
 
     def describe(self) -> dict[str, Any]:
-        """Return the model and both prompts."""
+        """Return the settings of the model and both prompts, as JSON values.
+
+        Raises:
+            ConfigError: A prompt file is invalid.
+        """
         pairwise, grading = self._load_pairwise(), self._load_grading()
         return {"judge": self.engine.describe(), "pairwise": pairwise, "grading": grading}
 
     def _load_pairwise(self) -> dict[str, Any]:
         found = load_prompt_file(self.pairwise, {**_TEMPLATE_FIELDS, "verdicts": dict})
-        outcomes = ("first", "second", "tie")
-        if not found["user"] or not found["verdicts"] or set(found["verdicts"].values()) - {*outcomes}:
-            remedy = f"write `user`, and `verdicts` from marks to {', '.join(outcomes)}"
+        outcomes, verdicts = ("first", "second", "tie"), found["verdicts"] or {}
+        is_valid = all(isinstance(mark, str) and mark and verdict in outcomes for mark, verdict in verdicts.items())
+        if not found["user"] or not verdicts or not is_valid:
+            remedy = f"write `user`, and `verdicts` from marks, which are texts, to {', '.join(outcomes)}"
             raise ConfigError(Problem(str(self.pairwise), "has no prompt, or no verdicts", remedy))
         return found
 
     def _load_grading(self) -> dict[str, Any]:
         found = load_prompt_file(self.grading, {**_TEMPLATE_FIELDS, "scale": list})
         scale = found["scale"] or []
-        if not found["user"] or len(scale) != 2 or not all(isinstance(end, int | float) for end in scale):
-            raise ConfigError(
-                Problem(str(self.grading), "has no prompt, or no scale", "write `user`, `scale: [1, 10]`")
-            )
+        is_range = len(scale) == 2 and all(isinstance(end, int | float) for end in scale) and scale[0] < scale[1]
+        if not found["user"] or not is_range:
+            remedy = "write `user`, and `scale: [1, 10]`, the lowest grade first"
+            raise ConfigError(Problem(str(self.grading), "has no prompt, or no scale", remedy))
         return found
 
     def compare(
@@ -162,29 +181,36 @@ class PromptedJudge:
     ) -> list[Judgment]:
         """Compare two answers to each question in both orders.
 
+        Args:
+            questions: The questions.
+            base: Answers of the base model.
+            other: Answers of the other model.
+            numbers: Number of each question, which determines the seed of the judge's texts.
+
         Raises:
-            ConfigError: The prompt is wrong, or the engine fails.
+            ConfigError: The prompt file is invalid, or the engine fails.
         """
         prompt, chats = self._load_pairwise(), list[Chat]()
         for question, one, two in zip(questions, base, other, strict=True):
-            # Both orders of a question stand side by side: replies are read in pairs below.
+            # The two orders of a question are adjacent: replies are processed in pairs below.
             for first, second in ((one, two), (two, one)):
                 chats.append(_build_chat(prompt, self.pairwise, question, first=first, second=second))
+        # Different seeds for the two orders.
         replies = self.engine.answer(chats, [2 * number + order for number in numbers for order in (0, 1)])
         judgments = []
         for pair in zip(replies[::2], replies[1::2], strict=True):
-            said = [parse_verdict(reply.text, prompt["verdicts"]) for reply in pair]
-            orders = [None if mark is None else named[mark] for mark, named in zip(said, _PLACES, strict=True)]
+            verdicts = [parse_verdict(reply.text, prompt["verdicts"]) for reply in pair]
+            orders = [outcomes.get(verdict or "") for verdict, outcomes in zip(verdicts, _PLACES, strict=True)]
             tokens = (sum(reply.num_prompt_tokens for reply in pair), sum(reply.num_tokens for reply in pair))
             details = [reply.text if reply.error is None else f"error: {reply.error}" for reply in pair]
             judgments.append(Judgment(combine_orders(orders), orders, details, *tokens))
         return judgments
 
     def grade(self, questions: Sequence[Question], answers: Answers, numbers: Sequence[int]) -> list[Grade]:
-        """Grade an answer to each question.
+        """Grade an answer to each question; arguments as for ``compare``.
 
         Raises:
-            ConfigError: The prompt is wrong, or the engine fails.
+            ConfigError: The prompt file is invalid, or the engine fails.
         """
         prompt = self._load_grading()
         chats = [
@@ -209,42 +235,42 @@ def _build_chat(prompt: Mapping[str, Any], path: Path, question: Question, **ans
 
 
 def parse_verdict(text: str, verdicts: Mapping[str, str]) -> str | None:
-    """Return the verdict in a judge's text; ``None`` without one, or where several contradict each other.
+    """Return the verdict in a judge's text; ``None`` if there is none, or several contradict each other.
 
     Args:
-        text: Of the judge; its reasoning in ``<think>`` does not count.
+        text: The judge's text; its reasoning, before ``</think>``, is ignored.
         verdicts: Mark -> ``first``, ``second`` or ``tie``.
 
-    Source: the rule of Arena-Hard, whose judge must not say two things.
+    Source: the rule of Arena-Hard, where contradictory marks are invalid.
     """
-    # Longest first: a regular expression takes the first alternative that fits, and marks may begin alike.
+    # Longest first: a regular expression takes the first alternative that matches, and a mark can be a prefix.
     pattern = "|".join(re.escape(mark) for mark in sorted(verdicts, key=len, reverse=True))
     marks = re.findall(pattern, split_reasoning(text)[1])
-    said = {verdicts[mark] for mark in marks}
-    return said.pop() if len(said) == 1 else None
+    found = {verdicts[mark] for mark in marks}
+    return found.pop() if len(found) == 1 else None
 
 
 def parse_grade(text: str, lowest: float, highest: float) -> float | None:
-    """Return the grade in a judge's text; ``None`` without one, where several differ, or off the scale."""
-    said = {float(number) for number in _GRADE.findall(split_reasoning(text)[1])}
-    grade = said.pop() if len(said) == 1 else None
+    """Return the grade ``[[N]]`` in a judge's text; ``None`` without one, if several differ, or outside the scale."""
+    found = {float(number) for number in _GRADE.findall(split_reasoning(text)[1])}
+    grade = found.pop() if len(found) == 1 else None
     return grade if grade is not None and lowest <= grade <= highest else None
 
 
 class WinRate(NamedTuple):
-    """How often the other answers win against those of the base, ties counted half.
+    """Win rate of the other model against the base model; a tie is half a win.
 
     Attributes:
-        num_questions: With a verdict.
-        num_wins: Of the other one.
-        num_ties: Contradictions between the orders among them.
-        num_losses: Of the other one.
+        num_questions: Questions with a verdict.
+        num_wins: Wins of the other model.
+        num_ties: Ties, including contradictions between the orders.
+        num_losses: Losses of the other model.
         num_unparsable: Questions without a verdict, which are excluded.
-        win_rate: ``(wins + ties / 2) / questions``; ``None`` without a question.
-        low: Lower end of its 95 % confidence interval.
-        high: Upper end.
-        position_agreement: Share of the questions with a verdict in both orders in which these are equal; ``None`` of
-            a reward model.
+        win_rate: ``(wins + ties / 2) / questions``; ``None`` without questions.
+        low: Lower end of the 95 % confidence interval of ``win_rate``.
+        high: Upper end of this interval.
+        position_agreement: Share of the questions with a verdict on which both orders agree; ``None`` for a reward
+            model.
     """
 
     num_questions: int
@@ -259,19 +285,20 @@ class WinRate(NamedTuple):
 
 
 def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome | None]]]) -> WinRate:
-    """Return the win rate over judgments, each a winner and its orders.
+    """Return the win rate over judgments, given as pairs of ``winner`` and ``orders``.
 
-    Source: the win rate is ``(1 + d) / 2`` for the mean ``d`` of +1, 0 and -1, whose interval is ``compute_interval``.
+    It is ``(1 + d) / 2`` for the mean ``d`` of +1 (win), 0 (tie) and -1 (loss), whose interval is that of
+    ``compute_interval``.
     """
     counts = Counter(winner for winner, _ in judgments)
-    # A reward model has one entry: it cannot prefer a position.
+    # A reward model has one order only, and no position bias.
     swapped = [orders for winner, orders in judgments if winner is not None and len(orders) > 1]
     agreement = sum(len(set(orders)) == 1 for orders in swapped) / len(swapped) if swapped else None
     number = counts["other"] + counts["tie"] + counts["base"]
     found = (number, counts["other"], counts["tie"], counts["base"], counts[None])
     if not number:
         return WinRate(*found, None, None, None, agreement)
-    # Order does not matter: the interval reads the values alone.
+    # In any order, on which the interval does not depend.
     differences = [1.0] * counts["other"] + [0.0] * counts["tie"] + [-1.0] * counts["base"]
     low, high = compute_interval(np.array(differences))
     mean = (counts["other"] - counts["base"]) / number
@@ -279,10 +306,10 @@ def compute_win_rate(judgments: Sequence[tuple[Outcome | None, Sequence[Outcome 
 
 
 def split_place(place: str) -> tuple[str, str] | None:
-    """Split ``URL#NAME`` into the address of an endpoint and the name of its model; ``None`` of a folder or Hub id.
+    """Split ``URL#NAME`` into the address of an endpoint and the name of a model; ``None`` for a folder or Hub id.
 
     Raises:
-        ConfigError: The address has no name.
+        ConfigError: ``#NAME`` is missing.
     """
     if not place.startswith(("http://", "https://")):
         return None
@@ -293,10 +320,10 @@ def split_place(place: str) -> tuple[str, str] | None:
 
 
 def verify_reward_model(name: str) -> None:
-    """Raise if there is no such reward model, before anything else is computed for it.
+    """Verify that a reward model exists, by loading its configuration only.
 
     Raises:
-        ConfigError: Its configuration cannot be loaded.
+        ConfigError: The configuration cannot be loaded.
     """
     from recipes_lib.models.heads.scoring import find_saved
     from recipes_lib.models.loading import load_model_config
@@ -326,11 +353,14 @@ def judge_grade(
     ["recipes_lib.evaluation.judges:judge_grade(base_url='http://localhost:8000/v1', model='JUDGE')"]``.
 
     Args:
-        base_url: Endpoint of the judge.
-        model: Its name there.
-        reference: Column with the right answer, if the dataset has it.
-        prompt: File of the prompt.
-        **options: Further attributes of ``Endpoint``.
+        base_url: Address of the judge's endpoint.
+        model: Name of the judge at the endpoint.
+        reference: Column with the right answer; may be missing in the dataset.
+        prompt: Path of a prompt file; default: the shipped ``grade.yaml``.
+        **options: Other attributes of ``Endpoint``.
+
+    Raises:
+        ConfigError: An attribute or the prompt file is invalid.
     """
     grading = Path(prompt) if prompt else PROMPTS / "grade.yaml"
     judge = PromptedJudge(Endpoint(base_url, model, **options), grading=grading)
@@ -352,36 +382,39 @@ def judge_preference(
     An answer without a verdict, or whose row has no answer to compare with, has no reward (``None``).
 
     Args:
-        base_url: Endpoint of the judge.
-        model: Its name there.
-        baseline: Column with the answer to win against.
-        prompt: File of the prompt.
-        **options: Further attributes of ``Endpoint``.
+        base_url: Address of the judge's endpoint.
+        model: Name of the judge at the endpoint.
+        baseline: Column with the answer to compare with.
+        prompt: Path of a prompt file; default: the shipped ``pairwise.yaml``.
+        **options: Other attributes of ``Endpoint``.
+
+    Raises:
+        ConfigError: An attribute or the prompt file is invalid.
     """
     pairwise = Path(prompt) if prompt else PROMPTS / "pairwise.yaml"
     judge = PromptedJudge(Endpoint(base_url, model, **options), pairwise=pairwise)
-    judge.describe()
+    judge.describe()  # Verifies the prompt file.
 
     def prefer(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         if baseline not in columns:
             raise KeyError(f"the dataset has no column {baseline!r}; name the baseline's by baseline='...'")
-        # A row without a baseline costs no request, and has no reward.
+        # Rows without a baseline have no reward, and cost no request.
         known = [at for at, answer in enumerate(columns[baseline]) if answer]
         rewards: list[float | None] = [None] * len(prompts)
         if known:
             questions = _read_prompts([prompts[at] for at in known], None)
             base, other = ([[_read_text(column[at])] for at in known] for column in (columns[baseline], completions))
-            worth = {"other": 1.0, "tie": 0.5, "base": 0.0, None: None}
+            values = {"other": 1.0, "tie": 0.5, "base": 0.0, None: None}
             for at, judgment in zip(known, judge.compare(questions, base, other, known), strict=True):
-                rewards[at] = worth[judgment.winner]
+                rewards[at] = values[judgment.winner]
         return rewards
 
     return prefer
 
 
 def _read_prompts(prompts: Sequence[Any], references: Sequence[Any] | None) -> list[Question]:
-    given = references or [None] * len(prompts)
-    rows = [{"prompt": prompt, "reference": right} for prompt, right in zip(prompts, given, strict=True)]
+    references = references or [None] * len(prompts)
+    rows = [{"prompt": prompt, "reference": right} for prompt, right in zip(prompts, references, strict=True)]
     return [read_question(row, number, f"prompt {number}") for number, row in enumerate(rows)]
 
 

@@ -1,4 +1,4 @@
-"""Prompt templates in YAML files that a user can copy and edit: of judges and of ``recipes synthesize``."""
+"""Prompt templates of judges and of ``recipes synthesize``, in YAML files that a user can copy and edit."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import StrictUndefined, TemplateError
+from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from recipes_lib.errors import ConfigError, Problem
 
 
 def load_prompt_file(path: Path, fields: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """Return the fields of a prompt file.
+    """Return the fields of a prompt file; missing ones are ``None``.
 
     Args:
-        path: A YAML file.
-        fields: The fields that it may have, and their types; those that are missing are ``None``.
+        path: Path of a YAML file.
+        fields: Allowed fields and their types.
 
     Raises:
-        ConfigError: It cannot be read, is not YAML, or has other fields.
+        ConfigError: The file cannot be read, is not YAML, or has unknown fields or fields of another type.
     """
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        told = " ".join(str(error).split())[:300]
-        raise ConfigError(Problem(str(path), f"cannot be read: {told}", "name a YAML file")) from error
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or an impossible date.
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(Problem(str(path), f"cannot be read: {reason}", "name a YAML file")) from error
     if not isinstance(found, dict):
         raise ConfigError(Problem(str(path), "is not a mapping", f"write {', '.join(fields)}"))
     problems = [
@@ -47,26 +47,26 @@ def load_prompt_file(path: Path, fields: Mapping[str, type | tuple[type, ...]]) 
 
 
 def render_prompt(template: str, where: str, values: Mapping[str, Any]) -> str:
-    """Return a template with its values; values are text, whatever braces they have.
+    """Return a rendered template; braces in values are not interpreted.
 
     Args:
-        template: Of Jinja, without access to Python's internals.
-        where: Its place, for errors.
-        values: By name.
+        template: Jinja template, rendered in a sandbox.
+        where: Place of the template, for errors.
+        values: Name -> value.
 
     Raises:
-        ConfigError: It is no template, or names a value that does not exist.
+        ConfigError: The template has a syntax error, names an unknown value, or fails with these values.
     """
     try:
         return str(_compile(template).render(**values)).strip()
-    except TemplateError as error:
+    except Exception as error:  # A template is a program, which can raise anything.
         names = ", ".join(values)
         raise ConfigError(Problem(where, f"its template fails: {error}", f"the values are {names}")) from error
 
 
-# A judge renders the same few templates once for each answer.
+# Cached, because a judge renders the same few templates for each answer.
 @functools.lru_cache(maxsize=256)
 def _compile(template: str) -> Any:
-    # StrictUndefined: a misspelt value is an error, not an empty text. Blocks leave no blank lines in a prompt.
+    # StrictUndefined: a misspelt value is an error, not an empty text. The block options remove lines of tags.
     environment = SandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(template)

@@ -1,4 +1,4 @@
-"""Paired comparison of models on the same questions: differences, confidence intervals, verdict."""
+"""Paired comparison of models on the same questions: differences, confidence intervals, verdicts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Verdict = Literal["better", "worse", "same", "not comparable"]
 
 
 class Difference(NamedTuple):
-    """A score of two models on the questions that both were asked.
+    """Scores of two models on the questions that both have answered.
 
     Attributes:
-        task: Its name, or that of a group of tasks.
-        metric: With the filter that chose the answer, if one did.
-        model: The model that is compared; its folder of scores where two have one name.
-        num_questions: Those that both were asked, by the same prompts.
-        base: Mean of the first evaluation.
-        other: Mean of this one.
+        task: Name of a task or of a group of tasks.
+        metric: Metric, with the filter that selected the answer, if any.
+        model: Name of the compared model, or the folder of its scores if names are missing or equal.
+        num_questions: Questions that both models were asked, with the same prompts.
+        base: Mean score of the first evaluation.
+        other: Mean score of the compared model.
         low: Lower end of the 95 % confidence interval of the mean difference.
-        high: Upper end.
-        verdict: ``better`` or ``worse`` where the interval leaves out 0, by the metric's direction; ``same`` where it
-            does not: no difference was shown. ``not comparable`` where the prompts differ.
+        high: Upper end of this interval.
+        verdict: ``better`` or ``worse``, by the metric's direction, if the interval excludes 0; ``same`` if no
+            difference was shown; ``not comparable`` if the prompts differ.
     """
 
     task: str
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
     verdict: Verdict
 
     def describe(self) -> dict[str, Any]:
-        """Return it as JSON has it: an end of the interval that is nowhere is ``None``."""
+        """Return the fields as JSON values; non-finite numbers are ``None``."""
         return {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in self._asdict().items()
@@ -51,39 +51,38 @@ class Difference(NamedTuple):
 
 
 _Scores = dict[tuple[str, str], dict[str, tuple[str, float]]]
-"""Task and metric -> question -> hash of the prompt, and score."""
+"""Task and metric -> question -> hash of its prompt, and score."""
 
 
 def compare_folders(folders: Sequence[Path]) -> list[Difference]:
-    """Compare each evaluation with the first one, on groups, tasks and metrics that both have.
+    """Compare each evaluation with the first one, on the groups, tasks and metrics that both have.
 
     Raises:
-        DataError: A folder holds no evaluation, or one that cannot be read.
+        DataError: A folder contains no evaluation, or an invalid one.
     """
     base, *others = map(_read_scores, folders)
     records = [read_record(folder / RECORD, {"tasks": dict, "groups": dict}) for folder in folders]
     labels = [record.get("model", {}).get("name") for record in records]
-    if len({*labels, None}) <= len(labels):  # One of them has no name, or that of another.
+    if len({*labels, None}) <= len(labels):  # A name is missing, or two are equal.
         labels = [str(folder) for folder in folders]
     rows = []
     for label, other, record in zip(labels[1:], others, records[1:], strict=True):
-        for name, found in _list_compared(*records[:1], record):
-            members = found.get("tasks", [name])
+        for name, group in _list_compared(records[0], record):
+            members = group.get("tasks", [name])
             for metric in dict.fromkeys(metric for task, metric in base if task in members):
                 pairs = [(base.get((task, metric)), other.get((task, metric))) for task in members]
-                # Of a group, every member or none: a mean over fewer tasks would be another score.
+                # A group is compared only if both have all members: a mean over fewer tasks is a different score.
                 if all(one and two for one, two in pairs):
-                    rises = record["tasks"].get(members[0], {}).get("higher_is_better", {})
-                    # Without a direction, more is better.
-                    falls = rises.get(metric.partition(",")[0]) is False
-                    is_mean = not found.get("is_weighted_by_size", True)
+                    higher_is_better = record["tasks"].get(members[0], {}).get("higher_is_better", {})
+                    # By default, higher is better.
+                    falls = higher_is_better.get(metric.partition(",")[0]) is False
+                    is_mean = not group.get("is_weighted_by_size", True)
                     rows.append(_compare(name, metric, label, pairs, falls=falls, is_mean_of_tasks=is_mean))
     return rows
 
 
-def _list_compared(*records: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Groups that have the same members in both, and then tasks."""
-    first, second = records
+def _list_compared(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield name and record of the groups with the same members in both evaluations, then of the first one's tasks."""
     for name, found in first["groups"].items():
         if name in second["groups"] and found.get("tasks") == second["groups"][name].get("tasks"):
             yield name, found
@@ -96,7 +95,7 @@ def _read_scores(folder: Path) -> _Scores:
         for metric, value in row["scores"].items():
             if isinstance(value, int | float):
                 label = metric if row["filter"] == "none" else f"{metric}, {row['filter']}"
-                # By content besides its number: another version of the data has other questions under these numbers.
+                # With a hash of the content: another version of the data has different questions of the same number.
                 question = f"{row['doc_id']} {row['doc_hash']}"
                 found.setdefault((row["task"], label), {})[question] = (row["prompt_hash"], float(value))
     return found
@@ -105,16 +104,25 @@ def _read_scores(folder: Path) -> _Scores:
 def _compare(
     name: str, metric: str, model: str, pairs: Sequence[Any], *, falls: bool, is_mean_of_tasks: bool
 ) -> Difference:
-    values = []
+    """Compare one metric of a task or group.
+
+    Args:
+        name: Name of the task or group.
+        metric: Name of the metric.
+        model: Name of the compared model.
+        pairs: For each task, the base's and the other's scores: question -> hash of its prompt, and score.
+        falls: Whether a lower score is better.
+        is_mean_of_tasks: Whether a group's score is the mean of its tasks instead of the mean of all questions.
+    """
+    values = []  # For each task, the scores (N, 2) of questions with equal prompts.
     for one, two in pairs:
-        # Asked by the same prompt.
-        both = [(one[asked], two[asked]) for asked in one if asked in two and one[asked][0] == two[asked][0]]
+        both = [(one[key], two[key]) for key in one if key in two and one[key][0] == two[key][0]]
         values.append(np.array([(first, second) for (_, first), (_, second) in both]))
     if not all(map(len, values)):
-        nothing = float("nan")
-        return Difference(name, metric, model, 0, nothing, nothing, nothing, nothing, "not comparable")
+        nan = float("nan")
+        return Difference(name, metric, model, 0, nan, nan, nan, nan, "not comparable")
     number = sum(map(len, values))
-    # The mean of tasks, where a group's score is that and not the mean of all questions.
+    # With these weights, the mean of all questions is the mean of the tasks' means.
     scales = [number / len(values) / len(task) if is_mean_of_tasks else 1.0 for task in values]
     scaled = np.concatenate([task * scale for task, scale in zip(values, scales, strict=True)])
     low, high = compute_interval(scaled[:, 1] - scaled[:, 0])
@@ -126,7 +134,7 @@ def _compare(
 
 
 def format_rows(rows: Sequence[Difference]) -> Iterator[str]:
-    """Yield a table as text, a line for each difference."""
+    """Yield the lines of a table with a row for each difference."""
     yield f"{'task':24}{'metric':22}{'base':>8}{'other':>8}{'difference':>12}  {'95 % interval':20}{'n':>7}  verdict"
     for row in rows:
         interval = f"{row.low:+.4f} .. {row.high:+.4f}"
@@ -135,4 +143,4 @@ def format_rows(rows: Sequence[Difference]) -> Iterator[str]:
     if not rows:
         yield "no task and metric that both have"
     if any(row.verdict == "not comparable" for row in rows):
-        yield "not comparable: asked by other prompts (examples, template or version of the task)"
+        yield "not comparable: the prompts differ (few-shot examples, template or version of the task)"

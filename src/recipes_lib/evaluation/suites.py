@@ -1,4 +1,4 @@
-"""Benchmark suites with the few-shot settings of their publications, and all tasks of lm-eval."""
+"""Benchmark suites with the few-shot settings of their publications, and loading of lm-eval's and the user's tasks."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ SUITES: Final[Mapping[str, Mapping[str, int | None]]] = {
     "chat": {"ifeval": None},
     "safety": {"truthfulqa_mc1": None, "truthfulqa_mc2": None, "toxigen": None},
 }
-"""Suite -> its tasks with their worked examples; ``None``: as the task has it.
+"""Suite -> its tasks with the number of few-shot examples; ``None``: that of the task file.
 
 Source: the Open LLM Leaderboard of 2023 for ARC, HellaSwag, WinoGrande, MMLU and GSM8K; the tasks' own papers.
 """
 _NETWORK: Final = "make its data available: run once with a network, or name your own task file that reads local data"
-_PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a file of its own functions stands beside the task"
+_PACKAGES: Final = "pip install 'recipes-lib[eval]' or that package; a module of the task itself must be in its folder"
 _SPLIT: Final = "name a split with rows in its task file"
 _METRICS: Final = "correct its `metric_list`"
 _WORD: Final = re.compile(r"""[^\s"'#\[\],{}]+""")
 _NAMED: Final = re.compile(rf"""^(?:task|group|tag)\s*:\s*["']?({_WORD.pattern})""", re.MULTILINE)
 _NAMING: Final = re.compile(r"""^(?:["']?(?:task|group|tag)["']?\s*:|\s*-\s).*$""", re.MULTILINE)
-"""Lines of a task file that may name a task, group or tag, also one of a list."""
+"""Lines of a task file that may name a task, group or tag, alone or in a list."""
 _COLUMNS: Final = "compare the names in the task file with the columns of the data"
 
 
@@ -49,18 +49,19 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
     """Load tasks and their data, in lm-eval's form (``tasks``, ``groups``, ``group_map``), and try a question of each.
 
     Raises:
-        ConfigError: There is no such task, its data cannot be had, it runs code without consent, or it does not fit its
-            own data; all at once.
+        ConfigError: A task does not exist, its data cannot be loaded or do not match its templates, or it runs code
+            without ``confirm_run_unsafe_code``. All problems of all tasks are reported together.
     """
-    # lm-eval logs every default of a task file and every truncated prompt; those are counted and reported once.
+    # lm-eval logs every default of a task file and every truncated prompt; `num_cut` of the record counts the latter.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     wanted = _expand(config)
     manager = _index(config, wanted)
     problems, found = list[Problem](), dict[str, Any]()
     for name, num_fewshot in wanted.items():
+        # One task at a time, so that a failure does not hide the problems of the others.
         try:
             loaded = manager.load([name])
-        except Exception as error:  # Of datasets, of the Hub, of a task file: whatever it is, the task cannot be asked.
+        except Exception as error:  # Any exception of a task file, of `datasets` or of the Hub.
             problems.append(_describe_failure(name, error))
             continue
         for kind, entries in loaded.items():
@@ -73,10 +74,10 @@ def load_tasks(config: EvalConfig) -> dict[str, Any]:
 
 
 def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
-    """Return where the questions of the tasks are, as entries of ``benchmarks`` of a corpus; none of them is loaded.
+    """Return the datasets of the tasks, without loading them, as entries of ``benchmarks`` of a corpus.
 
     Raises:
-        ConfigError: There is no such task, or it does not say where its data are.
+        ConfigError: A task does not exist, or its file does not name a dataset.
     """
     wanted = list(_expand(config))
     manager = _index(config, wanted)
@@ -89,7 +90,7 @@ def list_datasets(config: EvalConfig) -> list[dict[str, Any]]:
 
 
 def _enumerate_settings(manager: TaskManager, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the tasks of a task, group or tag with what their files say."""
+    """Yield the names and settings of a task, or of all tasks of a group or tag."""
     entry = manager.task_index[name]
     if entry.kind.name == "TAG":
         members: Sequence[Any] = sorted(entry.tags)
@@ -107,6 +108,7 @@ def _enumerate_settings(manager: TaskManager, name: str) -> Iterator[tuple[str, 
 
 
 def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the files or the Hub dataset of a task's questions, as entries of ``benchmarks``."""
     options = settings.get("dataset_kwargs") or {}
     splits = (settings.get(f"{name}_split") for name in ("test", "validation", "training"))
     split = next(filter(None, splits), "test")
@@ -123,12 +125,14 @@ def _list_places(task: str, settings: Mapping[str, Any]) -> Iterator[dict[str, A
 
 
 def _describe_failure(name: str, error: BaseException) -> Problem:
+    """Return the problem of a task whose loading raised ``error``, with a remedy for the cause."""
+    # The first cause of a chain is the most specific one.
     cause = error
     while cause.__cause__ is not None and not isinstance(cause, ModuleNotFoundError):
         cause = cause.__cause__
-    # A KeyError's text is the representation of its key.
-    told = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    reason = " ".join(told.split())[:300] or type(error).__name__
+    # `str` of a KeyError is the `repr` of its key.
+    message = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    reason = " ".join(message.split())[:300] or type(error).__name__
     found, remedy = f"cannot be loaded: {reason}", "correct its task file"
     if isinstance(cause, ModuleNotFoundError):
         found, remedy = f"needs a package that is not installed: {cause}", _PACKAGES
@@ -138,29 +142,30 @@ def _describe_failure(name: str, error: BaseException) -> Problem:
         found, remedy = "has no question", _SPLIT
     elif isinstance(error, IndexError):
         remedy = "compare `doc_to_choice` and `doc_to_target` with the data"
-        found = f"its answer is none of its first row's choices: {reason}"
-    elif isinstance(error, KeyError) and error.args == (None,):  # lm-eval 0.4.13 looks up what it has not found.
+        found = f"the answer of its first row is not among its choices: {reason}"
+    elif isinstance(error, KeyError) and error.args == (None,):  # From lm-eval 0.4.13 for an unknown metric.
         found, remedy = "names a metric that lm-eval does not have", _METRICS
     elif isinstance(error, KeyError) and " " not in reason:
         found = f"names {reason!r}, and its data or lm-eval have no such thing"
-    elif type(error).__name__ == "DatasetGenerationError":  # `datasets` is imported in `data` alone.
+    elif type(error).__name__ == "DatasetGenerationError":  # By name: only the package `data` imports `datasets`.
         found, remedy = f"its data cannot be read: {type(cause).__name__}: {cause}", "correct the file of its data"
     elif isinstance(error, OSError) and type(error) is not FileNotFoundError:
-        remedy = _NETWORK  # A local file that is missing is no matter of it; a dataset of the Hub may be.
+        remedy = _NETWORK  # Not for a missing local file, but for a dataset of the Hub that cannot be reached.
     return Problem(f"tasks: {name}", found.splitlines()[0][:320], remedy)
 
 
 def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
-    """Index the user's and our tasks; lm-eval's 14,000 files, which take seconds, only where they are asked for.
+    """Index the user's and our tasks; lm-eval's 14,000 files, which take seconds, only if other tasks are wanted.
 
     Raises:
-        ConfigError: There is no such task; a name that stands nowhere in these files is found without indexing them.
+        ConfigError: A task does not exist.
     """
     folders = [OWN_TASKS, *map(Path, config.include_path or ())]
     own = TaskManager(include_path=folders, include_defaults=False)
     missing = _list_unknown(own, wanted)
     if not missing:
         return own
+    # A misspelt name is reported by a text search of lm-eval's files, without indexing them.
     names, words = _scan_files()
     if absent := [_describe_unknown(name, [*own.all_tasks, *names]) for name in missing if name not in words]:
         raise ConfigError(*absent, *_list_broken(folders[1:]))
@@ -171,7 +176,7 @@ def _index(config: EvalConfig, wanted: Collection[str]) -> TaskManager:
 
 
 def _list_unknown(manager: TaskManager, wanted: Collection[str]) -> list[str]:
-    """Return which tasks, and which members of groups among them, are not in the index."""
+    """Return the tasks, and the members of groups among them, that are not in the index."""
     unknown: dict[str, None] = {}
     for name in wanted:
         if (entry := manager.task_index.get(name)) is None:
@@ -185,21 +190,21 @@ def _list_unknown(manager: TaskManager, wanted: Collection[str]) -> list[str]:
 
 
 def _list_broken(folders: Collection[Path]) -> Iterator[Problem]:
-    """Yield the user's task files that cannot be read, which lm-eval passes over in silence."""
+    """Yield a problem for each of the user's task files that cannot be read, which lm-eval skips silently."""
     for path in sorted(path for folder in folders for path in folder.rglob("*.yaml")):
         try:
             load_yaml(path, resolve_func=False)
-        except Exception as error:  # Of YAML, of an encoding, of a file that it includes.
+        except Exception as error:  # Invalid YAML, another encoding, a missing included file.
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            yield Problem(str(path), f"is no task file: {reason}", "correct it, or move it out of the folder")
+            yield Problem(str(path), f"is not a task file: {reason}", "correct it, or move it out of the folder")
 
 
 def _scan_files() -> tuple[set[str], set[str]]:
-    """Return the names of most tasks, groups and tags in lm-eval's files, and words among which all of them are."""
+    """Return names of tasks, groups and tags in lm-eval's files, most of them, and a superset of all these names."""
     names, words = set[str](), set[str]()
     for folder in tasks.__path__:
         for path in Path(folder).rglob("*"):
-            # Without a suffix: what the others include.
+            # Files without a suffix are included by others.
             if path.suffix not in (".yaml", ".yml", "") or not path.is_file():
                 continue
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -209,7 +214,7 @@ def _scan_files() -> tuple[set[str], set[str]]:
 
 
 def _expand(config: EvalConfig) -> dict[str, int | None]:
-    """Tasks in the order in which they were named, with their worked examples."""
+    """Return the configured tasks, suites expanded, with their number of few-shot examples."""
     shots = {task: count for name in config.tasks for task, count in SUITES.get(name, {name: None}).items()}
     return shots if config.num_fewshot is None else dict.fromkeys(shots, config.num_fewshot)
 
@@ -221,11 +226,12 @@ def _describe_unknown(name: str, known: Collection[str]) -> Problem:
 
 
 def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -> list[Problem]:
-    """Set a task up as ``lm_eval run`` does, and try its first question."""
+    """Configure a task as ``lm_eval run`` does, and try its first question; return the problems."""
     where = f"tasks: {name}"
-    if (lack := _find_lack(task, config)) is not None:
-        return [Problem(where, *lack)]
+    if (missing := _find_missing(task, config)) is not None:
+        return [Problem(where, *missing)]
     count = task.get_config("num_fewshot") if num_fewshot is None else num_fewshot
+    # As `lm_eval run`: an unset number of examples is 0, and the seed determines which examples are drawn.
     task.set_config(key="num_fewshot", value=count or 0)
     task.set_fewshot_seed(seed=config.seed)
     if config.gen_kwargs and task.get_config("output_type") == "generate_until":
@@ -238,29 +244,30 @@ def _set_up(name: str, task: Any, config: EvalConfig, num_fewshot: int | None) -
         task.doc_to_target(docs[0])
         is_choice = task.get_config("output_type") == "multiple_choice"
         choices = task.doc_to_choice(docs[0]) if is_choice else None
-    except Exception as error:  # The templates of a task file are code.
+    except Exception as error:  # The templates of a task file are programs, which can raise anything.
         found = f"its templates do not fit its first row: {type(error).__name__}: {error}"
         return [Problem(where, found[:300], _COLUMNS)]
-    if is_choice and not (isinstance(choices, list) and choices):  # lm-eval takes the letters of a text for choices.
+    # lm-eval would iterate over the characters of a string.
+    if is_choice and not (isinstance(choices, list) and choices):
         return [Problem(where, f"the choices of its first row are {choices!r:.80}", "write `doc_to_choice` as a list")]
     return []
 
 
-def _find_lack(task: Any, config: EvalConfig) -> tuple[str, str] | None:
-    """Return what a task needs and lacks, and the remedy; lm-eval would tell after the last answer."""
+def _find_missing(task: Any, config: EvalConfig) -> tuple[str, str] | None:
+    """Return an unmet requirement of a task and its remedy, which lm-eval would report only after the last answer."""
     if getattr(task, "UNSAFE_CODE", False) and not config.confirm_run_unsafe_code:
         remedy = "read docs/evaluation.md on code, then run `recipes eval` with confirm_run_unsafe_code: true"
         return "runs the code that the model writes", remedy
     if unknown := [metric for metric, function in task.aggregation().items() if not callable(function)]:
-        return f"the aggregation of {list_first(unknown)} is none that lm-eval has", _METRICS
-    if _lacks_sentences(task):
+        return f"the aggregation of {list_first(unknown)} is unknown to lm-eval", _METRICS
+    if _lacks_punkt(task):
         remedy = "python -m nltk.downloader punkt_tab, where there is a network"
-        return "counts sentences by NLTK's punkt_tab, which is not here", remedy
+        return "counts sentences by NLTK's punkt_tab, which is not installed", remedy
     return None
 
 
-def _lacks_sentences(task: Any) -> bool:
-    """Whether IFEval lacks the data by which it counts sentences: it asks for them only after the last answer."""
+def _lacks_punkt(task: Any) -> bool:
+    """Return whether IFEval's sentence tokenizer is missing, which it loads only after the last answer."""
     if ".ifeval." not in str(getattr(task.config.process_results, "__module__", "")):
         return False
     try:

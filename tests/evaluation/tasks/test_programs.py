@@ -27,6 +27,9 @@ def test_a_completed_function_is_held_against_the_tests(body: str, score: float)
         ("def add(a, b):\n    return a + b\n", 1.0),
         ("Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", 1.0),
         ("```\ndef add(a, b):\n    return a - b\n```", 0.0),
+        ("```py\ndef add(a, b):\n    return a + b\n```\n```\nadd(1, 2)\n```", 1.0),
+        ("```Python3\ndef add(a, b):\n    return a + b\n", 1.0),
+        ("```add = lambda a, b: a + b```", 1.0),
         ("I cannot.", 0.0),
     ],
 )

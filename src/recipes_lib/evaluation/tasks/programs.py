@@ -1,7 +1,8 @@
-"""Scores of programs that a model wrote; the task files beside this one name the functions."""
+"""Scores of generated programs, for the task files in this folder."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,15 +10,15 @@ from recipes_lib.sandbox import run_program
 
 
 def score_completion(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return 1 for a function whose end the model wrote if it passes the tests of the problem (HumanEval)."""
+    """Return ``pass@1`` of a completed function on the problem's tests (HumanEval): 1 if it passes, else 0."""
     tests = f"{doc['test']}\ncheck({doc['entry_point']})"
     return {"pass@1": float(run_program(f"{doc['prompt']}{results[0]}\n{tests}\n").outcome == "passed")}
 
 
 def score_answer(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Return 1 for a whole program, in a code block or bare, if it passes the assertions of the problem (MBPP)."""
-    program = results[0]
-    if "```" in program:
-        program = program.split("```")[1].removeprefix("python")
+    """Return ``pass@1`` of a program, which may be in a code block, on the problem's assertions (MBPP)."""
+    # With any language after the opening fence, and closed or not.
+    block = re.search(r"```(?:[\w+-]*\n|python)?(.*?)(?:```|\Z)", results[0], re.DOTALL)
+    program = block[1] if block else results[0]
     source = "\n".join([program, doc.get("test_setup_code") or "", *doc["test_list"]])
     return {"pass@1": float(run_program(source).outcome == "passed")}
