@@ -17,7 +17,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("early_stopping_patience: 2\neval_strategy: no", 5, "no effect: `eval_strategy` is"),
         ("eval_datasets: {a b: x}", 5, "part of metric names"),
         ("eval_datasets: {a: {name: x, weight: 2}}", 5, "it has 'weight'"),
-        ("eval_datasets: {a: 3}", 5, "is no dataset"),
+        ("eval_datasets: {a: 3}", 5, "is not a dataset"),
         ("metric_for_best_model: eval_loss_web", 5, "write `eval_web_loss`"),
         ("dataset_mixture: [{name: a/b}]", 5, "recipe.yaml:2) are both set"),
         ("dataset_test_split: test\ntest_split_size: 10", 6, "recipe.yaml:5"),
@@ -58,7 +58,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("lr_scheduler_type: reduce_lr_on_plateau\neval_strategy: no", 5, "held-out"),
         ("metrics: [accuracy]", 5, "import path"),
         ("num_sample_prompts: 0\nsample_prompts: [hi]", 6, "num_sample_prompts"),
-        ("load_best_model_at_end: true\nsave_strategy: epoch", 5, "checkpoint wherever"),
+        ("load_best_model_at_end: true\nsave_strategy: epoch", 5, "checkpoint at every evaluation"),
         ("load_best_model_at_end: true\nsave_steps: 30\neval_steps: 20", 5, "multiple"),
         ("load_best_model_at_end: true\nsave_steps: 30", 5, "multiple"),
         ("dataloader_prefetch_factor: 2", 5, "workers"),
@@ -99,7 +99,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
     "dpo": [
         ("f_alpha_divergence_coef: 0.3", 5, "`f_alpha_divergence_coef` has no effect: `f_divergence_type` is"),
         ("lora_r: 8", 5, "`lora_r` has no effect: `use_peft` is false"),
-        ("use_peft: true\nlora_dropout: 0.1", 6, "scores random"),
+        ("use_peft: true\nlora_dropout: 0.1", 6, "adds noise"),
         ("loss_type: [sigmoid, sft]\nloss_weights: [1.0]", 6, "1 numbers for 2 losses"),
         ("simpo_gamma: 1.0", 5, "`simpo_gamma` has no effect: `loss_type` is"),
         ("loss_type: sigmoid\nlabel_smoothing: 0.1", 6, "`label_smoothing` has no effect: `loss_type` is"),
@@ -112,7 +112,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
     ],
     "reward": [
         ("load_in_4bit: true", 5, "`load_in_4bit` has no effect: `use_peft` is false"),
-        ("max_length: 64\noverlong: truncate", 6, "truncate the prompts or answers"),
+        ("max_length: 64\noverlong: truncate", 6, "truncate prompts or answers"),
         ("replay_dataset: me/old", 5, "pretraining, fine-tuning and DPO"),
     ],
     "pretrain": [
@@ -123,9 +123,9 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("warmup_tokens: 1000\nmax_tokens: 1000", 5, "as long as the run"),
         ("decay_steps: 5", 5, "`decay_steps` has no effect"),
         ("batch_ramp_start: 0.5", 5, "no effect: `batch_ramp_tokens` is null"),
-        ("dtype: bfloat16", 5, "rounded away"),
+        ("dtype: bfloat16", 5, "rounded to 0"),
         ("optim_args: bf16_stochastic_round=True", 5, "belongs to `optim: adamw_torch_4bit"),
-        ("optim: adamw_bf16_stochastic", 5, "rounds bfloat16 weights"),
+        ("optim: adamw_bf16_stochastic", 5, "needs bfloat16 weights"),
         ("dataset_curriculum: [{start_tokens: 0, weights: [1]}]", 5, "needs a mixture"),
         ("dataset_streaming: true", 5, "needs `max_steps`"),
         ("lr_scheduler_type: warmup_stable_decay\ndecay_type: exponential\nmin_lr_ratio: 0", 7, "from its first step"),
@@ -134,7 +134,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("reward_weights: [1, 2]", 5, "2 numbers for 1 rewards"),
         ("reward_model_revision: main", 5, "no effect: `reward_model_name_or_path` is null"),
         ("response_length: 64\nmax_length: 64", 6, "no room for a prompt"),
-        ("max_length: 1024\noverlong: truncate", 6, "truncate the prompts"),
+        ("max_length: 1024\noverlong: truncate", 6, "truncate prompts"),
         ("kl_horizon: 100", 5, "no effect: `kl_target_per_sequence` is null"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
         ("use_peft: true\ninit_lora_weights: pissa", 6, "the reference"),
@@ -149,14 +149,18 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
             5,
             "no effect: `use_transformers_continuous_batching`",
         ),
-        ("use_transformers_continuous_batching: true\nattn_implementation: varlen", 6, "not known to transformers"),
+        (
+            "use_transformers_continuous_batching: true\nattn_implementation: varlen",
+            6,
+            "does not support `attn_implementation: varlen`",
+        ),
         ("use_vllm: true\nuse_peft: true\nload_in_4bit: true", 5, "weights of few bits"),
         ("use_vllm: true\nvllm_mode: colocated", 6, "colocate"),
         ("use_vllm: true\nvllm_tensor_parallel_size: 2", 6, "--tensor-parallel-size"),
         ("use_vllm: true\nmax_staleness: 1", 6, "server"),
         ("use_vllm: true\nvllm_mode: server\nmax_staleness: 2", 7, "max_staleness"),
         ("use_peft: true\nsave_critic: true", 6, "the critic is an adapter"),
-        ("push_to_hub: true\nhub_strategy: every_save", 6, "are no model folders"),
+        ("push_to_hub: true\nhub_strategy: every_save", 6, "are not model folders"),
         ("kl_estimator: k3", 5, "k3 and k2 have not the gradient of KL"),
         ("reward_model_path: a/b", 5, "was renamed to `reward_model_name_or_path`"),
         ("num_generations: 4", 5, "not a key of this recipe"),
@@ -171,9 +175,9 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("vllm_importance_sampling_cap: 3", 5, "vllm_importance_sampling_clip_max"),
         ("vllm_importance_sampling_clip_min: 2", 5, "write less than 2"),
         ("vllm_importance_sampling_correction: false\nvllm_importance_sampling_mode: token_mask", 6, "effect"),
-        ("loss_type: vespo\nvllm_importance_sampling_mode: sequence_mask", 6, "weighs whole answers"),
-        (f"{AHEAD}\nmax_num_gen_batches: 3", 7, "which prompts come next"),
-        (f"{AHEAD}\nvllm_importance_sampling_correction: false", 7, "pass for those of the policy"),
+        ("loss_type: vespo\nvllm_importance_sampling_mode: sequence_mask", 6, "weights whole sequences"),
+        (f"{AHEAD}\nmax_num_gen_batches: 3", 7, "selects the next prompts"),
+        (f"{AHEAD}\nvllm_importance_sampling_correction: false", 7, "need `vllm_importance_sampling_correction`"),
     ],
     "rloo": [
         ("use_vllm: true\nvllm_structured_outputs_regex: a+", 6, "another distribution"),
@@ -181,7 +185,7 @@ REFUSED: dict[str, list[tuple[str, int, str]]] = {
         ("kl_coef: 0.1", 5, "is a key of PPO"),
         ("critic_learning_rate: 1e-5", 5, "there is no critic"),
         ("use_peft: true\nlora_dropout: 0.1", 6, "are compared"),
-        ("loss_type: dapo", 5, "another loss"),
+        ("loss_type: dapo", 5, "one loss"),
     ],
     "distill": [
         *((f"teacher_top_k: 64\nattn_implementation: eager\n{key}: 0.1", 7, "the teacher's layers") for key in WEIGHTS),
@@ -408,9 +412,9 @@ def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
     text = "model_name_or_path: a/b\noutput_dir: o\ndataset_mixture: [{name: a/b}]\nmax_steps: 1\n"
     problems = problems_of("dataset_streaming: true\ntest_split_size: 5\n", text=text)
     assert sorted((problem.where, problem.remedy) for problem in problems) == [
-        ("recipe.yaml", "set max_length"),
+        ("recipe.yaml", "write `max_length: ...`"),
         ("recipe.yaml:5", "set it to false, or mix the data on disk first"),
-        ("recipe.yaml:6", "name held-out data: dataset_test_split"),
+        ("recipe.yaml:6", "name held-out data with `dataset_test_split`"),
     ]
 
 
@@ -427,8 +431,8 @@ def test_what_needs_the_whole_stream_is_refused_together(problems_of) -> None:
         ('eval_datasets={"x": {"name": "a/b", "split": 3}}', "`eval_datasets: x` has `split: 3`"),
         ('eval_datasets={"x": {"name": "a/b", "format": "chat"}}', "`eval_datasets: x` has `format: chat`"),
         ('eval_datasets={"x": {"name": "a/b", "columns": [1]}}', "`eval_datasets: x` has `columns: [1]`"),
-        ('eval_datasets={"x": {"split": "a"}}', "`eval_datasets: x` is no dataset"),
-        ('eval_datasets={"x": null}', "`eval_datasets: x` is no dataset"),
+        ('eval_datasets={"x": {"split": "a"}}', "`eval_datasets: x` is not a dataset"),
+        ('eval_datasets={"x": null}', "`eval_datasets: x` is not a dataset"),
         *((f"test_split_size={size}", "`test_split_size` is") for size in ("0", "-1", "1.5", "nan", "inf", "true")),
     ],
 )

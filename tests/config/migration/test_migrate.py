@@ -74,8 +74,8 @@ learning_rate: 2.0e-05
 lr_scheduler_type: cosine
 loss_on: assistant
 packing: true
-# `packing_strategy` is not needed; packing is best-fit and keeps examples apart; delete the line; \
-`overlong: split` cuts examples longer than `max_length` into several
+# `packing_strategy` is not needed; packing is best-fit and isolates examples; delete the line; \
+`overlong: split` splits examples longer than `max_length`
 # packing_strategy: wrapped
 optim: adamw_torch
 output_dir: data/out
@@ -288,7 +288,7 @@ SHARES = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
     ("recipe", "old", "new", "told"),
     [
         *(("sft", PASSES, REPEATS, "became `repeat`"), ("dpo", PASSES, REPEATS, "became `repeat`")),
-        *(("sft", SHARES, SHARES, "`repeat` is how often"), ("pretrain", PASSES, PASSES, None)),
+        *(("sft", SHARES, SHARES, "`repeat` is the number of passes"), ("pretrain", PASSES, PASSES, None)),
     ],
 )
 def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, recipe, old, new, told) -> None:
