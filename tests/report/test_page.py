@@ -215,6 +215,8 @@ def test_what_is_not_there_is_left_out(tmp_path: Path, missing: str) -> None:
         [{"kind": "train", "step": 1, "loss": 0.0, "learning_rate": 0.0, "target_tokens_per_second": 0.0}],
         [{"kind": "train", "step": n, "loss": 2.0, "grad_norm": 0.0} for n in range(40)],
         [{"kind": "train", "step": 1, "loss": 10**400, "epoch": 10**400, "seconds": "nan"}],
+        [{"kind": "train", "step": n, "loss": (-1) ** n * 1e308, "learning_rate": 1e308} for n in range(1, 40)],
+        [{"kind": "eval", "step": n, "eval_$\\frac{_loss": 1.0, "eval_\ud800\x00_loss": 2.0} for n in (0, 1)],
         [],
     ],
 )
@@ -224,6 +226,14 @@ def test_any_few_events_make_a_page(tmp_path: Path, events: list[dict[str, Any]]
     page = read_page(tmp_path)
 
     assert "1 line was truncated" in page.text
+
+
+def test_steps_and_rewards_of_any_size_make_a_page(tmp_path: Path) -> None:
+    write_rows(
+        tmp_path / "metrics.jsonl", [{"kind": "train", "step": step, "loss": 1.0} for step in (1, 2**60, 10**400)]
+    )
+    write_rows(tmp_path / "samples.jsonl", [SAMPLE | {"step": n, "reward": 10**400 - n} for n in (0, 1)])
+    assert "2 lines were truncated or invalid" in read_page(tmp_path).text
 
 
 def test_unusual_facts_make_a_page(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from recipes_lib.config.values import (
     refuse_secret_key,
     refuse_secret_value,
 )
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, escape_controls
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
@@ -415,7 +415,7 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     if nested or (isinstance(entry.node, yaml.MappingNode) and key in _SECTION_WORDS):
         names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3)) or "its keys"
         return Problem(entry.where, f"`{key}` is not a key; keys are flat", f"move {names} to the left margin")
-    return Problem(entry.where, f"unknown key `{key[:60]}`", _suggest(key, table, entry.flag))
+    return Problem(entry.where, f"unknown key `{escape_controls(key[:60])}`", _suggest(key, table, entry.flag))
 
 
 def _find_meant(entry: Entry, table: KeyTable) -> list[str]:

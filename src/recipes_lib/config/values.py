@@ -22,7 +22,7 @@ _MAX_BYTES = 1 << 20
 _NEXT_TO = "begin each key at the left margin, with a blank after its colon"
 # Part of a PyYAML message -> remedy. The first match applies, so tabs precede the general "cannot start any token".
 _REMEDIES = (
-    ("'\\t'", "indent with spaces"),
+    ("'\\t'", "write spaces instead of tabs"),
     ("cannot start any token", "quote a value that begins with this character"),
     ("scanning an alias", "quote a value that begins with '*'"),
     ("mapping values are not allowed", f"{_NEXT_TO}, as on the line before; quote a value that contains ': '"),
@@ -152,7 +152,7 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")
         remedy = syntax_remedy or remedy.format(opened=marks[0].line + 1)
     except _RefusedError as error:
-        line, found, remedy = error.line, error.found, "write the value itself"
+        line, found, remedy = error.line, error.found, error.remedy
     except (ValueError, OverflowError):
         # PyYAML passes escapes such as "\\U99999999" to `chr` unchecked.
         line, found, remedy = loader.get_mark().line, "an escape that is not a character", "correct or quote the value"
@@ -183,9 +183,9 @@ def unique_pairs(
 class _RefusedError(Exception):
     """Valid YAML that configurations do not support."""
 
-    def __init__(self, found: str, line: int) -> None:
+    def __init__(self, found: str, remedy: str, line: int) -> None:
         super().__init__(found)
-        self.found, self.line = found, line
+        self.found, self.remedy, self.line = found, remedy, line
 
 
 class _Loader(yaml.SafeLoader):
@@ -197,9 +197,9 @@ class _Loader(yaml.SafeLoader):
         """Compose one node; raise for features that configurations do not support."""
         # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
         if self.check_event(yaml.AliasEvent):
-            raise _RefusedError("the value is an alias (*name)", self._line_of_event())
+            raise _RefusedError("the value is an alias (*name)", "write the value itself", self._line_of_event())
         if self.depth > _MAX_DEPTH:
-            raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", self._line_of_event())
+            raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", "nest it less", self._line_of_event())
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
@@ -208,7 +208,8 @@ class _Loader(yaml.SafeLoader):
                 # JSON escapes characters beyond U+FFFF as surrogate pairs; YAML decodes each half separately.
                 node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
             except UnicodeDecodeError as error:
-                raise _RefusedError("an escape is an unpaired surrogate", int(node.start_mark.line)) from error
+                found, remedy = "an escape is an unpaired surrogate", "write the character itself"
+                raise _RefusedError(found, remedy, int(node.start_mark.line)) from error
         return node
 
     def _line_of_event(self) -> int:
@@ -355,7 +356,8 @@ def _read_number(text: str, kinds: Collection[str]) -> float | None:
 
 
 def _explain(text: str, schema: Schema) -> str:
-    number = _read_number(text, ("number",))
+    # `1,000` and `1 000` are meant as 1000.
+    number = _read_number(re.sub(r"(?<=\d)[ ,](?=\d{3}(?!\d))", "", text), ("number",))
     # Above 2**53 a float is rounded, and the suggestion would be a different number.
     if number is not None and "integer" in schema["type"] and number == int(number) and abs(number) < 2**53:
         return f"write {int(number)}"

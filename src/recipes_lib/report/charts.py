@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import ConfigError, Problem, escape_controls
 from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
@@ -245,7 +245,8 @@ def _draw_sets(run: RunFiles) -> list[Line]:
     names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
     colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
     return [
-        Line(name, read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        # Escaped: FreeType raises for the lone surrogates of an untrusted name.
+        Line(escape_controls(name)[:60], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
         for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
     ]
 

@@ -256,8 +256,8 @@ def _has_rewards(samples: Sequence[Record]) -> bool:
 
 
 def _read_reward(sample: Record) -> float | None:
-    reward = sample.get("reward")
-    return float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None
+    reward = read_number(sample, "reward")
+    return reward if reward is not None and math.isfinite(reward) else None
 
 
 def _name_step(step: int, steps: Sequence[int]) -> str:

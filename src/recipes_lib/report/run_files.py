@@ -131,9 +131,12 @@ def read_number(record: Record, name: str) -> float | None:
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Return the ``(step, value)`` pairs of a metric whose value is finite."""
+    """Return the ``(step, value)`` pairs of a metric whose value is finite and below 1e300 in magnitude.
+
+    Sums and axis limits of larger values, which only a broken file has, would overflow.
+    """
     pairs = ((record["step"], read_number(record, name)) for record in records)
-    return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+    return [(step, value) for step, value in pairs if value is not None and abs(value) < 1e300]
 
 
 def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:

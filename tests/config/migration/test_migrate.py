@@ -186,6 +186,39 @@ def test_trls_ppo_starts_from_the_policy_that_it_names(write, names: str, model:
     assert (loaded.model_name_or_path, loaded.tokenizer_name_or_path) == (model, tokenizer)
 
 
+AXOLOTL = """\
+base_model: a/b
+adapter: lora
+sequence_len: 2048
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+fp16:
+warmup: {a: b}
+max_steps: 3
+output_dir: out
+dataset_name: c/d
+special_tokens: {pad_token: x}
+"""
+
+
+def test_keys_of_other_programs_are_renamed_for_review_where_the_value_is_ours(write) -> None:
+    migration = migrate(write(AXOLOTL))
+    assert migration.recipe == "lora"
+    assert migration.is_ready
+    loaded = check_text("lora", migration.text, Path("new.yaml"))
+    assert (loaded.model.model_name_or_path, loaded.tokens.max_length) == ("a/b", 2048)
+    assert loaded.training["per_device_train_batch_size"] == 2
+    assert (loaded.training["optim"], loaded.training["lr_scheduler_type"]) == ("adamw_bnb_8bit", "cosine")
+    assert "# warmup: {a: b}" in migration.text
+    assert "# adapter: lora" in migration.text
+    reviewed = {change.line for change in migration.changes if change.by_hand and "same meaning" in change.what}
+    assert reviewed == {1, 3, 4, 5, 6, 7}
+
+
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
 def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
     for key in sorted({*read_renames().retired, *read_refused("sft"), *read_renames().elsewhere}):

@@ -21,7 +21,8 @@ _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["k
 """Key -> recipes that it identifies, the most likely first."""
 _ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit")
 _TEACHER: Final = "teacher_model_name_or_path"
-_NAMES_OF_RUNS: Final = ("output_dir", "hub_model_id", "run_name")
+_NAMES_OF_RUNS: Final = ("stage", "rl", "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
+"""Keys whose text names the method: those of LLaMA-Factory and axolotl, then names of outputs."""
 
 _RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
     **{recipe: recipe for recipe in RECIPE_NAMES if recipe != "lora"},

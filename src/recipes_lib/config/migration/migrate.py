@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes_lib.config.loader import check_text, explain_unknown
+from recipes_lib.config.loader import check_text, explain_unknown, read_synonyms
 from recipes_lib.config.migration.legacy_files import (
     COMPANIONS,
     LEGACY_KEYS,
@@ -24,12 +24,14 @@ from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMIT, are_shares
 from recipes_lib.config.settings import DECISIONS, Settings
 from recipes_lib.config.table import KeyTable, load_table
-from recipes_lib.config.values import Entry, is_secret_key, plain_value, read_entries, read_text
+from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 _WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
+_SAME_TEXTS = {"model_name_or_path", "output_dir", "lr_scheduler_type", "optim", "run_name", "hub_model_id"}
+"""Keys of text with the same values in other programs."""
 _REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
 """Short names of reward functions in TRL's scripts, from ``trl.rewards``."""
 
@@ -195,6 +197,9 @@ class _Rewriter:
             self._rewrite_retired(entry, value)
         elif is_secret_key(key):
             self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
+        elif (new := read_synonyms().get(key)) and self._takes(new, entry):
+            self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
+            self.taken |= {new}
         else:
             problem = explain_unknown(entry, self.table, self.taken)
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")
@@ -258,6 +263,16 @@ class _Rewriter:
             functions = [_name_reward(name) for name in (value if isinstance(value, list) else [value])]
             if functions != value:
                 self._replace(entry, {key: functions}, f"`{key}` became {functions}")
+
+    def _takes(self, key: str, entry: Entry) -> bool:
+        """Return whether ``key`` is not set yet, and accepts the value of its synonym."""
+        if key not in self.table.keys or key in self.taken:
+            return False
+        schema = self.table.keys[key].schema
+        # Texts often have other values elsewhere, such as names of templates and datasets.
+        if {"string", "array", "object"} & {*schema["type"]} and key not in _SAME_TEXTS:
+            return False
+        return Reader(entry.locate, []).read(key, entry.node, schema) is not INVALID
 
     def _accepts_null(self, key: str) -> bool:
         return key not in self.table.keys or self.table.keys[key].accepts("null")
@@ -329,12 +344,12 @@ class _Rewriter:
             self.changes.append(Change(_position(entry)[0] + 1, remark, by_hand=True))
         self.taken |= set(new)
 
-    def _rename(self, entry: Entry, new: str) -> None:
+    def _rename(self, entry: Entry, new: str, what: str = "", *, by_hand: bool = False) -> None:
         line, column = _position(entry)
         rest = self.lines[line][column:]
         # The old name, including any quotes, ends at the first colon.
         self.edits[line] = (line, [self.lines[line][:column] + new + rest[rest.index(":") :]])
-        self.changes.append(Change(line + 1, f"`{entry.key}` became `{new}`"))
+        self.changes.append(Change(line + 1, what or f"`{entry.key}` became `{new}`", by_hand))
 
     def _replace(self, entry: Entry, new: Mapping[str, Any], what: str, *, by_hand: bool = False) -> None:
         line, column = _position(entry)
