@@ -99,6 +99,7 @@ def _build_table(recipe: str) -> dict[str, Any]:
         if name not in keys and name not in refused and not is_secret_key(name):
             keys[name] = key
             groups.setdefault(key["group"], "")
+    # A required key must not be null.
     for name in _REQUIRED[recipe]:
         keys[name]["schema"]["type"] = [kind for kind in keys[name]["schema"]["type"] if kind != "null"]
     return {"stage": recipe, "groups": groups, "required": list(_REQUIRED[recipe]), "keys": keys}
@@ -199,6 +200,7 @@ def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict
         target["enum"] = list(choices)
         if "string" in schema["type"]:
             schema["enum"] = list(choices)
+    # An enum without null would reject the default.
     if "enum" in schema and "null" in schema["type"]:
         schema["enum"].append(None)
     if items is not None:
@@ -237,6 +239,7 @@ def _describe_type(hint: Any) -> dict[str, Any]:
         else:
             schema["type"].append(_JSON_TYPES[origin or kind])
     names = set(schema["type"])
+    # JSON's number includes integers.
     names -= {"integer"} if "number" in names else set()
     names -= {"string"} if "object" in names else set()
     # A fixed order, in which types are tried when a value is parsed.

@@ -133,6 +133,7 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", "--stage")
     options, rest = parser.parse_known_args(argv)
+    # Added after the first pass, so that --config stays in `rest`.
     parser.add_argument("--config", type=Path)
     config = parser.parse_known_args(rest)[0].config
     named = config.stem.split("_")[0] if config else ""
@@ -235,7 +236,7 @@ def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Prob
         elif name == "config":
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
         elif (node := _read_node(flag, text, table.keys.get(name), problems)) is not None:
-            command.entries.append(Entry(name, node, flag, functools.partial(_locate_flag, flag), flag=True))
+            command.entries.append(Entry(name, node, flag, lambda _, flag=flag: flag, flag=True))
         seen.add(name)
     return command
 
@@ -262,10 +263,6 @@ def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
     return kept
 
 
-def _locate_flag(flag: str, _: yaml.Node) -> str:
-    return flag
-
-
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:
     """Return a flag's value as a YAML node: parsed if the key accepts a list or a mapping, else plain text."""
     if text is None:
@@ -273,6 +270,7 @@ def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Prob
             problems.append(Problem(flag, "has no value", f"write `{flag} value`"))
             return None
         text = "true"
+    # Only for keys that accept them: elsewhere a text may begin with a bracket, as a prompt does.
     structured = key is not None and (key.accepts("array") or key.accepts("object"))
     if structured and text.lstrip().startswith(("[", "{")):
         found: list[Problem] = []
@@ -334,6 +332,7 @@ def _read_settings(
         problems: List that errors are appended to.
         adapt: Function of key and parsed value that returns the effective value.
     """
+    # Flags come last and override the file.
     given = {entry.key: entry for entry in entries}
     # An unknown key counts as the key that it was meant as, so that this one is not reported as missing too.
     meant, values = dict[str, Entry](), dict[str, Any]()
@@ -341,6 +340,7 @@ def _read_settings(
         if key not in table.keys:
             problems.append(explain_unknown(entry, table, set(given)))
             meant |= dict.fromkeys(_find_meant(entry, table), entry)
+        # Before parsing: a message about the value would repeat the secret.
         elif secret := refuse_secret_value(entry.where, key, entry.node):
             problems.append(secret)
         else:
@@ -362,8 +362,10 @@ def _adapt(key: str, value: Any) -> Any:
 
 def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
     keys = settings.table.keys
+    # Other defaults are left to the sections and to TrainingArguments.
     values = {key: settings[key] for key in keys if key in settings.values or keys[key].reason}
     provenance = {key: settings.given[key].where if key in settings.given else "default" for key in keys}
+    # Keys without effect are reset, so that run.json and --print-config do not show values that were not used.
     for decision in DECISIONS:
         if decision.applies(settings) and settings[decision.key] is not None:
             provenance[decision.key] = f"derived: {decision.why}"
@@ -382,6 +384,7 @@ def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
     """Sort the problems of the file by line; those of flags and missing keys follow in their order."""
 
     def line(problem: Problem) -> tuple[int, int]:
+        # `rpartition`: a path may contain colons.
         name, _, number = problem.where.rpartition(":")
         return (0, int(number)) if name == str(path) and number.isdigit() else (1, 0)
 
@@ -434,11 +437,13 @@ def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
 
 def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     positive = key.removeprefix("no_")
+    # HfArgumentParser's form of switching a boolean off.
     if positive in table.keys and table.keys[positive].accepts("boolean"):
         return f"write `--{positive} false`" if flag else f"write `{positive}: false`"
     plain = key.lower().replace("-", "_")
     known = read_known(table.recipe)
     synonym = read_synonyms().get(plain, "")
+    # Here under another name, and rejected by this recipe: give the reason of that name.
     if synonym in known:
         return f"it is `{synonym}` elsewhere, which {known[synonym].found}; {known[synonym].remedy}"
     # Candidates are the keys, and retired spellings that have a successor.

@@ -73,6 +73,7 @@ def _locate_entry(settings: Settings, index: int) -> str:
     entry = settings.given["dataset_mixture"]
     node = entry.node.value[index]
     if isinstance(node, yaml.MappingNode):
+        # The line of the name, in an entry of several lines.
         node = next(value for key, value in node.value if key.value == "name")
     return entry.locate(node)
 
@@ -85,6 +86,7 @@ def looks_local(text: str) -> bool:
 def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
     if looks_local(text):
         yield from check_exists(where, key, text)
+    # `owner/name` that exists as a local folder is the folder, as in `from_pretrained`.
     elif not is_local(text) and not _HUB_ID.fullmatch(text):
         remedy = _suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
         yield Problem(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)

@@ -117,6 +117,7 @@ def check_dependencies(settings: Settings) -> Iterator[Problem]:
 def check_rewards(settings: Settings) -> Iterator[Problem]:
     """There is a reward, a weight for each one, and room for a prompt before the answer."""
     functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
+    # The weights are in the order of the functions, then the reward model.
     num_rewards = len(functions) + has_model
     is_reported = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
     if not num_rewards and not is_reported:
@@ -196,6 +197,7 @@ def check_layers(settings: Settings) -> Iterator[Problem]:
 def check_schedule(settings: Settings) -> Iterator[Problem]:
     """The run has at least one step, and the warm-up is shorter than the run."""
     max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
+    # TrainingArguments: -1 means `num_train_epochs`; 0 would train nothing.
     if max_steps == 0:
         yield settings.problem("max_steps", "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
     if 0 < max_steps <= warmup:
@@ -211,6 +213,7 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
         names = " or ".join(f"`{name}`" for name in sorted(needed))
         found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
         yield settings.problem("lr_scheduler_type", found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
+    # Keyword arguments of the schedule: an unknown one is a TypeError only after the model was loaded.
     taken = _TABLES["schedule_options"].get(kind, "").split()
     for name in options:
         if name not in taken and not settings.broken("lr_scheduler_type"):
@@ -313,6 +316,7 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
             found = f"`eval_datasets: {name}` has `{key}: {entry[key]}`"
             choices = {"format": f"one of {', '.join(get_args(DatasetFormat))}", "columns": "{prompt: question, ...}"}
             yield settings.problem("eval_datasets", found, f"write {choices.get(key, 'a text')}")
+    # Upstream puts the name before the metric, `eval_web_loss`; older versions of this project put it last.
     if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
         prefix, figure, name = old.groups(default="")
         found = f"`metric_for_best_model: {old.group()}` puts the name of the set last"
@@ -409,6 +413,7 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         if needs_commit and not COMMIT.fullmatch(settings[revision] or ""):
             found = f"`trust_remote_code` runs code of the repository {repository}, which may change"
             yield settings.problem("trust_remote_code", found, f"write `{revision}:` as a commit of 40 hex digits")
+    # GradScaler raises for gradients of float16 parameters.
     if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
         found = f"`fp16` needs float32 master weights for its loss scaling, and `dtype` is {settings['dtype']}"
         yield settings.problem("fp16", found, "write `dtype: float32`, or use `bf16`")
@@ -483,6 +488,7 @@ def check_compared(settings: Settings) -> Iterator[Problem]:
 def check_preference(settings: Settings) -> Iterator[Problem]:
     """Each loss has a weight; losses that need ``beta`` or ``label_smoothing`` have it above 0."""
     losses, weights = settings["loss_type"], settings["loss_weights"]
+    # The default would be compared with the weights of the invalid losses.
     if settings.broken("loss_type"):
         return
     if weights is not None and len(weights) != len(losses):

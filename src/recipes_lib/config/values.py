@@ -171,6 +171,7 @@ def unique_pairs(
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             problems.append(Problem(locate(key), "a key is a list or a mapping", "write a plain name"))
+        # PyYAML would silently keep the last one.
         elif key.value in seen:
             found = f"`{key.value}` is repeated; it is already set at {seen[key.value]}"
             problems.append(Problem(locate(key), found, "keep one of the two"))
@@ -297,6 +298,7 @@ class Reader:
             better = read_renames().mixture.get(key.value) or (near[0] if near else None)
             remedy = f"write `{better}`" if better else f"write one of {', '.join(properties)}"
             self._refuse(key, f"`{key.value[:60]}` is not a key of an entry of `{name}`", remedy)
+        # An unknown key may be a misspelt required one: report it alone.
         missing = [key for key in schema["required"] if key not in entry]
         if missing and not unknown:
             return self._refuse(node, f"`{name}` has no `{missing[0]}`", f"write its `{missing[0]}`")
@@ -315,6 +317,7 @@ def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, y
         return None
     # Split plain names only: a comma in a file name, a call or a pattern belongs to it.
     has_names = name not in _HOLDS_SENTENCES and _NAMES.fullmatch(node.value) is not None
+    # A key that takes a text or a list: a text is not split, unless it is several of its choices.
     takes_text = "string" in schema["type"] and not ("enum" in schema and has_names)
     if takes_text or (node.style is None and node.value in (*_NULL, "None")):
         return None
@@ -346,10 +349,12 @@ def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mappin
 
 
 def _read_number(text: str, kinds: Collection[str]) -> float | None:
+    # YAML and Python allow underscores between digits.
     digits = text.replace("_", "")
     if _INTEGER.fullmatch(digits) and ("integer" in kinds or "number" in kinds):
         return int(digits)
     if _NUMBER.fullmatch(digits) and "number" in kinds:
+        # Not finite: an exponent such as 1e999 overflows.
         value = float(digits)
         return value if math.isfinite(value) else None
     return None

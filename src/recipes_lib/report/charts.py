@@ -17,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from recipes_lib.errors import ConfigError, Problem, escape_controls
+from recipes_lib.errors import escape_controls
+from recipes_lib.files import writing
 from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
@@ -242,6 +243,7 @@ def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[
 
 def _draw_sets(run: RunFiles) -> list[Line]:
     """Return a curve for each set of ``eval_datasets``."""
+    # `eval_loss` of the main held-out set does not match.
     names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
     colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
     return [
@@ -305,6 +307,7 @@ def render(figure: Figure) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     document = buffer.getvalue()
     element = document[document.index("<svg") :].replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
+    # The page has a light and a dark theme; matplotlib writes fixed colours.
     for name, colour in COLOURS.items():
         element = element.replace(colour, f"var(--{name})")
     return element
@@ -315,11 +318,13 @@ def _draw_line(axes: Axes, line: Line) -> None:
         return
     colour = COLOURS[line.colour]
     bold: dict[str, Any] = {"color": colour, "linewidth": 2.0, "label": line.label}
+    # A line through a single point is invisible.
     if line.kind == "points" or len(line.curve) == 1:
         bold |= {"marker": "o", "markersize": 4.5}
     is_smoothed = line.kind == "noisy" and len(line.curve) >= SMOOTH_FROM
     shown = smooth(line.curve) if is_smoothed else line.curve
     if is_smoothed:
+        # Thinned out, because each point is text in the SVG.
         axes.plot(*zip(*thin_out(line.curve), strict=True), color=colour, linewidth=0.8, alpha=0.35)
     axes.plot(*zip(*thin_out(shown), strict=True), **bold)
 
@@ -327,6 +332,7 @@ def _draw_line(axes: Axes, line: Line) -> None:
 def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     values = [value for line in plan.lines for _, value in line.curve]
     if plan.from_zero:
+        # `or 1`: equal limits are an error.
         axes.set_ylim(bottom=0, top=1.08 * max(values) or 1)
     # Spikes of the gradient norm would flatten a linear axis.
     elif plan.name == "grad_norm" and min(values) > 0 and max(values) > 20 * sorted(values)[len(values) // 2]:
@@ -368,6 +374,7 @@ def smooth(curve: Curve) -> Curve:
     Unlike a running mean, a median does not spread a spike over its window. At the beginning, where curves are steep,
     the window is symmetric and shorter.
     """
+    # Half a window; 40 halves are 20 windows.
     reach = max(1, len(curve) // 40)
     stride = -(-len(curve) // MAX_SMOOTHED)
     centres = sorted({*range(0, len(curve), stride), len(curve) - 1})
@@ -381,6 +388,7 @@ def thin_out(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
     """Reduce a curve to at most ``max_points`` points: its ends, and the minimum and maximum of equal intervals."""
     if len(curve) <= max_points:
         return curve
+    # Two points per interval, and the two ends.
     size = -(-len(curve) * 2 // (max_points - 2))
     points = {curve[0][0]: curve[0][1], curve[-1][0]: curve[-1][1]}
     for start in range(0, len(curve), size):
@@ -420,12 +428,9 @@ def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], b
         bottom.set_xlabel(f"tokens trained on, {unit}")
         bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_TICK_STEPS))
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
-        try:
+        with writing(path, "name another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format="png", dpi=160, facecolor=PNG_BACKGROUND)
-        except OSError as error:
-            problem = Problem(str(path), f"cannot be written: {error.strerror}", "name another file")
-            raise ConfigError(problem) from error
 
 
 def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], colour: str, title: str) -> None:

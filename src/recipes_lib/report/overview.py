@@ -86,6 +86,7 @@ def list_entries(folder: Path) -> list[Entry]:
 def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
     """Yield the outputs below a folder; those nested in another output are skipped."""
     try:
+        # Links may form cycles, or list a run twice.
         children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())
     except OSError:
         return
@@ -98,6 +99,7 @@ def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
 
 def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, Any]) -> Entry:
     entry = describe_output(folder / str(stage.get("output", "")), str(stage.get("name", "")))
+    # The stage's own time includes the start of its processes.
     seconds = read_number(state, "seconds")
     return replace(
         entry,
@@ -166,6 +168,7 @@ def draw_spark(curve: Sequence[tuple[int, float]]) -> str:
     """Return the ``points`` of an SVG polyline of 120 x 28 units; empty for fewer than two points."""
     if len(curve) < 2:
         return ""
+    # Rounded up, so that there are at most `_MAX_SPARK_POINTS` points and the last one.
     stride = -(-len(curve) // _MAX_SPARK_POINTS)
     points = [*curve[:-1:stride], curve[-1]]
     (first, last), values = (points[0][0], points[-1][0]), [value for _, value in points]

@@ -130,6 +130,7 @@ def _describe_extent(run: RunFiles) -> str:
         parts.append(f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}")
     if (seconds := read_number(last, "seconds")) is not None:
         parts.append(f"{format_duration(seconds)} of training")
+    # Unset in pretraining from random weights.
     model = run.config.get("model_name_or_path")
     return ", ".join(parts) + (f", from {model}" if model else "")
 
@@ -205,6 +206,7 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
     paired = []
     for prompt in prompts:
         answers = by_prompt[prompt]
+        # One answer if the prompt was sampled at one step only.
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
         reference = ends[-1].get("reference")
         paired.append(
@@ -234,6 +236,7 @@ def _measure_gain(answers: Mapping[int, Record]) -> float | None:
 def _measure_likeness(answers: Mapping[int, Record]) -> float:
     """Return the similarity of the words of the first and the last answer, from 0 to 1."""
     first, last = (_shorten(str(answers[step].get("completion", ""))).split() for step in (min(answers), max(answers)))
+    # `autojunk` would ignore frequent words of answers above 200 words.
     return difflib.SequenceMatcher(None, first, last, autojunk=False).ratio()
 
 
@@ -346,6 +349,7 @@ def _check_held_out(run: RunFiles) -> Iterator[str]:
     if curve := read_curve(run.held_out, "eval_loss"):
         best_step, best = min(curve, key=lambda point: point[1])
         last_step, last = curve[-1]
+        # `abs`: a loss with other terms may be negative.
         has_risen = last > best + OVERFIT_RISE * abs(best)
         if has_risen and best_step == curve[0][0]:
             yield f"Training made the held-out loss worse: {best:.4g} at step {best_step}, {last:.4g} at the end."
@@ -366,6 +370,7 @@ def _check_training(run: RunFiles) -> Iterator[str]:
             "outside the data. Add `sft` to loss_type, use apo_zero, lower the learning rate, or drop similar pairs."
         )
     rates = read_curve(run.evaluations, "eval_stop_rate")
+    # A base model may not stop before training: judge from the second evaluation on.
     if len(rates) > 1 and rates[-1][1] <= 0:
         yield "No sample ended with a stop token: raise sample_max_new_tokens, or train on stop tokens."
     norms = read_curve(run.train, "grad_norm")

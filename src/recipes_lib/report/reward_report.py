@@ -217,6 +217,7 @@ def fit_temperature(margins: Floats) -> float | None:
         return float((margins * _sigmoid(-margins * sharpness)).mean())
 
     low, high = 0.0, 1.0
+    # The derivative is positive at 0 and negative for large values, because one margin is negative.
     while slope(high) > 0:
         low, high = high, 2 * high
     for _ in range(80):
@@ -239,6 +240,7 @@ def _sigmoid(values: Floats) -> Floats:
 
 def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
     """Return the probability that an answer is the chosen one, chosen answers first, and its bin; each ``(2P,)``."""
+    # `minimum` puts a probability of exactly 1 into the last bin.
     predicted = _sigmoid(np.concatenate([margins, -margins]))
     return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
 
@@ -422,6 +424,7 @@ def choose_other_prompts(prompts: Sequence[Hashable]) -> list[int | None]:
     share a prompt, some of them keep it: these rows get ``None``.
     """
     first = {prompt: at for at, prompt in reversed([*enumerate(prompts)])}
+    # Equal prompts are adjacent, in the order of their first occurrence.
     order = sorted(range(len(prompts)), key=lambda row: first[prompts[row]])
     shift = max(Counter(prompts).values())
     others = dict(zip(order, [*order[shift:], *order[:shift]], strict=True))
@@ -447,6 +450,7 @@ def _alter_chosen(
     gap = _encode(tokenizer, _WHITE_SPACE)
     end_tokens = find_end_tokens(tokenizer)
     for prompt, answer, _ in parts:
+        # The end token, and what the chat template adds after it, stays at the end.
         at = count_before_end(np.asarray(answer), end_tokens)
         text, end = answer[:at], answer[at:]
         *_, sentence = _SENTENCE_GAP.split(str(tokenizer.decode(text.tolist(), skip_special_tokens=True)).strip())
@@ -505,6 +509,7 @@ def write_verdict(
     """
     if pairs is None:
         return None
+    # All ranks score: a forward pass of sharded weights is a collective.
     held_out = [pairs[number] for number in range(min(MAX_PAIRS, len(pairs)))]
     report = build_reward_report(score_held_out(reward_model, held_out))
     failed = check_gates(report)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import writing
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
 from recipes_lib.report.html_pages import write_page
@@ -61,12 +62,13 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
     if not 2 <= len(folders) <= len(_COLOURS):
         found = f"{len(folders)} run{'s' * (len(folders) != 1)} cannot be compared"
         raise ConfigError(Problem("--compare", found, f"name two to {len(_COLOURS)}"))
+    # By the path as given: runs in different folders may have the same name.
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
     recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
     images = path.with_suffix("")
-    try:
+    with writing(path, "name another --output"):
         images.mkdir(parents=True, exist_ok=True)
         return write_page(
             path,
@@ -78,10 +80,6 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
             figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
         )
-    except OSError as error:
-        raise ConfigError(
-            Problem(str(path), f"cannot be written: {error.strerror}", "name another --output")
-        ) from error
 
 
 def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: bool) -> list[Chart]:

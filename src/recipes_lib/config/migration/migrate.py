@@ -90,6 +90,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
         text = yaml.safe_dump(dict(command.values), sort_keys=False, allow_unicode=True, width=1000)
     entries = [] if text is None else read_entries(text, str(path), problems)
     lines = (text or "").splitlines()
+    # Edits replace whole lines, so each key must begin its own.
     for entry in entries:
         line, column = _position(entry)
         if lines[line][:column].strip():
@@ -313,13 +314,16 @@ class _Rewriter:
     def _rewrite_retired(self, entry: Entry, value: Any) -> None:
         retired = read_known(self.table.recipe)[entry.key]
         new = retired.rewrite(value)
+        # null meant the default, which is here the key left out.
         if value in (None, "None") and new and all(not self._accepts_null(key) for key in new):
             new = {}
         if new is None:
             self._comment_out(entry, f"`{entry.key}` {retired.found}; {retired.remedy}")
             return
+        # Without a maximum length nothing is too long, and `overlong` would be an error.
         if "overlong" in new and not self.taken & _LENGTH_KEYS:
             new = {}
+        # The file has the successor too: keep it.
         present = [key for key in new if key in self.taken]
         if present:
             self._replace(entry, {}, f"deleted `{entry.key}`: `{present[0]}` is set as well", by_hand=True)
