@@ -6,13 +6,13 @@ import io
 import itertools
 import json
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
@@ -378,10 +378,9 @@ def smooth(curve: Curve) -> Curve:
     reach = max(1, len(curve) // 40)
     stride = -(-len(curve) // MAX_SMOOTHED)
     centres = sorted({*range(0, len(curve), stride), len(curve) - 1})
-    return [
-        (curve[at][0], statistics.median(value for _, value in curve[max(0, at - reach) : at + min(at, reach) + 1]))
-        for at in centres
-    ]
+    # NumPy's median selects instead of sorting: windows of a million steps have 50,000 values.
+    values = np.array([value for _, value in curve])
+    return [(curve[at][0], float(np.median(values[max(0, at - reach) : at + min(at, reach) + 1]))) for at in centres]
 
 
 def thin_out(curve: Curve, max_points: int = MAX_POINTS) -> Curve:

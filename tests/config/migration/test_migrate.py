@@ -200,7 +200,9 @@ fp16:
 warmup: {a: b}
 max_steps: 3
 output_dir: out
-dataset_name: c/d
+datasets:
+  - path: c/d
+    type: alpaca
 special_tokens: {pad_token: x}
 """
 
@@ -214,9 +216,22 @@ def test_keys_of_other_programs_are_renamed_for_review_where_the_value_is_ours(w
     assert loaded.training["per_device_train_batch_size"] == 2
     assert (loaded.training["optim"], loaded.training["lr_scheduler_type"]) == ("adamw_bnb_8bit", "cosine")
     assert "# warmup: {a: b}" in migration.text
-    assert "# adapter: lora" in migration.text
+    assert (loaded.adapter.use_peft, loaded.data.dataset_name) == (True, "c/d")
     reviewed = {change.line for change in migration.changes if change.by_hand and "same meaning" in change.what}
     assert reviewed == {1, 3, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize("steps", ["[1]", "{a: 1}", "many"])
+def test_a_number_of_steps_that_is_no_number_is_left_to_the_user(write, sound: str, steps: str) -> None:
+    migration = migrate(write(f"{sound}max_steps: {steps}\nnum_train_epochs: 2\n"), "sft")
+    assert not migration.is_ready
+    assert "num_train_epochs: 2" in migration.text
+
+
+def test_a_synonym_without_effect_is_deleted(write, sound: str) -> None:
+    migration = migrate(write(f"{sound}max_steps: 5\nepochs: 2\n"), "sft")
+    assert migration.is_ready
+    assert "epochs" not in migration.text
 
 
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])

@@ -36,7 +36,8 @@ _UNSUPPORTED: Final = frozenset(_METHODS["unsupported"].split())
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
 COMPANIONS: Final = ("dataset_splits", "dataset_configs")
 """Keys that complement ``dataset_mixer``."""
-_ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction"}
+# `type` is axolotl's layout of the rows, which is detected here.
+_ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
 _COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
 _TEXT: Final = "tag:yaml.org,2002:str"
 
@@ -134,7 +135,8 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
         legacy = legacy.get("datasets")
     if not isinstance(legacy, Sequence) or not all(
-        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS for item in legacy
+        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS and not isinstance(item.get("type"), Mapping)
+        for item in legacy
     ):
         return None, ""
     return _join([_convert_entry(item) for item in legacy], extra)

@@ -162,13 +162,16 @@ class _Rewriter:
     def drop_overruled(self) -> None:
         """Drop keys without effect because of another key (``DECISIONS``), which upstream ignored silently."""
         known = read_known(self.table.recipe)
-        names = {entry.key: known[entry.key].new if entry.key in known else entry.key for entry in self.entries}
+        names = {
+            key: known[key].new if key in known else read_synonyms().get(key, key)
+            for key in (entry.key for entry in self.entries)
+        }
         values = {new: self.values[old] for old, new in names.items() if new}
         settings = Settings(self.table, str(self.path), {}, values)
         for decision in DECISIONS:
             decider = values.get(decision.decider)
             # An invalid number of steps is reported when the result is validated.
-            is_invalid = decision.decider == "max_steps" and isinstance(decider, str)
+            is_invalid = decision.decider == "max_steps" and not isinstance(decider, int | float)
             if decider is None or is_invalid or not decision.applies(settings):
                 continue
             for entry in self.entries:
