@@ -236,7 +236,7 @@ def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Prob
         elif name == "config":
             problems.append(Problem(flag, "has no value", "write `--config FILE`"))
         elif (node := _read_node(flag, text, table.keys.get(name), problems)) is not None:
-            command.entries.append(Entry(name, node, flag, lambda _, flag=flag: flag, flag=True))
+            command.entries.append(Entry(name, node, flag, functools.partial(_locate_flag, flag), flag=True))
         seen.add(name)
     return command
 
@@ -261,6 +261,10 @@ def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
         if name not in names:
             kept += before[: len(before) - len(arguments)]
     return kept
+
+
+def _locate_flag(flag: str, _: yaml.Node) -> str:
+    return flag
 
 
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:

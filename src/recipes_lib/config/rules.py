@@ -305,9 +305,7 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
             yield settings.problem("eval_datasets", found, "use letters, digits, dots and hyphens")
         unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else set()
         if unknown or not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            found = f"`eval_datasets: {name}` is not a dataset" + (
-                f": it has {sorted(unknown)[0]!r}" if unknown else ""
-            )
+            found = f"`eval_datasets: {name}` is not a dataset{f': it has {sorted(unknown)[0]!r}' if unknown else ''}"
             yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
             continue
         wrong = [key for key, value in entry.items() if not isinstance(value, _EVAL_KEYS[key])]
@@ -331,11 +329,7 @@ def check_stream(settings: Settings) -> Iterator[Problem]:
     if not settings["dataset_streaming"]:
         return
     if settings["max_length"] is None and not settings.broken("max_length"):
-        yield settings.problem(
-            "max_length",
-            "`dataset_streaming` needs it: the longest example of a stream is unknown",
-            "write `max_length: ...`",
-        )
+        yield settings.problem("max_length", "the longest example of a stream is unknown", "write `max_length: ...`")
     if settings["test_split_size"] is not None:
         remedy = "name held-out data with `dataset_test_split`"
         yield settings.problem("test_split_size", "rows cannot be held out of a stream", remedy)
@@ -369,8 +363,7 @@ def check_precision(settings: Settings) -> Iterator[Problem]:
         remedy = "delete the line (`bf16` computes in bfloat16 anyway), or write `optim: adamw_bf16_stochastic`"
         yield settings.problem("dtype", found, remedy)
     if is_requested and optim not in _ROUNDING_OPTIMIZERS:
-        names = " or ".join(_ROUNDING_OPTIMIZERS)
-        found = f"`optim_args: bf16_stochastic_round` has no effect: it belongs to `optim: {names}`"
+        found = f"`optim_args: bf16_stochastic_round` needs `optim: {' or '.join(_ROUNDING_OPTIMIZERS)}`"
         yield settings.problem("optim_args", found, "choose one of those, or write `optim: adamw_bf16_stochastic`")
     if optim == "adamw_bf16_stochastic" and dtype != "bfloat16":
         found = f"`optim: {optim}` needs bfloat16 weights, and `dtype` is {dtype}"
@@ -445,9 +438,7 @@ def check_best_model(settings: Settings) -> Iterator[Problem]:
         ratio = save_steps / eval_steps if eval_steps else 0.5
         if (save_steps < 1) != (eval_steps is not None and eval_steps < 1) or abs(ratio - round(ratio)) > 1e-9:
             found = f"`save_steps` ({save_steps}) is not a multiple of `eval_steps` ({eval_steps})"
-            yield Problem(
-                where, found, "write both as counts or both as shares, `save_steps` a multiple of `eval_steps`"
-            )
+            yield Problem(where, found, "write both as counts or shares, `save_steps` a multiple of `eval_steps`")
 
 
 def check_kept(settings: Settings) -> Iterator[Problem]:

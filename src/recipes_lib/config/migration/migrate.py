@@ -162,10 +162,8 @@ class _Rewriter:
     def drop_overruled(self) -> None:
         """Drop keys without effect because of another key (``DECISIONS``), which upstream ignored silently."""
         known = read_known(self.table.recipe)
-        names = {
-            key: known[key].new if key in known else read_synonyms().get(key, key)
-            for key in (entry.key for entry in self.entries)
-        }
+        keys = [entry.key for entry in self.entries]
+        names = {key: known[key].new if key in known else read_synonyms().get(key, key) for key in keys}
         values = {new: self.values[old] for old, new in names.items() if new}
         settings = Settings(self.table, str(self.path), {}, values)
         for decision in DECISIONS:
