@@ -331,7 +331,7 @@ class GuardsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ForgettingConfig:
-    """Against forgetting: replay, elastic weight consolidation, KL to the initial model; see ``docs/forgetting.md``."""
+    """Replay, elastic weight consolidation, and KL to the initial model; see ``docs/forgetting.md``."""
 
     replay_dataset: str | None = None
     """Hub id or path of earlier data to mix into the training data; the layout is detected."""
