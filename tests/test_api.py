@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests.faults import recipe_runs
 
 import recipes_lib
 from recipes_lib import check, load_run, train
+from recipes_lib.api import _load
 from recipes_lib.errors import ConfigError
 
 
@@ -52,6 +54,16 @@ def test_a_file_and_overrides_are_as_on_the_command_line(keys: dict[str, Any], t
         train("sft", path, learnin_rate=1)
     with pytest.raises(ConfigError, match="there is no recipe 'sfd'"):
         train("sfd", path)
+
+
+def test_values_of_python_are_those_that_they_mean(keys: dict[str, Any], tmp_path: Path) -> None:
+    values = {**keys, "output_dir": tmp_path / "run", "learning_rate": np.float32(2e-5), "max_steps": np.int64(3)}
+    assert check("sft", values) == []
+    loaded = _load("sft", values, {"bf16": None, "packing": False})
+    assert loaded.training["output_dir"] == str(tmp_path / "run")
+    assert loaded.training["learning_rate"] == pytest.approx(2e-5)
+    assert loaded.training["max_steps"] == 3
+    assert (loaded.training["bf16"], loaded.tokens.packing) == (None, False)
 
 
 def test_importing_the_library_loads_nothing_heavy() -> None:

@@ -68,7 +68,7 @@ def test_only_the_main_process_tells_that_the_run_was_stopped(
 
 def test_who_ends_because_of_another_says_so_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(raising(LostPeerError("process 1 of this machine ended: it was killed"))) == 1
-    assert capsys.readouterr().err == "rank 0 ends too: process 1 of this machine ended: it was killed\n"
+    assert capsys.readouterr().err == "rank 0 exits: process 1 of this machine ended: it was killed\n"
 
 
 @pytest.mark.parametrize(("error", "code"), [(DivergedError("nan"), 3), (PreemptedError("SIGTERM"), 75)])
@@ -159,6 +159,17 @@ def test_output_that_was_closed_from_the_start_ends_nothing(tmp_path: Path) -> N
     shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", TALK, str(tmp_path / "done")]
     assert subprocess.run(shell, check=False).returncode == 0
     assert (tmp_path / "done").read_text() == "done"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_character_that_the_locale_lacks_is_escaped(encoding: str) -> None:
+    code = (
+        "from recipes_lib.boundary import run_command; raise SystemExit(run_command(lambda: print('\\u2265 \\udcff')))"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
+    shown = "\u2265".encode() if encoding == "utf-8" else b"\\u2265"
+    assert done.stdout == shown + b" \\udcff\n"
 
 
 def test_upstream_does_not_open_every_run_with_the_same_lines() -> None:

@@ -93,15 +93,26 @@ class OutOfMemoryError(RuntimeError):
         (OSError(errno.ENOSPC, "No space left on device", "out/metrics.jsonl"), "out/metrics.jsonl: the disk is full"),
         (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), "the disk is full"),
         (RuntimeError("[enforce fail] . PytorchStreamWriter failed writing file data/0: file write failed"), "full"),
-        (OSError(errno.EFBIG, "File too large", "out/optimizer.pt"), "out/optimizer.pt: a file would be larger"),
+        (
+            OSError(errno.EFBIG, "File too large", "out/optimizer.pt"),
+            "out/optimizer.pt: a file would exceed the size limit",
+        ),
         (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), "ulimit -f"),
         (PermissionError(errno.EACCES, "Permission denied", "out/run.json"), "out/run.json: not permitted"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300), f"{'a' * 120}: no file can be there: File name"),
-        (OSError(errno.ENOTDIR, "Not a directory", "run.yaml/out"), "run.yaml/out: no file can be there: Not a dir"),
-        (OSError(errno.EMFILE, "Too many open files", "rows.jsonl"), "rows.jsonl: this process may open no more files"),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),
+            f"{'a' * 120}: not a valid file path: File name",
+        ),
+        (OSError(errno.ENOTDIR, "Not a directory", "run.yaml/out"), "run.yaml/out: not a valid file path: Not a dir"),
+        (
+            OSError(errno.EMFILE, "Too many open files", "rows.jsonl"),
+            "rows.jsonl: the limit of this process is reached",
+        ),
         (OSError(errno.EROFS, "Read-only file system", "out/_lock"), "out/_lock: not permitted: Read-only"),
-        (RuntimeError("can't start new thread"), "threads: this process may have no more"),
+        (RuntimeError("can't start new thread"), "threads: no more threads can be started"),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"), "lower per_device_train_batch_size"),
+        (MemoryError(), "host memory: an allocation failed"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "host memory: [Errno 12] Cannot allocate memory"),
     ],
 )
 def test_what_the_machine_refuses_is_told_as_that(error, words):

@@ -37,8 +37,8 @@ from recipes_lib.files import (
         (b"", "is not JSON"),
         (b'{"a": 1', "is not JSON"),
         (b"\xff\xfe{}", "is not JSON"),
-        (b"[1, 2]", "holds a list and not an object"),
-        (b"null", "holds null and not an object"),
+        (b"[1, 2]", "is a list instead of an object"),
+        (b"null", "is null instead of an object"),
         (b'{"a": ' + b"[" * 100_000, "is nested too deeply"),
         (b'{"a": ' + b"1" * 100_000 + b"}", "is not JSON"),
         (b'{"b": 1}', "`a` is missing"),
@@ -87,7 +87,7 @@ def test_lines_come_from_a_file_of_any_size_and_a_line_without_end_fills_no_memo
     path = tmp_path / "lines.jsonl"
     path.write_text('{"step": 1}\n' * 10 + "x" * 100 + '\n{"step": 2}\n')
     assert list(read_lines(path)) == [{"step": 1}] * 10 + [None] * 4 + [{"step": 2}]
-    with pytest.raises(DataError, match="more than a record has"):
+    with pytest.raises(DataError, match="exceeds the limit"):
         read_record(path)
 
 

@@ -37,7 +37,7 @@ def test_a_process_that_left_in_order_is_not_missed(folders):
 def test_a_process_that_was_killed_is(folders):
     processes.enter()
     run_as(folders, "1", "processes.enter()")
-    assert processes.find_lost() == "process 1 of this machine ended: it left no reason, so it was killed"
+    assert processes.find_lost() == "process 1 of this machine ended: no error was recorded, so it was killed"
 
 
 def test_a_process_that_failed_is_with_its_reason(folders):

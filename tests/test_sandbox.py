@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes_lib.sandbox import MAX_TOLD, run_program
+from recipes_lib.sandbox import MAX_STDERR, run_program
 
 
 def has_landlock() -> bool:
@@ -59,8 +59,8 @@ def test_a_program_that_reaches_its_end_passes(source: str) -> None:
 def test_what_fails_leaves_early_or_is_not_allowed_has_failed(source: str, told: str) -> None:
     verdict = run_program(source, seconds=20)
     assert verdict.outcome == "failed"
-    assert told in verdict.told
-    assert len(verdict.told) <= MAX_TOLD
+    assert told in verdict.stderr
+    assert len(verdict.stderr) <= MAX_STDERR
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_files_elsewhere_stay(tmp_path: Path, change: str) -> None:
     kept.write_text("kept")
     verdict = run_program(change.format(str(kept), str(tmp_path)))
     assert verdict.outcome == "failed"
-    assert "only the working directory" in verdict.told
+    assert "only the working directory" in verdict.stderr
     assert kept.read_text() == "kept"
     assert list(tmp_path.iterdir()) == [kept]
 

@@ -72,7 +72,7 @@ def test_signals_in_quick_succession_are_one_request_and_a_later_one_leaves_at_o
     # The second SIGTERM, where this process was not scheduled for a second between the two.
     again = signal.Signals(process.returncode - 128)
     assert again in (signal.SIGINT, signal.SIGTERM)
-    assert f"{again.name} again: left at once" in process.communicate()[1]
+    assert f"{again.name} again: exits immediately" in process.communicate()[1]
 
 
 def test_a_second_signal_is_heard_where_the_main_thread_never_comes_back_from_c():
@@ -103,7 +103,7 @@ def test_who_hangs_on_the_way_out_is_gone_in_time(ending):
     process = start(f"{HANG}try:\n  signal.raise_signal(signal.SIGTERM)\nfinally:\n  {ending}")
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 75
-    assert "SIGTERM: left at once, with nothing to save" in errors
+    assert "SIGTERM: exits immediately, with nothing to save" in errors
 
 
 def test_with_nothing_to_save_one_signal_is_enough_where_the_main_thread_never_comes_back_from_c():

@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Commands import this package before they know whether anything has to be loaded. Types are in __init__.pyi.
+    # Lazy (PEP 562), so that importing the package for `recipes --help` loads no YAML and no torch. Type checkers read
+    # __init__.pyi.
     if name in ("check", "load_run", "train"):
         return getattr(importlib.import_module("recipes_lib.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

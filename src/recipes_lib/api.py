@@ -29,21 +29,21 @@ _MAIN: Final = {"rloo": "grpo", "lora": "sft"}
 def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> RunFiles:
     """Train a recipe in this process, and return the finished run.
 
-    It is what ``python recipes/RECIPE.py --config F --key value`` does: the same directory resumes, and a run that is
-    done returns at once. Several processes are started by ``recipes launch``, not from here.
+    Equivalent to ``python recipes/RECIPE.py --config F --key value``: an existing ``output_dir`` is resumed, and a
+    finished run returns immediately. Use ``recipes launch`` to train with several processes.
 
     Args:
-        recipe: Recipe: ``sft``, ``dpo``, ``grpo`` and others.
-        config: YAML file of the recipe, or its keys.
-        overrides: Keys over those of ``config``, such as ``learning_rate=1e-5``.
+        recipe: Name of the recipe, such as ``sft``, ``dpo`` or ``grpo``.
+        config: Path of a YAML file, or a mapping of keys to values.
+        overrides: Keys that override those of ``config``, such as ``learning_rate=1e-5``.
 
     Returns:
-        The run: ``path``, where its model is; ``metrics``, one mapping per logged step or evaluation, as
-        ``pandas.DataFrame`` takes them; ``facts``, ``samples``.
+        The run: ``path`` (the directory of the model), ``metrics`` (one mapping per logged step or evaluation, suitable
+        for ``pandas.DataFrame``), ``facts`` and ``samples``.
 
     Raises:
-        ConfigError: A key or a combination of them is wrong; every problem at once.
-        DataError: The data are wrong.
+        ConfigError: A key, a value or a combination of keys is invalid; lists every problem.
+        DataError: The data are invalid.
         DivergedError: A guard stopped the run before a bad update.
 
     Source: ``tests/test_api.py``.
@@ -55,7 +55,7 @@ def train(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **o
 
 
 def check(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **overrides: Any) -> list[Problem]:
-    """Return every problem of a run on one process, as ``recipes check`` finds them; none: it is ready to train.
+    """Return every problem that ``recipes check`` finds for a run on one process; an empty list if it can train.
 
     Args:
         recipe: As for ``train``.
@@ -64,14 +64,14 @@ def check(recipe: str, config: str | Path | Mapping[str, Any] | None = None, **o
     """
     from rich.console import Console
 
-    from recipes_lib.commands.check import check as look
+    from recipes_lib.commands.check import check as check_run
     from recipes_lib.training.layouts.launch_environment import plan_launch
 
     try:
         loaded = _load(recipe, config, overrides)
     except ConfigError as error:
         return list(error.problems)
-    return look(loaded, plan_launch(None), Console(file=io.StringIO()))
+    return check_run(loaded, plan_launch(None), Console(file=io.StringIO()))
 
 
 def load_run(folder: str | Path) -> RunFiles:
@@ -81,7 +81,7 @@ def load_run(folder: str | Path) -> RunFiles:
         folder: The output directory.
 
     Raises:
-        DataError: It holds no run.
+        DataError: The folder contains no run.
     """
     from recipes_lib.report.run_files import read_run
 
@@ -96,13 +96,15 @@ def _load(recipe: str, config: str | Path | Mapping[str, Any] | None, overrides:
     keys = {**(config if isinstance(config, Mapping) else {}), **overrides}
     argv = ["--config", str(config)] if isinstance(config, str | Path) else []
     for key, value in keys.items():
-        argv.append(f"--{key}={value if isinstance(value, str) else json.dumps(value, default=str)}")
+        # Only what JSON spells as YAML does is dumped: a path or a NumPy scalar would become a quoted string.
+        is_json = isinstance(value, bool | int | float | list | tuple | dict | None)
+        argv.append(f"--{key}={json.dumps(value, default=str) if is_json else value}")
     return load_config(recipe, argv)
 
 
 @contextmanager
 def _importing_recipe(recipe: str) -> Iterator[Callable[[RecipeConfig], None]]:
-    """Yield the main function of a recipe's script; reward functions beside it can be imported while it runs."""
+    """Yield the main function of a recipe's script, with the script's folder importable, as for ``python SCRIPT``."""
     path = find_recipe(recipe)
     sys.path.insert(0, str(path.parent))
     try:

@@ -31,25 +31,25 @@ if TYPE_CHECKING:
 EXIT_INTERRUPTED = 130
 """What a shell reports for a command ended by Ctrl-C (128 + SIGINT)."""
 
-_OPENS_EVERY_RUN: Final = {
-    # transformers and accelerate import DeepSpeed wherever it is installed, and without a GPU it warns each time. A
-    # launch file that asks for DeepSpeed there is refused with a reason (``verify_accelerator``).
+_EXPECTED_WARNINGS: Final = {
+    # transformers and accelerate import DeepSpeed if it is installed, and DeepSpeed warns if there is no GPU.
+    # ``verify_accelerator`` raises for a launch file that uses DeepSpeed on a CPU.
     "DeepSpeed": "Setting accelerator to CPU",
-    # So does bitsandbytes, which computes 4-bit products on a CPU by plain torch then.
+    # bitsandbytes warns on import and falls back to plain torch for 4-bit matrix products on a CPU.
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
-    # The trainer takes padding and end of text from the tokenizer, as ``load_tokenizer`` has settled them.
+    # Expected: ``load_tokenizer`` has already set the special tokens that the trainer copies to the model.
     "transformers.trainer_utils": "The tokenizer has new PAD/BOS/EOS tokens",
 }
-"""Logger -> prefix of a warning that is expected in every run and is suppressed."""
+"""Logger -> prefix of a warning that is expected in every run; such warnings are suppressed."""
 _OUTPUT_FAILURES: Final[dict[str, OSError]] = {}
-"""Error of the last failed write to ``stdout`` or ``stderr``."""
+"""Stream name (``stdout``, ``stderr``) -> error of its last failed write."""
 
 
 class _Output(io.FileIO):
-    """File descriptor under a standard stream that drops output when a write fails, instead of raising."""
+    """Raw layer of a standard stream that discards output when a write fails, instead of raising."""
 
     def __init__(self, stream: str, descriptor: int) -> None:
-        # Python keeps the original stream as ``sys.__stdout__``, which closes the descriptor.
+        # The descriptor belongs to the original stream, which Python keeps as ``sys.__stdout__`` and closes at exit.
         super().__init__(descriptor, "wb", closefd=False)
         self._stream = stream
 
@@ -62,25 +62,27 @@ class _Output(io.FileIO):
 
 
 def keep_output_from_failing() -> None:
-    """Make writes to standard output and standard error never raise: a closed pipe or a full disk must not end a run.
+    """Make writes to standard output and standard error never raise.
 
-    Underneath ``sys.stdout`` and ``sys.stderr``, so that it applies to every writer: ``print``, logging,
-    warnings, rich, tqdm, and the interpreter's last flush. Streams that somebody else has put there are left alone.
+    A closed pipe, a full disk, or a character that the locale's encoding lacks must not end a run. The raw layer below
+    ``sys.stdout`` and ``sys.stderr`` is replaced, so that every writer is covered: ``print``, logging, warnings, rich,
+    tqdm, and the interpreter's flush at exit. Redirected streams, such as those of pytest, are not changed.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # It was closed before this process began.
+        if stream is None:  # The descriptor was closed when this process started (`>&-`).
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (for the whole process)
         elif stream is getattr(sys, f"__{name}__"):
             raw = _Output(name, stream.fileno())
-            # Unbuffered (``python -u``), Python writes text straight to the descriptor.
+            # ``write_through`` is set by ``python -u``, for which text is not buffered.
             buffer: Any = raw if stream.write_through else io.BufferedWriter(raw)
-            options = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-            setattr(sys, name, io.TextIOWrapper(buffer, **options))
+            options = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
+            errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+            setattr(sys, name, io.TextIOWrapper(buffer, errors=errors, **options))
 
 
 def find_output_failure() -> OSError | None:
-    """Return why a write to standard output failed; ``None`` if none did."""
+    """Return the error of the last failed write to standard output; ``None`` if every write succeeded."""
     sys.stdout.flush()
     return _OUTPUT_FAILURES.get("stdout")
 
@@ -88,25 +90,25 @@ def find_output_failure() -> OSError | None:
 def run_command(command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code; an exception becomes a message on standard error.
 
-    User errors are printed without a traceback, each with its remedy; any other exception is a bug and keeps its
-    traceback. ``SystemExit`` passes through. One process of several leaves from here if it has not done its work:
-    at the interpreter's end, collective operations would wait for processes that are gone.
+    User errors are printed without a traceback, each with its remedy; any other exception is a bug and is printed with
+    its traceback. ``SystemExit`` propagates. With several processes, a failed one exits immediately by ``os._exit``:
+    regular interpreter shutdown would block in collective operations, waiting for ranks that have exited.
 
     Args:
-        command: Takes nothing; returns an exit code, or ``None`` when there is nothing to report.
+        command: Function without arguments that returns an exit code; ``None`` means ``EXIT_DONE``.
 
     Returns:
         One of the ``EXIT_`` codes of :mod:`recipes_lib.errors`, or ``EXIT_INTERRUPTED``.
     """
     keep_output_from_failing()
-    for name in _OPENS_EVERY_RUN:
-        logging.getLogger(name).addFilter(_is_worth_telling)
+    for name in _EXPECTED_WARNINGS:
+        logging.getLogger(name).addFilter(_is_unexpected)
     try:
         code = command() or EXIT_DONE
     except BaseException as error:
         STOP.close()
-        code = _tell(error)
-        # A rank that only follows another leaves no reason of its own: the launcher shows the earliest.
+        code = _report(error)
+        # A rank that ends because of another one writes no reason: the launcher shows the first cause only.
         if code not in (EXIT_DONE, EXIT_PREEMPTED) and not isinstance(error, LostPeerError):
             processes.record_failure(error, is_unforeseen=code == EXIT_BUG)
     if code in (EXIT_DONE, EXIT_PREEMPTED):
@@ -118,23 +120,23 @@ def run_command(command: Callable[[], int | None]) -> int:
     return code
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_OPENS_EVERY_RUN[record.name])
+def _is_unexpected(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_EXPECTED_WARNINGS[record.name])
 
 
-def _tell(error: BaseException) -> int:
-    """Print why a command ended, and return its exit code.
+def _report(error: BaseException) -> int:
+    """Print the error that ended a command, and return its exit code.
 
     Raises:
-        SystemExit: That is what the command ended with.
+        SystemExit: ``error`` is a ``SystemExit``; other non-``Exception`` errors are raised again too.
     """
     if isinstance(error, PreemptedError):
-        # All processes stop for the same reason.
+        # Every rank has the same reason: print it once.
         if processes.read_rank() == 0:
             sys.stderr.write(f"{error}\n")
         return EXIT_PREEMPTED
     if isinstance(error, LostPeerError):
-        sys.stderr.write(f"rank {processes.read_rank()} ends too: {error}\n")
+        sys.stderr.write(f"rank {processes.read_rank()} exits: {error}\n")
         return EXIT_BUG
     if isinstance(error, UserError | DivergedError):
         sys.stderr.write(f"{error}\n")
@@ -153,18 +155,20 @@ def _tell(error: BaseException) -> int:
 
 
 def parse_or_exit(recipe: str, arguments: Sequence[str]) -> RecipeConfig:
-    """Parse the arguments of a recipe into its configuration; imports nothing slow.
+    """Parse the arguments of a recipe into its configuration, and install the stop-signal handlers.
 
-    From then on a request to stop is one of preemption: what has to be saved is saved, and the exit code is 75.
+    Imports neither torch nor transformers. After it returns, a stop signal preempts the run: the run saves a checkpoint
+    and exits with code 75.
 
     Args:
-        recipe: Name of the recipe, ``sft``.
-        arguments: What follows the script's name.
+        recipe: Name of the recipe, such as ``sft``.
+        arguments: Command-line arguments after the script's name.
 
     Raises:
-        SystemExit: The configuration is wrong, or only ``--help`` or ``--print-config`` was asked for.
+        SystemExit: The configuration is invalid, or ``--help`` or ``--print-config`` was given.
     """
-    from recipes_lib.config.loader import parse_command  # `recipes --help` comes here too, and needs no YAML.
+    # Not at module level: `recipes --help` imports this module and does not need PyYAML.
+    from recipes_lib.config.loader import parse_command
 
     parsed: list[RecipeConfig] = []
 

@@ -16,35 +16,33 @@ EXIT_PIPE_CLOSED = 141
 
 
 class Command(NamedTuple):
-    """A subcommand: its function as ``.module:function``, called with the remaining arguments, and its help text."""
+    """A subcommand: its function as ``.module:function``, which takes the remaining arguments, and its help text."""
 
     target: str
     summary: str
 
 
 COMMANDS = {
-    "check": Command(".commands.check:main", "find every problem of a run before it costs anything"),
-    "clean": Command(".commands.clean:main", "make a clean corpus of raw text, as recipes/corpus.py"),
+    "check": Command(".commands.check:main", "find every problem of a run on a CPU, before it starts"),
+    "clean": Command(".commands.clean:main", "make a clean corpus from raw text, like recipes/corpus.py"),
     "classifier": Command(".commands.classifier:main", "train or evaluate a text classifier, for recipes clean"),
     "eval": Command(
-        ".commands.evaluate:main", "benchmark scores; `eval compare` of models, `eval watch` of a run's checkpoints"
+        ".commands.evaluate:main", "benchmark a model; `eval compare` models, `eval watch` a run's checkpoints"
     ),
     "score": Command(".commands.score:main", "loss and bits per byte of every row of a dataset under a model"),
-    "demo": Command(".demo.command:main", "train a small assistant on this Python's docstrings, on a CPU, in minutes"),
+    "demo": Command(".demo.command:main", "train a small assistant on Python docstrings, on a CPU, in minutes"),
     "launch": Command(".commands.launch:main", "run a recipe on one CPU, one GPU, one machine or many"),
     "run": Command(".commands.run_pipeline:main", "run a pipeline of stages from one YAML file"),
-    "job": Command(".commands.job:main", "write the file that starts a run on a cluster or in a cloud"),
+    "job": Command(".commands.job:main", "write the job file of a run for a cluster or a cloud"),
     "preview": Command(".commands.prepare:preview", "show what the model will be trained on, token by token"),
     "prepare": Command(".commands.prepare:prepare", "tokenise, mask and pack once; training then tokenises nothing"),
     "distill-store": Command(
-        ".commands.generated.distill_store:main", "store a teacher's top-k log-probabilities of all rows"
+        ".commands.generated.distill_store:main", "store a teacher's top-k log-probabilities for all rows"
     ),
-    "student": Command(
-        ".commands.weights.student:main", "initialise a student from layers of its teacher, for distillation"
-    ),
+    "student": Command(".commands.weights.student:main", "initialise a student from layers of its teacher"),
     "synthesize": Command(
         ".commands.generated.synthesize:main",
-        "write training rows by a model: instructions, answers, texts; filter and grade them",
+        "generate training rows with a model, filter and grade them",
     ),
     "distill-write": Command(
         ".commands.sampling:main_answers", "sample a teacher's answers to prompts, as training rows"
@@ -53,19 +51,19 @@ COMMANDS = {
     "plan": Command(".commands.planning.flags:plan", "estimate parameters, memory, time and cost of a run"),
     "scale": Command(".commands.planning.flags:scale", "fit scaling laws to runs, and plan or predict larger ones"),
     "sample-pairs": Command(
-        ".commands.sampling:main_pairs", "make preference pairs of a policy's own answers, by its rewards"
+        ".commands.sampling:main_pairs", "make preference pairs from a policy's own answers, ranked by rewards"
     ),
     "fisher": Command(
         ".training.forgetting.fisher_command:main", "diagonal Fisher information of a run's model on its data"
     ),
     "merge": Command(".commands.weights.merge:main", "merge an adapter into its base model"),
-    "export": Command(".commands.weights.export:main", "convert a checkpoint to a model that any tool loads"),
-    "publish": Command(".publish.publishing:main", "push a model or checkpoints to the Hub, as far as needed"),
+    "export": Command(".commands.weights.export:main", "convert a checkpoint to a model folder that any tool loads"),
+    "publish": Command(".publish.publishing:main", "push a model or checkpoints to the Hub; skips what is there"),
     "reproduce": Command(".commands.reproduce:main", "restore a published run, and report the differences"),
-    "report": Command(".commands.prepare:report", "make report.html of a run, or compare several"),
+    "report": Command(".commands.prepare:report", "write report.html of a run, or compare several"),
     "runs": Command(".report.overview:main", "list the runs below a folder: status, step, loss, age"),
-    "prove": Command(".commands.prove:main", "hold results, speed and memory of this machine against what is known"),
-    "doctor": Command(".commands.doctor:main", "say what this machine can do, and how to get the rest"),
+    "prove": Command(".commands.prove:main", "compare results, speed and memory of this machine with reference values"),
+    "doctor": Command(".commands.doctor:main", "show what this machine supports, and how to install the rest"),
     "completion": Command(".commands.completion:main", "print the completion script of a shell"),
 }
 GROUPS = {
@@ -77,9 +75,9 @@ GROUPS = {
     "distillation": ("student", "distill-store", "distill-write"),
     "shell": ("completion",),
 }
-"""Commands by heading of ``recipes --help``."""
+"""Heading in ``recipes --help`` -> its commands."""
 RETIRED = {"distill-chain": "write a stage for each teacher, as in recipes/pipelines/teaching_assistants.yaml"}
-"""Removed commands, and what replaces them."""
+"""Removed command -> its replacement."""
 EXAMPLES = (
     "recipes check --config recipes/configs/qwen3-0.6b/sft.yaml",
     "recipes launch --config recipes/configs/qwen3-0.6b/sft.yaml --learning_rate 1e-5",
@@ -98,7 +96,7 @@ def format_help() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``recipes`` with ``arguments`` (default: the process's own) and return the exit code."""
+    """Run ``recipes`` with ``arguments`` (default: ``sys.argv[1:]``) and return the exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name in ("-h", "--help"):
         sys.stdout.write(format_help())
@@ -116,7 +114,7 @@ def _describe_unknown(name: str) -> str:
     if not name:
         return format_help()
     if name in RETIRED:
-        return f"recipes: there is no command {name!r} any more\n    {RETIRED[name]}\n"
+        return f"recipes: the command {name!r} was removed\n    {RETIRED[name]}\n"
     remedy = suggest(name, COMMANDS, f"the commands are: {', '.join(COMMANDS)}", "`recipes {}`")
     return f"recipes: there is no command {name!r}\n    {remedy}\n"
 
@@ -127,12 +125,12 @@ def _run(command: Command, arguments: list[str]) -> int | None:
     failure = find_output_failure()
     if isinstance(failure, BrokenPipeError):
         return EXIT_PIPE_CLOSED
-    # Of a recipe it is progress, of a command what was asked for.
+    # The output of a recipe is progress and may be lost; that of a command is its result.
     if failure is not None:
         found = f"cannot be written: {failure.strerror}"
-        raise ConfigError(Problem("standard output", found, "write it to another place"))
+        raise ConfigError(Problem("standard output", found, "redirect it elsewhere"))
     return code
 
 
-if __name__ == "__main__":  # As a pipeline starts it, by the same Python.
+if __name__ == "__main__":  # `python -m recipes_lib.cli`: a pipeline starts its stages with its own interpreter.
     sys.exit(main())

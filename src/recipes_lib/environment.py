@@ -24,38 +24,39 @@ def read_versions() -> dict[str, str]:
 
 def read_git_commit() -> str | None:
     """Return the commit of the working directory, with ``-dirty`` when tracked files differ; ``None`` outside git."""
-    # Without tags (``--exclude=*``), so that it is always the full hash.
+    # ``--exclude=*`` ignores tags, so that the output is always the full hash.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip() or None
+    return described.stdout.strip() or None
 
 
 SECONDS_TO_ANSWER: Final = 3.0
+"""Timeout of the request that decides whether the Hub is reachable."""
 
 
 def go_offline_unless_reachable(name: str) -> None:
     """Switch this process to offline mode if the Hub is unreachable, so that loading uses the cache without timeouts.
 
-    huggingface_hub makes each request six times over 22 seconds, and a model takes several. What fails once the Hub has
-    answered is still made again.
+    Without a network, huggingface_hub retries every request six times over 22 seconds, and loading a model makes
+    several requests. If the Hub is reachable, these retries are kept.
 
     Args:
-        name: Hub id, or a path, for which nothing is asked.
+        name: Hub id, or an existing path, for which no request is made.
     """
     if Path(name).exists():
         return
-    # Here, because paths need none of it.
+    # Slow to import, and not needed for a path.
     from huggingface_hub import constants, get_session
     from huggingface_hub.errors import HfHubHTTPError
 
     if constants.HF_HUB_OFFLINE:
         return
-    # Of the HTTP library under huggingface_hub, which is another one in another version.
-    no_answer: type[Exception] = HfHubHTTPError.__bases__[0]
+    # The base error of the HTTP library: requests below huggingface_hub 1.0, httpx from 1.0.
+    http_error: type[Exception] = HfHubHTTPError.__bases__[0]
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS_TO_ANSWER)
-    except (no_answer, OSError):
+    except (http_error, OSError):
         constants.HF_HUB_OFFLINE = True

@@ -1,4 +1,4 @@
-"""Exit codes and the exceptions that carry them. Imports the standard library only."""
+"""Exit codes, and the exceptions that end a command with them. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ STATUSES: Final = {
     EXIT_STALLED: "stalled",
     EXIT_PREEMPTED: "preempted",
 }
-"""Exit code of a run -> status in its ``run.json``, where launchers report 1 however it ended."""
+"""Exit code of a run -> status in ``run.json``: ``torchrun`` itself exits with 1 whatever its processes returned."""
 
-# torch and safetensors write in C++ and Rust, whose errors carry no errno.
+# torch and safetensors write in C++ and Rust; their exceptions carry only a message and no errno.
 _DISK_IS_FULL: Final = (
     "No space left on device",
     "Disk quota exceeded",
     "PytorchStreamWriter failed writing file",
     "basic_ios::clear: iostream error",
 )
-_OF_FILES: Final = {
+_FILE_ERRORS: Final = {
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM, errno.EROFS), ("not permitted", "check its owner, its mode and how it is mounted")
+        (errno.EACCES, errno.EPERM, errno.EROFS), ("not permitted", "check its owner, mode and mount options")
     ),
     **dict.fromkeys(
-        (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("no file can be there", "correct the path")
+        (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR), ("not a valid file path", "correct the path")
     ),
-    errno.EMFILE: ("this process may open no more files", "raise the limit: `ulimit -n 65536`"),
+    errno.EMFILE: ("the limit of this process is reached", "raise the limit: `ulimit -n 65536`"),
 }
-"""Error number of a file that is named -> what is wrong, and the remedy."""
+"""``errno`` of an ``OSError`` with a file name -> what is wrong, and the remedy."""
 
 
 def escape_controls(text: object) -> str:
-    """Return untrusted text as one printable line, without control characters and line breaks."""
+    """Return untrusted text as one printable line: control characters and line breaks are escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
@@ -54,10 +54,10 @@ class Problem:
     """One problem: where it is, what was found, and how to fix it.
 
     Attributes:
-        where: ``file:line``, ``file row N`` or a flag, as the user would look it up.
+        where: Location: ``file:line``, ``file row N`` or a flag.
         found: What is wrong, in one clause.
-        remedy: What to do, in one clause; empty when ``found`` says it all.
-        size: Severity, to find the worst of many; 0 if they cannot be compared.
+        remedy: What to do, in one clause; empty if ``found`` implies it.
+        size: Severity, to select the worst of similar problems; 0 if they are not comparable.
     """
 
     where: str
@@ -72,39 +72,39 @@ class Problem:
 _NUMBER: Final = re.compile(r"\d+(?:[.,]\d+)*")
 _LAST_NUMBER: Final = re.compile(r"\d+$")
 _NUM_NEXT: Final = 3
-"""Locations listed in addition to the first and the worst."""
+"""Number of locations listed after the first one."""
 
 
 def list_first(names: Iterable[str]) -> str:
-    """Return the first three names, and how many more there are."""
+    """Return the first three names, and the number of the others: ``a, b, c and 4 more``."""
     listed = list(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 def suggest(name: object, known: Iterable[str], otherwise: str, shown: str = "`{}`", *, cutoff: float = 0.6) -> str:
-    """Return the remedy of an unknown name: the nearest known one, as a question, or what to do without any.
+    """Return the remedy for an unknown name: ``did you mean ...?`` with the nearest known name, or ``otherwise``.
 
     Args:
-        name: As the user wrote it.
-        known: Names that there are.
-        otherwise: The remedy where none of them is near.
-        shown: How the nearest one is written.
-        cutoff: Least similarity, from 0 to 1.
+        name: The unknown name.
+        known: The valid names.
+        otherwise: The remedy if no valid name is similar.
+        shown: Format of the suggested name, which replaces ``{}``.
+        cutoff: Minimum similarity, from 0 to 1.
     """
-    import difflib  # Only an error needs it.
+    import difflib  # Needed for errors only.
 
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=cutoff)
     return f"did you mean {shown.replace('{}', near[0])}?" if near else otherwise
 
 
 def merge_alike(problems: Sequence[Problem], num_rows: int) -> list[Problem]:
-    """Merge the same problem in many rows of a source into one: the first, with count, share, and the worst.
+    """Merge similar problems of many rows into one: the first, with count, share, and the worst.
 
-    Problems are the same when they differ in numbers alone, and their places in the number at the end.
+    Two problems are similar if they differ only in numbers, and their locations only in the last number.
 
     Args:
-        problems: Of single rows, in the order of the rows; of one row and kind the first counts.
-        num_rows: Rows that were read.
+        problems: Problems of single rows, ordered by row; repeated problems of the same kind and row count once.
+        num_rows: Number of rows read.
     """
     kinds: dict[tuple[str, str, str], dict[str, Problem]] = {}
     for problem in problems:
@@ -126,7 +126,7 @@ def _merge(alike: Sequence[Problem], num_rows: int) -> Problem:
 
 
 class UserError(Exception):
-    """Wrong configuration, data or environment; exit code 2. Carries every problem found."""
+    """Invalid configuration, data or environment; exit code 2. ``problems`` lists everything that was found."""
 
     exit_code = EXIT_USER
 
@@ -136,22 +136,26 @@ class UserError(Exception):
 
 
 class ConfigError(UserError):
-    """Wrong configuration file, flag, or combination of them."""
+    """Invalid configuration file, flag, or combination of keys."""
 
 
 class DataError(UserError):
-    """Wrong data: a missing file, a broken row, an example that cannot be masked."""
+    """Invalid data: a missing file, a malformed row, an example without a valid loss mask."""
 
 
 MAX_PROBLEMS: Final = 20
-"""Problems that are listed; the rest are counted."""
+"""Maximum number of problems listed; the others are counted."""
 
 
 def raise_problems(problems: Sequence[Problem], name: str) -> None:
-    """Raise all problems of the data as one error, the first ones in full; do nothing when there are none.
+    """Raise one error for all problems; do nothing if there are none.
+
+    Args:
+        problems: Problems of the data; the first ``MAX_PROBLEMS`` are listed, the others counted.
+        name: Location of the remark that counts the others, such as the dataset.
 
     Raises:
-        DataError: There are problems.
+        DataError: ``problems`` is not empty.
     """
     if len(problems) > MAX_PROBLEMS:
         rest = Problem(name, f"{len(problems) - MAX_PROBLEMS:,} more problems", "fix these first, then run again")
@@ -161,10 +165,15 @@ def raise_problems(problems: Sequence[Problem], name: str) -> None:
 
 
 def verify_extra(where: str, extra: str, *modules: str) -> None:
-    """Raise for packages of an extra that are not installed, without importing them.
+    """Raise if packages of an extra are not installed; does not import them.
+
+    Args:
+        where: Location of the problem: the key or flag that needs them.
+        extra: Name of the extra of recipes-lib.
+        modules: Top-level modules of the packages.
 
     Raises:
-        ConfigError: Some are not.
+        ConfigError: At least one module is not installed.
     """
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
         found = f"{' and '.join(missing)} not installed"
@@ -173,7 +182,7 @@ def verify_extra(where: str, extra: str, *modules: str) -> None:
 
 @contextmanager
 def collecting(problems: list[Problem]) -> Iterator[None]:
-    """Add the problems of a ``DataError`` in the block to ``problems`` and continue behind it: all are told at once."""
+    """Catch a ``DataError`` of the block and append its problems to ``problems``, to raise them all together later."""
     try:
         yield
     except DataError as error:
@@ -187,7 +196,7 @@ class DivergedError(Exception):
 
 
 class _LeaveError(SystemExit):
-    """Ends the process with a message. Not an ``Exception``, so that ``except Exception`` does not catch it."""
+    """Exit with a message. Not an ``Exception``, so that ``except Exception`` in a library does not swallow it."""
 
     exit_code: int
 
@@ -212,41 +221,45 @@ class LostPeerError(_LeaveError):
 
 
 def explain_refusal(error: BaseException) -> Problem | None:
-    """Return the resource limit or permission that made the system raise ``error``; ``None`` for other errors.
+    """Return the exhausted resource or missing permission behind ``error``; ``None`` for other errors.
 
-    Disk, device memory, threads, the size and number of files, paths, and files that may not be written or read.
+    Recognises full disks and quotas, out of memory (device and host), limits on threads and on the size and number of
+    files, invalid paths, and files without read or write permission.
     """
-    # Libraries wrap what the system said in errors of their own: the first that is known, from the outside in, is told.
+    # Libraries wrap system errors in their own: take the first known one along the chain, from the outermost.
     chain: BaseException | None = error
     while chain is not None:
-        # A message may have several lines, of which a problem shows the first.
+        # A problem has one line.
         words = str(chain).splitlines()[0] if str(chain) else ""
         code = chain.errno if isinstance(chain, OSError) else None
         where = str(getattr(chain, "filename", None) or "output_dir")
         if code == errno.EFBIG or "File too large" in words:
             remedy = "raise the limit (`ulimit -f unlimited`), or choose an output_dir on a file system without one"
-            return Problem(where, f"a file would be larger than this process or file system may write: {words}", remedy)
+            return Problem(where, f"a file would exceed the size limit of this process or file system: {words}", remedy)
         if code in (errno.ENOSPC, errno.EDQUOT) or any(phrase in words for phrase in _DISK_IS_FULL):
             remedy = (
                 "free some space and run the same command: it resumes from the newest complete checkpoint; "
                 "`recipes check` shows what a run will write"
             )
             return Problem(where, f"the disk is full: {words}", remedy)
-        if code in _OF_FILES and getattr(chain, "filename", None) is not None:
-            found, remedy = _OF_FILES[code]
+        if code in _FILE_ERRORS and getattr(chain, "filename", None) is not None:
+            found, remedy = _FILE_ERRORS[code]
             return Problem(where[:120], f"{found}: {os.strerror(code)}", remedy)
         if "can't start new thread" in words:
             remedy = (
                 "raise the limit on processes and threads (`ulimit -u`, or that of the container) and run the same "
                 "command, or lower dataloader_num_workers"
             )
-            return Problem("threads", f"this process may have no more: {words}", remedy)
-        # By name, because torch is not imported to tell a wrong key.
-        if type(chain).__name__ == "OutOfMemoryError":
+            return Problem("threads", f"no more threads can be started: {words}", remedy)
+        is_host = isinstance(chain, MemoryError) or code == errno.ENOMEM
+        # torch's error of a device, by name: this module must not import torch.
+        if is_host or type(chain).__name__ == "OutOfMemoryError":
             remedy = (
-                "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (the result is "
-                "the same), set activation_checkpointing: true, or lower max_length"
+                "lower dataloader_num_workers, or run fewer processes on this machine"
+                if is_host
+                else "lower per_device_train_batch_size and raise gradient_accumulation_steps by as much (same "
+                "result), set activation_checkpointing: true, or lower max_length"
             )
-            return Problem("device memory", words, remedy)
+            return Problem(f"{'host' if is_host else 'device'} memory", words or "an allocation failed", remedy)
         chain = chain.__cause__ or chain.__context__
     return None

@@ -1,4 +1,4 @@
-"""Files on disk: atomic replacement, fsync, locks, SHA-256, and JSON records parsed as untrusted input."""
+"""File I/O: atomic replacement, fsync, locks, SHA-256, and JSON records, which are read as untrusted input."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,32 +22,32 @@ from typing import IO, Any, Final
 from recipes_lib.errors import ConfigError, DataError, Problem
 
 MAX_BYTES: Final = 1 << 28
-"""Largest JSON record that is read, 256 MiB: far above any valid one, and a bound on an endless file."""
+"""Maximum size of a JSON record or line, 256 MiB: far above any valid one, it bounds memory on an untrusted file."""
 
 Fields = Mapping[str, type | UnionType]
-"""Name -> type that a field of a record must have; ``None`` in a union allows it to be absent."""
+"""Field name -> type of its value; a union with ``None`` makes the field optional."""
 
 
 def read_json(path: Path, *, remedy: str = "") -> Any:
     """Return the JSON value in a file.
 
     Args:
-        path: Any path: one that names a folder, a pipe or a device is refused, not waited for.
-        remedy: What the user may do about a file that cannot be read.
+        path: Path of a regular file; a folder, a pipe or a device is an error.
+        remedy: Remedy of the error, for the user.
 
     Raises:
-        DataError: The file cannot be read, or holds no JSON.
+        DataError: The file cannot be read, or is not valid JSON.
     """
     try:
         with _open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
-                raise OSError(f"its {size:,} bytes are more than a record has")
+                raise OSError(f"its size of {size:,} bytes exceeds the limit of {MAX_BYTES:,}")
             return json.loads(file.read(MAX_BYTES))
     except OSError as error:
         raise _refuse(path, f"cannot be read: {error.strerror or error}", remedy) from error
     except RecursionError:
         raise _refuse(path, "is nested too deeply", remedy) from None
-    except ValueError as error:  # No JSON, no UTF-8, or a number of thousands of digits.
+    except ValueError as error:  # Invalid JSON or UTF-8, or an integer above Python's limit of 4,300 digits.
         raise _refuse(path, f"is not JSON: {error}", remedy) from error
 
 
@@ -54,16 +55,16 @@ def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -
     """Return the JSON object in a file.
 
     Args:
-        path: As for ``read_json``.
-        fields: Those that must be there, and their types; others may be there too.
-        remedy: As for ``read_json``.
+        path: Path of a regular file.
+        fields: Required fields and their types; further fields are allowed.
+        remedy: Remedy of the error, for the user.
 
     Raises:
-        DataError: As ``read_json``; or it is no object, or a field is missing or of another type.
+        DataError: The file cannot be read, is not a JSON object, or has a missing field or one of another type.
     """
     record = read_json(path, remedy=remedy)
     if not isinstance(record, dict):
-        raise _refuse(path, f"holds {'null' if record is None else _NAMES[type(record)]} and not an object", remedy)
+        raise _refuse(path, f"is {'null' if record is None else _NAMES[type(record)]} instead of an object", remedy)
     verify_fields(record, fields or {}, str(path), remedy=remedy)
     return record
 
@@ -71,18 +72,24 @@ def read_record(path: Path, fields: Fields | None = None, *, remedy: str = "") -
 def verify_fields(record: Mapping[str, Any], fields: Fields, where: str, *, remedy: str = "") -> None:
     """Raise if fields of a record are missing or have other types.
 
+    Args:
+        record: A parsed JSON object.
+        fields: Required fields and their types.
+        where: Location of the record, for the error.
+        remedy: Remedy of the error, for the user.
+
     Raises:
-        DataError: Fields are missing or of another type: all are named.
+        DataError: A field is missing or of another type; names all such fields.
     """
     wrong = [
         f"`{name}` is {_NAMES[type(record.get(name))]}" for name, kind in fields.items() if _is_not(record, name, kind)
     ]
     if wrong:
-        raise DataError(Problem(where, "is not as it was written: " + ", ".join(wrong), remedy))
+        raise DataError(Problem(where, "has unexpected fields: " + ", ".join(wrong), remedy))
 
 
 def spell_numbers(value: Any) -> Any:
-    """Return a JSON value in which NaN and infinities, for which JSON has no numbers, are strings such as ``nan``."""
+    """Return a JSON value with NaN and infinities, which JSON lacks, as strings: ``nan``, ``inf``, ``-inf``."""
     if isinstance(value, Mapping):
         return {name: spell_numbers(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
@@ -91,7 +98,7 @@ def spell_numbers(value: Any) -> Any:
 
 
 def parse_number(value: Any) -> float | None:
-    """Parse a number of a record, as ``spell_numbers`` stores it; ``None`` if it is not a number."""
+    """Return the number that ``spell_numbers`` stored as ``value``; ``None`` if it is not a number."""
     if value in ("nan", "inf", "-inf"):
         return float(value)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -100,18 +107,18 @@ def parse_number(value: Any) -> float | None:
 def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object on each line of a file; ``None`` for an invalid line, such as one truncated by a kill.
 
-    Nothing comes from a file that is missing. Empty lines are left out. The file may have any size.
+    A missing file yields nothing; empty lines are skipped. Memory is bounded by the longest line, not by the file.
     """
-    # As bytes, which are split at line feeds alone: text is also split at characters that JSON strings may hold.
+    # Read as bytes, which are split at line feeds only.
     with suppress(OSError), _open_regular(path) as file:
-        # A bound on a line, not on the file: one without line feeds comes in invalid pieces, and fills no memory.
+        # A line longer than the bound is read in pieces, which are not valid JSON.
         for line in iter(partial(file.readline, MAX_BYTES), b""):
             if line.strip():
                 yield parse_record(line.decode(errors="replace"))
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """Return the JSON object on a line; ``None`` where there is none."""
+    """Return the JSON object on a line; ``None`` if the line is not a JSON object."""
     record = None
     with suppress(ValueError, RecursionError):
         record = json.loads(line)
@@ -120,18 +127,19 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; when the block succeeds, the file is flushed and renamed to ``path``.
+    """Yield a temporary path beside ``path``; if the block succeeds, the file is flushed and renamed to ``path``.
 
-    Another process that does the same at the same time writes a file of its own.
+    Concurrent writers of the same ``path`` use different temporary files; the last rename wins.
 
     Raises:
-        OSError: It cannot be written; the old file is as it was.
+        OSError: The file cannot be written; an existing ``path`` is unchanged.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    # Random, not the process id: those of containers on a shared file system are often equal.
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         yield unfinished
         let_readers_of_folder_read(unfinished)
-        # Before the rename, which a file system may otherwise persist before the data.
+        # Before the rename: a file system may persist the rename before the data.
         fsync(unfinished)
         unfinished.replace(path)
     finally:
@@ -141,7 +149,12 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing(place: Path, remedy: str, found: str = "cannot be written") -> Iterator[None]:
-    """Tell a file or folder that the system does not let the block write as the user's problem.
+    """Convert an ``OSError`` of the block to a ``ConfigError`` about ``place``.
+
+    Args:
+        place: File or folder that the block writes.
+        remedy: Remedy of the error.
+        found: Beginning of the message, before the system's reason.
 
     Raises:
         ConfigError: The block raised an ``OSError``.
@@ -153,10 +166,10 @@ def writing(place: Path, remedy: str, found: str = "cannot be written") -> Itera
 
 
 def refuse_full(folder: Path) -> None:
-    """Raise unless a folder can be made, or is empty.
+    """Raise if ``folder`` is a file or a folder with content.
 
     Raises:
-        ConfigError: It holds something, or is a file.
+        ConfigError: ``folder`` is a file, or not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(Problem(str(folder), "is not empty", "name another folder"))
@@ -164,10 +177,12 @@ def refuse_full(folder: Path) -> None:
 
 @contextmanager
 def building(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``folder``, which becomes it, flushed, when the block succeeds; else it goes.
+    """Yield an empty temporary folder beside ``folder``, which is flushed and renamed to ``folder`` after the block.
+
+    If the block raises, the temporary folder is deleted.
 
     Raises:
-        OSError: It cannot be made, or ``folder`` holds something.
+        OSError: The folder cannot be created, or ``folder`` exists and is not empty.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as staging:
@@ -182,13 +197,13 @@ def building(folder: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically: after a crash it holds the old text or the new one, never a part.
+    """Replace a file atomically: after a crash it contains the old or the new text, never a part.
 
     Raises:
-        OSError: It cannot be written; its ``filename`` is ``path``, and the old file is as it was.
+        OSError: The file cannot be written; ``filename`` is ``path``, and the old file is unchanged.
     """
-    # One name for every process, unlike in ``replacing``: these files have one writer, and what a killed one has left
-    # is overwritten by the next, not collected.
+    # A fixed temporary name, unlike in ``replacing``: these files have one writer, and a file that a killed process
+    # left is overwritten by the next one instead of accumulating.
     unfinished = path.with_name(f"{path.name}.partial")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -197,30 +212,30 @@ def replace_text(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
-        # A failed write names no file, and a failed rename the temporary one.
+        # The error of a failed write has no file name, and that of a failed rename names the temporary file.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def replace_record(path: Path, record: Any) -> None:
-    """Replace a JSON file atomically, with fsync; values of other types are written as strings.
+    """Replace a JSON file atomically, with fsync; values that JSON does not support are written as strings.
 
     Raises:
-        OSError: As ``replace_text``.
+        OSError: The file cannot be written; the old file is unchanged.
     """
-    # In ASCII: a path whose name is no UTF-8 has characters that no encoding writes.
+    # ASCII escapes (the default) also encode the lone surrogates of a path that is not valid UTF-8.
     replace_text(path, json.dumps(record, indent=1, default=str))
 
 
 def let_readers_of_folder_read(file: Path) -> None:
-    """Give a file the read permissions of its folder: safetensors 0.8 writes files that their owner alone may read."""
-    # By the folder, which was made under the umask: that is read only by setting it, which other threads would see.
-    with suppress(OSError):  # A file system without permissions.
+    """Give a file the group and world read permission of its folder: safetensors 0.8 creates files with mode 600."""
+    # From the folder, which was created under the umask: reading the umask means setting it, for all threads.
+    with suppress(OSError):  # A file system without permissions, such as FAT.
         file.chmod(stat.S_IMODE(file.stat().st_mode) | file.parent.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
 
 
 def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk."""
-    # What is flushed is the file, not the descriptor: one that is opened afterwards flushes what others wrote.
+    # fsync flushes the file, whichever descriptor wrote it.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -232,10 +247,10 @@ def hash_file(file: Path | BufferedReader) -> str:
     """Return the SHA-256 of a file's bytes, 64 hex digits.
 
     Args:
-        file: Its path, or the file opened at its beginning.
+        file: Path, or a file opened in binary mode at its beginning.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
@@ -247,16 +262,16 @@ def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False
     """Lock an open file until it is closed or its process dies.
 
     Args:
-        file: Open for writing, unless the lock is shared.
-        of_process: Lock for this process alone, not for what it forks (``fcntl`` instead of ``flock``). Such a lock is
-            lost when the process closes any descriptor of the file.
-        is_shared: Allow other shared locks.
-        waits: Wait for the lock.
+        file: Open file; writable unless the lock is shared.
+        of_process: Lock for this process only, without its forked children (``lockf`` instead of ``flock``). Such a
+            lock is released when the process closes any descriptor of the file.
+        is_shared: Take a shared lock instead of an exclusive one.
+        waits: Block until the lock is available.
 
     Returns:
-        Whether it is locked now; ``False``: another holds it, ``None``: the file system has no locks.
+        ``True``: locked; ``False``: locked by another process; ``None``: the file system does not support locks.
     """
-    # flock belongs to the open file, which children share; lockf to the process.
+    # A flock belongs to the open file description, which forked children share; a lockf to the process.
     lock = fcntl.lockf if of_process else fcntl.flock
     try:
         lock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
@@ -266,7 +281,7 @@ def try_lock(file: IO[Any], *, of_process: bool = False, is_shared: bool = False
 
 
 def is_inside(name: Any) -> bool:
-    """Return whether a path from a record is relative and stays inside its directory."""
+    """Return whether an untrusted path is relative and has no ``..`` part."""
     return isinstance(name, str) and "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
@@ -288,16 +303,16 @@ def _is_not(record: Mapping[str, Any], name: str, kind: type | UnionType) -> boo
 
 @contextmanager
 def _open_regular(path: Path) -> Iterator[BufferedReader]:
-    """Open a regular file; a named pipe is refused without waiting for its writer."""
+    """Open a regular file for reading; raise ``OSError`` for anything else, without blocking on a named pipe."""
     try:
         # O_NONBLOCK: opening a named pipe without a writer would block forever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # A name with a zero byte.
+    except ValueError as error:  # A path with a null byte.
         raise OSError(str(error)) from error
     try:
-        # Of the open descriptor: between a check by name and the opening something else could take the name.
+        # Check the descriptor, not the path, which may be replaced between a check and the opening.
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             yield file
     finally:

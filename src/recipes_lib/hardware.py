@@ -1,4 +1,4 @@
-"""Capabilities of the local processor or accelerator. Cheap: imports torch and nothing else."""
+"""Capabilities of the local CPU and accelerators. Imports torch only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 def supports_bf16() -> bool:
     """Return whether this machine's device supports bfloat16 in hardware; emulation is slower than float32."""
-    # A build with CUDA names its device even where there is none.
+    # Without ``check_available`` a CUDA build of torch returns "cuda" on a machine without a GPU.
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None:
         return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
@@ -20,44 +20,44 @@ def supports_bf16() -> bool:
 
 
 def find_compiler() -> str | None:
-    """Return the path of a C++ compiler, which torch.compile needs; ``None`` without one."""
+    """Return the path of a C++ compiler, which ``torch.compile`` needs; ``None`` if none is installed."""
     return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 def count_accelerators() -> int:
-    """Return how many GPUs, or other accelerators that torch knows, this machine has."""
+    """Return the number of accelerators (GPUs and others that torch supports) of this machine."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def measure_matmul_flops(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    """Measure the FLOP/s of square matrix products on the CPU with all torch threads; the best of several.
+    """Measure the FLOP/s of square matrix products on the CPU with all torch threads: the best of several runs.
 
-    What a data sheet says of a CPU is far from what its cores reach together; this is what there is to be used.
+    Measured, because the peak in a CPU's data sheet is far above what all its cores reach together.
 
     Args:
-        dtype: Of the matrices.
-        size: Rows and columns.
-        repeats: Products timed; one more goes before them.
+        dtype: Dtype of the matrices.
+        size: Number of rows and columns.
+        repeats: Number of timed products, after one for warm-up.
     """
-    # One product before the clock counts: threads and memory are made by the first.
+    # The first product is not timed: it starts the threads and allocates memory.
     left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
     best = float("inf")
-    for number in range(repeats + 1):
-        began = time.perf_counter()
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
         left @ right
-        best = min(best, time.perf_counter() - began) if number else best
+        best = min(best, time.perf_counter() - start) if repeat else best
     return 2.0 * size * size * size / best
 
 
 def read_device_memory() -> int | None:
-    """Return the memory of the first accelerator, in bytes; ``None`` without one."""
+    """Return the total memory of the first CUDA device in bytes; ``None`` without one."""
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
 def read_free_memory() -> int:
-    """Return the available host memory in bytes: of the machine, or of the container if that has less.
+    """Return the available host memory in bytes: that of the machine, or of the container if it is less.
 
-    0 where the system does not say (outside Linux).
+    0 if it is unknown (outside Linux).
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -68,7 +68,7 @@ def read_free_memory() -> int:
 
 
 def _read_container_memory(group: Path) -> list[int]:
-    """Return the memory left under a cgroup limit, if there is one; the page cache counts as free."""
+    """Return the memory left under a cgroup v2 limit as a list of one, ``[]`` without a limit; page cache is free."""
     try:
         limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

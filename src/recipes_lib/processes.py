@@ -1,7 +1,7 @@
-"""Ranks of a launch and failed processes on this machine.
+"""Rank and world size of a launch, and detection of failed processes on this machine.
 
-torchrun and ``accelerate launch`` give each process a folder, named by its local rank, from which they read why it
-failed. Each process also writes its process id there, and removes it when it ends normally.
+torchrun and ``accelerate launch`` give each process a folder, named by its local rank, from which they read its error
+(``error.json``). Each process also writes its process id there, and removes it when it ends normally.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recipes_lib.files import read_record
 
 _PID_FILE: Final = "pid"
 _POLL_SECONDS: Final = 0.1
-# gloo and NCCL say so in an error of no type of its own.
+# Messages of gloo and NCCL, which raise a plain RuntimeError.
 _CONNECTION_LOST: Final = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -31,20 +31,20 @@ _CONNECTION_LOST: Final = (
 
 
 def read_rank() -> int:
-    """Return the rank of this process, as its launcher set it; 0 without one."""
+    """Return the rank of this process, from ``RANK``; 0 without a launcher."""
     return _read_number("RANK", 0)
 
 
 def read_world_size() -> int:
-    """Return the world size: the number of processes, 1 without a launcher."""
+    """Return the world size (the number of processes), from ``WORLD_SIZE``; 1 without a launcher."""
     return _read_number("WORLD_SIZE", 1)
 
 
 def verify_one_process(command: str) -> None:
-    """Raise if a launcher has started several processes of a command that does everything in one.
+    """Raise if a launcher started several processes of a command that runs in one.
 
     Raises:
-        ConfigError: It has.
+        ConfigError: The world size is above 1.
     """
     if (count := read_world_size()) > 1:
         raise ConfigError(Problem(command, f"{count} processes were started, and each would do all of it", "start one"))
@@ -56,30 +56,30 @@ def has_launcher() -> bool:
 
 
 def read_api_key() -> str | None:
-    """Return the API key of endpoints, which is in the environment alone: no file, flag or log has it."""
+    """Return the API key of endpoints from ``OPENAI_API_KEY``, the only place it is read from; ``None`` if unset."""
     return os.environ.get("OPENAI_API_KEY") or None
 
 
 def enter() -> None:
-    """Write the process id where the other ranks look for it; does nothing without a launcher's folder."""
+    """Write the process id for the other ranks of this machine; does nothing without a launcher's folder."""
     _write(_PID_FILE, str(os.getpid()))
 
 
 def leave() -> None:
-    """Remove the process id, so that this process does not count as lost."""
+    """Remove the process id: this process ends normally and does not count as lost."""
     if (folder := _find_folder()) is not None:
         with suppress(OSError):
             (folder / _PID_FILE).unlink(missing_ok=True)
 
 
 def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
-    """Write the reason where the launcher reads it, so that its summary names the first cause.
+    """Write ``error.json`` for the launcher, so that its summary names the first cause.
 
     Args:
-        error: Why this process ends.
-        is_unforeseen: Whether the traceback belongs to the reason.
+        error: The error that ends this process.
+        is_unforeseen: Whether to include the traceback.
 
-    Source: torch ``ErrorHandler.record_exception``, whose format this is.
+    Source: the format of ``torch.distributed.elastic``'s ``ErrorHandler.record_exception``.
     """
     words = f"{type(error).__name__}: {error}"
     callstack = "".join(traceback.format_exception(error)) if is_unforeseen else str(error)
@@ -88,16 +88,16 @@ def record_failure(error: BaseException, *, is_unforeseen: bool) -> None:
 
 
 def find_lost() -> str | None:
-    """Return which other process has died without ending normally, and why; ``None`` if all are alive."""
+    """Return which process of this machine has died, and why; ``None`` if all are alive or ended normally."""
     folder = _find_folder()
     if folder is None:
         return None
     for file in sorted(folder.parent.glob(f"*/{_PID_FILE}")):
         try:
-            os.kill(int(file.read_text()), 0)  # Signal 0 asks whether the process exists, and sends nothing.
+            os.kill(int(file.read_text()), 0)  # Signal 0 only tests whether the process exists.
         except ProcessLookupError:
             return f"process {file.parent.name} of this machine ended: {_read_reason(file.parent)}"
-        except (OSError, ValueError):  # It has just left in order, or is not ours.
+        except (OSError, ValueError):  # It has just ended normally, or belongs to another user.
             continue
     return None
 
@@ -106,24 +106,24 @@ def explain_lost_connection(error: BaseException, seconds: float = 2.0) -> str |
     """Return which process has died if ``error`` reports a lost connection; else ``None``.
 
     Args:
-        error: What a collective operation raised.
-        seconds: How long to wait until the launcher has noticed who is gone.
+        error: Error of a collective operation.
+        seconds: Time to wait for the other process's ``error.json`` or its end.
     """
     words = str(error)
-    if read_world_size() == 1:  # There is no peer: the words are those of a pipe or a socket of another kind.
+    if read_world_size() == 1:  # Without peers, the message is that of another pipe or socket.
         return None
     if not any(phrase in words for phrase in _CONNECTION_LOST):
         return None
     deadline = time.monotonic() + seconds
     while (lost := find_lost()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    return lost or "another process ended: its own output says why"
+    return lost or "another process ended: see its output for the reason"
 
 
 def _read_number(name: str, default: int) -> int:
     try:
         return int(os.environ.get(name, default))
-    except ValueError:  # ``read_launch`` refuses it by name; until then an error must still be told.
+    except ValueError:  # ``read_launch`` reports it; errors before that must still be printed.
         return default
 
 
@@ -133,7 +133,7 @@ def _find_folder() -> Path | None:
 
 
 def _write(name: str, text: str) -> None:
-    """Write a file for launcher and ranks; the folder is on ``/tmp``, and a full one must not hide why a run ends."""
+    """Write a file for the launcher and other ranks; errors, such as a full ``/tmp``, must not hide why a run ends."""
     if (folder := _find_folder()) is not None:
         with suppress(OSError):
             (folder / name).write_text(text)
@@ -143,5 +143,5 @@ def _read_reason(folder: Path) -> str:
     try:
         reason = str(read_record(folder / "error.json", {"message": dict})["message"]["message"])
     except (DataError, KeyError):
-        return "it left no reason, so it was killed"
+        return "no error was recorded, so it was killed"
     return reason.splitlines()[0]

@@ -1,4 +1,4 @@
-"""Counts and durations as people read them, in terminals and in reports."""
+"""Human-readable counts and durations, for terminals and reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 def format_count(number: float) -> str:
     """Return a count in at most five characters: ``842``, ``12.3k``, ``4.56M``."""
     for scale, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # From where three digits round up to the scale: 999.6 would be written 1e+03.
+        # 0.9995: a number that rounds up to the scale with three digits; 999.6 would otherwise print as 1e+03.
         if abs(number) >= 0.9995 * scale:
             return f"{number / scale:.3g}{suffix}"
     return f"{number:.3g}"

@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 Outcome = Literal["passed", "failed", "timed out"]
-MAX_TOLD: Final = 2000
-"""Characters of standard error that are kept."""
+MAX_STDERR: Final = 2000
+"""Maximum characters of standard error in a verdict, from its end."""
 _ADDRESS_SPACE: Final = 1 << 30
 
-# Runs in the sandboxed process before the code: ``argv`` holds seconds and bytes, standard input a word to say at the
-# end, by which a program that leaves early is found. The hook stays for good: Python has no way to take one off.
+# Runs in the sandboxed process before the program. ``argv``: CPU seconds and bytes of address space. Standard input: a
+# random word that is echoed after the last line, so that a program that exits early (`sys.exit(0)`) does not pass.
+# An audit hook cannot be removed once it is added.
 #
-# Landlock (Linux 5.13) has the kernel refuse other programs, changes elsewhere and, where it is newer, TCP (6.7) and
-# signals (6.12): no audit event tells of `os.mkfifo`. Its system calls have the same numbers on every architecture:
-# 444 creates the rules, 445 adds one, 446 applies them. The last needs PR_SET_NO_NEW_PRIVS (38) of a process without
-# privileges.
+# Landlock (Linux 5.13) makes the kernel deny other programs and writes elsewhere and, in newer kernels, TCP (6.7) and
+# signals (6.12); audit hooks alone miss calls without an event, such as `os.mkfifo`. Its system calls have the same
+# numbers on every architecture: 444 creates a ruleset, 445 adds a rule, 446 enforces it, which in an unprivileged
+# process requires PR_SET_NO_NEW_PRIVS (38).
 #
-# The word is in no variable that a frame shows: C holds it, in the arguments of `map`, until the program has ended.
+# The program must not find the word: it is in no Python variable, only in the C-level arguments of `map`, where no
+# frame shows it.
 _LAUNCHER: Final = r"""
 import ctypes, functools, os, resource, struct, sys
 def restrict():
@@ -69,10 +71,10 @@ def build_hook():
             raise PermissionError(event + " is not allowed here")
         named = [os.fsdecode(one) for one in arguments if isinstance(one, (str, bytes))]
         if event == "open":
-            # Of a folder too: what is named relative to it is told without it.
+            # Opening a folder counts as a write: the event of a later `openat` relative to it lacks its path.
             named = named[:1] if isinstance(arguments[0], (str, bytes)) else []
             if [place for place in named if realpath(place).startswith("/proc/")]:
-                raise PermissionError("open of " + repr(named[0]) + ": no process is looked at here")
+                raise PermissionError("open of " + repr(named[0]) + ": /proc is not readable here")
             if not (set(arguments[1] or "") & set("wax+") or (arguments[2] or 0) & writing or isdir(arguments[0])):
                 return
         elif not event.startswith(changing):
@@ -92,43 +94,42 @@ list(map(lambda step: step(), (
 
 
 class Verdict(NamedTuple):
-    """How a program ended, and the last part of its standard error."""
+    """Outcome of a program, and the end of its standard error."""
 
     outcome: Outcome
-    told: str
+    stderr: str
 
 
 def run_program(source: str, *, seconds: float = 10.0) -> Verdict:
     """Run a Python program and return how it ended: ``passed`` if its last line was reached without an exception.
 
-    It runs isolated (``python -I``) in an empty folder, with nothing of this process's environment, at most so many
-    seconds, with 1 GiB of address space, files of at most 16 MiB, and as much output; without child processes, ctypes,
-    network, or changes elsewhere. Packages of this environment can be imported.
+    It runs isolated (``python -I``) in an empty folder, without this process's environment variables. Limits: wall
+    time, 1 GiB of address space, 16 MiB per file and of output; no child processes, ctypes, network access, or writes
+    outside the folder. Packages of this environment can be imported.
 
     Args:
-        source: The program, tests included.
-        seconds: Of wall time.
+        source: Source code of the program, tests included.
+        seconds: Limit on wall time.
 
     Source: ``tests/test_sandbox.py`` has endless loops, fork bombs, writes and connections.
     """
     word = secrets.token_hex(8).encode()
-    # Files and not pipes for its output: the limit on the size of a file holds for them, while this process would have
-    # to read, and keep, gigabytes a second from a pipe.
+    # Output goes to files, not pipes: RLIMIT_FSIZE bounds a file, while a pipe would have to be drained into memory.
     with (
         tempfile.TemporaryDirectory(prefix="program-") as folder,
-        tempfile.TemporaryFile() as said,
-        tempfile.TemporaryFile() as told,
+        tempfile.TemporaryFile() as stdout,
+        tempfile.TemporaryFile() as stderr,
     ):
-        # Half of a surrogate pair is not UTF-8, and no program either.
+        # `errors="replace"`: a lone surrogate cannot be encoded, and is not valid Python anyway.
         Path(folder, "program.py").write_text(source, encoding="utf-8", errors="replace")
         process = subprocess.Popen(
             [sys.executable, "-I", "-c", _LAUNCHER, str(int(seconds) + 1), str(_ADDRESS_SPACE)],
             cwd=folder,
             env={"HOME": folder, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=told,
-            # A group of its own, so that whatever the program has started ends with it.
+            stdout=stdout,
+            stderr=stderr,
+            # Its own process group, so that killing the group ends all that the program started.
             start_new_session=True,
         )
         try:
@@ -139,8 +140,8 @@ def run_program(source: str, *, seconds: float = 10.0) -> Verdict:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        said.seek(0)
-        outcome: Outcome = "passed" if said.read(len(word) + 1) == word and not process.returncode else "failed"
-        # A character of UTF-8 has at most four bytes.
-        told.seek(max(0, told.seek(0, os.SEEK_END) - 4 * MAX_TOLD))
-        return Verdict(outcome, told.read().decode(errors="replace")[-MAX_TOLD:])
+        stdout.seek(0)
+        outcome: Outcome = "passed" if stdout.read(len(word) + 1) == word and not process.returncode else "failed"
+        # A UTF-8 character has at most four bytes.
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - 4 * MAX_STDERR))
+        return Verdict(outcome, stderr.read().decode(errors="replace")[-MAX_STDERR:])

@@ -22,7 +22,7 @@ def test_off_is_a_word(parse):
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (SOUND + "language: apply", "does not say by what"),
+        (SOUND + "language: apply", "lacks its input"),
         (SOUND + "toxicity: annotate", "toxic_words"),
         (SOUND + "classifier: apply", "its path and label"),
         (SOUND + "perplexity: apply\nperplexity_model_path: ./gone", "does not exist: './gone'"),
@@ -32,7 +32,7 @@ def test_off_is_a_word(parse):
         (SOUND + "decontamination_ngram: 4", "write a number at least 5"),
         (SOUND + "workers: 0", "write a number at least 1"),
         (SOUND + "mixture: weights", "`web` has no weight above 0"),
-        ("sources: [{name: a/x.jsonl}, {name: b/x.jsonl}]\noutput_dir: o", "two sources are called `x`"),
+        ("sources: [{name: a/x.jsonl}, {name: b/x.jsonl}]\noutput_dir: o", "two sources have the name `x`"),
         ("sources: [{name: a, kind: page}]\noutput_dir: o", "kind"),
         ("sources: [{name: a, lang: de}]\noutput_dir: o", "is not a key of an entry"),
     ],

@@ -92,9 +92,11 @@ def test_aliases_cannot_blow_a_file_up() -> None:
     assert len(problems) == 1
 
 
-@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1", "utf-16"])
+@pytest.mark.parametrize("kind", ["missing", "folder", "latin-1", "utf-16", "data", "/dev/zero"])
 def test_a_file_that_cannot_be_read_is_one_problem(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "f.yaml"
+    path = Path(kind) if kind == "/dev/zero" else tmp_path / "f.yaml"
+    if kind == "data":
+        path.write_bytes(b"a: 1\n" * 10**6)
     if kind == "folder":
         path.mkdir()
     if kind == "latin-1":

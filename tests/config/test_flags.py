@@ -79,4 +79,4 @@ def test_a_wrong_flag_is_named(flags: list[str], where: str, word: str) -> None:
 
 def test_only_a_fault_of_syntax_is_laid_to_the_shell() -> None:
     assert problems("--sample_prompts", "[a")[0].remedy == "quote the JSON for the shell"
-    assert problems("--sample_prompts", '["\\ud83d hi"]')[0].remedy == "write the value itself"
+    assert problems("--sample_prompts", '["\\ud83d hi"]')[0].remedy == "write the character itself"

@@ -56,7 +56,7 @@ def test_the_editor_schema_knows_the_keys() -> None:
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_the_recipes_own_keys_come_before_shared_ones(recipe: str) -> None:
     page = next(text for path, text in build_documents().items() if path.name == f"{recipe}.md")
-    told = page.partition("## The keys you will touch")[2].partition("\n## ")[0]
+    told = page.partition("## Common keys")[2].partition("\n## ")[0]
     links = re.findall(r"^\| \[`\w+`\]\((.*?)#", told, re.MULTILINE)
     assert len(links) > 10
     assert links == sorted(links)

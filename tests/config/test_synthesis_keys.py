@@ -24,7 +24,7 @@ def test_what_is_recorded_are_the_keys() -> None:
         (["--judge", "reward/model", "--judge_prompt", "p"], "URL#NAME"),
         (["--judge", "http://h/v1"], "http://h/v1#NAME"),
         (["--judge", "./gone"], "does not exist: './gone'"),
-        (["--base_url", "http://h/v1", "--engine", "vllm"], "leave one of the two out"),
+        (["--base_url", "http://h/v1", "--engine", "vllm"], "delete one of the two"),
         (["--diversity", "2"], "diversity"),
         (["--openai_api_key", "sk-1"], "openai_api_key"),
     ],

@@ -26,6 +26,8 @@ def read(line: str) -> tuple[Any, list[Problem]]:
         ("max_steps: '10'", 10),
         ("packing: yes", True),
         ("packing: off", False),
+        ("log_level: INFO", "info"),
+        ("lr_scheduler_type: Cosine", "cosine"),
         ("bf16: True", True),
         ("bf16: ~", None),
         ("bf16:", None),

@@ -33,7 +33,7 @@ def test_a_process_that_fails_in_a_sharded_step_ends_all_and_is_told_first(place
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, cwd=ROOT)
     told = done.stderr + done.stdout
     assert done.returncode == 1, told
-    ends_too = f"rank 0 ends too: process 1 of this machine ended: {reason}"
+    ends_too = f"rank 0 exits: process 1 of this machine ended: {reason}"
     assert ends_too in told, told
     before = told[: told.index(ends_too)]
     assert failing.WORDS in before

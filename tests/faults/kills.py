@@ -223,7 +223,7 @@ def lose_a_rank(lab: Laboratory, trial: Trial, random: Random) -> None:
         life = lab.live(folder, recipe, faults={rank: partial(watch_training, moments)}, num_processes=2)
         expect(life.codes[rank] == KILLED, f"ended with {life.codes}", life)
         expect(life.codes[1 - rank] == 1, f"ended with {life.codes}", life)
-        words = f"rank {1 - rank} ends too: process {rank} of this machine ended: it left no reason, so it was killed"
+        words = f"rank {1 - rank} exits: process {rank} of this machine ended: no error was recorded, so it was killed"
         expect(words in life.told, "does not say who is gone", life)
         trial.what += f", both gone after {life.seconds:.1f} s"
         trial.ended = True

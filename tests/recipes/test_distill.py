@@ -50,8 +50,8 @@ def test_a_run_leaves_a_student_its_figures_and_a_report(tmp_path, write) -> Non
     assert student.config.num_hidden_layers == 1
     assert not any(info.values()), "what compared the layers is no part of the student"
     page = (output / "report.html").read_text()
-    assert "Hidden states beside the teacher" in page
-    assert "Similarities beside the teacher" in page
+    assert "Hidden-state loss" in page
+    assert "Similarity loss" in page
     assert "step 0: labels cost the student" in done.stderr
 
 

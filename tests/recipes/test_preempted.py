@@ -131,7 +131,7 @@ def test_before_there_is_anything_to_save_a_run_leaves_at_once_and_the_prepared_
     run = tmp_path / "run"
     code, told = stop_at(keys | {"prepared_dir": tmp_path / "prepared"}, run, ("preparation", 1, 0))
     assert code == 75, told[-3000:]
-    assert told.splitlines()[-1].startswith("SIGTERM: stopped where there was nothing to save; run the same command")
+    assert told.splitlines()[-1].startswith("SIGTERM: stopped with nothing to save; run the same command")
     assert json.loads((run / "run.json").read_text())["status"] == "preempted"
     assert [path for path in (tmp_path / "prepared").iterdir() if not path.name.endswith(".lock")] == []
 
@@ -180,7 +180,7 @@ def test_a_killed_rank_ends_the_run_and_no_traceback_of_another_hides_it(keys, t
     code, told = finish(process)
     assert code == 1
     assert "recipe_trainer.py" not in told
-    assert "rank 0 ends too: process 1 of this machine ended: it left no reason, so it was killed" in told
+    assert "rank 0 exits: process 1 of this machine ended: no error was recorded, so it was killed" in told
     record = json.loads((run / "run.json").read_text())
     assert record["status"] == "failed"
     assert "process 1" in record["error"]
@@ -196,7 +196,7 @@ def test_an_exception_on_one_rank_is_told_first_and_by_all(keys, tmp_path, rank)
     code, told = finish(launch(keys | {"metrics": "[scores:Failing]"}, run, env=environment))
     assert code == 1
     reason = "Failing failed on 1 samples: ValueError: not on this rank"
-    assert told.index(reason) < told.index(f"rank {1 - rank} ends too: process {rank} of this machine ended: Config")
+    assert told.index(reason) < told.index(f"rank {1 - rank} exits: process {rank} of this machine ended: Config")
     assert told.index("Root Cause") < told.rindex(reason)
     assert "recipe_trainer.py" not in told
     assert json.loads((run / "run.json").read_text())["status"] == ("refused" if rank == 0 else "failed")

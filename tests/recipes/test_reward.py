@@ -60,7 +60,7 @@ def test_it_leaves_a_model_a_verdict_and_a_report(folder):
     assert record["failed_gates"] == verdict["failed_gates"]
     assert record["pairs"]["layout"] == "shared"
     assert verdict["num_pairs"] == 8
-    assert "May serve PPO" in (out / "report.html").read_text()
+    assert "Ready for RL" in (out / "report.html").read_text()
     assert not (out / "training_args.bin").exists()
     evaluations = read_events(out, "eval")
     assert [event["step"] for event in evaluations] == [0, 2, 4]

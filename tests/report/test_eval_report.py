@@ -48,7 +48,7 @@ def test_scores_questions_and_verdicts_are_there(tmp_path: Path) -> None:
     assert "0.1960" in page
     assert "-1.500" in page
     assert re.findall(r'<article data-task="t" class="(\w+)">', page) == ["right", "wrong"]
-    assert "1 questions lost their beginning" in page
+    assert "1 truncated prompts" in page
     assert EVIL not in page
     assert page.count("&lt;script&gt;alert") >= 3
     assert "x" * (MAX_TEXT + 1) not in page

@@ -31,7 +31,7 @@ MANIFEST = {
 def test_the_page_shows_removals_samples_and_notes_and_runs_nothing(tmp_path):
     samples = {"pii: a": [{"id": "<b>1</b>", "text": "<img src=x>", "after": "masked", "original": "the first"}]}
     page = write_corpus_report(tmp_path, MANIFEST, samples).read_text()
-    for shown in ("12,345", "20.0%", "read 5.0 times, too often", "masked", "the first", "licence not given"):
+    for shown in ("12,345", "20.0%", "5.0 epochs, above max_epochs", "masked", "the first", "licence not given"):
         assert shown in page, shown
     for hostile in ("<script", "<img", "<b>1"):
         assert hostile not in page

@@ -109,8 +109,24 @@ def test_the_list_tells_status_step_figure_and_age(tmp_path: Path, capsys: pytes
     assert run_recipes(["runs", str(tmp_path / "none")]) == 2
     (tmp_path / "empty").mkdir()
     assert run_recipes(["report", str(tmp_path / "empty")]) == 2
-    assert "holds no run and no pipeline" in capsys.readouterr().err
+    assert "has no run and no pipeline" in capsys.readouterr().err
     assert run_recipes(["report", str(tmp_path)]) == 0
+
+
+def test_names_and_records_write_no_control_characters_and_need_not_be_utf_8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "a\x1b[31m", SFT, status="done\x1b]0;owned\x07\n")
+    try:
+        write_run(tmp_path / os.fsdecode(b"b\xff"), SFT)
+    except OSError:
+        pytest.skip("the file system has UTF-8 names alone")
+    (tmp_path / os.fsdecode(b"b\xff") / "report.html").write_text("")
+    assert 'href="b%FF/report.html"' in write_overview(tmp_path).read_text()
+    assert run_recipes(["runs", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert "\\udcff" in told
 
 
 def test_a_sparkline_fits_its_box_and_keeps_its_ends() -> None:

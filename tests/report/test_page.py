@@ -215,6 +215,8 @@ def test_what_is_not_there_is_left_out(tmp_path: Path, missing: str) -> None:
         [{"kind": "train", "step": 1, "loss": 0.0, "learning_rate": 0.0, "target_tokens_per_second": 0.0}],
         [{"kind": "train", "step": n, "loss": 2.0, "grad_norm": 0.0} for n in range(40)],
         [{"kind": "train", "step": 1, "loss": 10**400, "epoch": 10**400, "seconds": "nan"}],
+        [{"kind": "train", "step": n, "loss": (-1) ** n * 1e308, "learning_rate": 1e308} for n in range(1, 40)],
+        [{"kind": "eval", "step": n, "eval_$\\frac{_loss": 1.0, "eval_\ud800\x00_loss": 2.0} for n in (0, 1)],
         [],
     ],
 )
@@ -223,7 +225,15 @@ def test_any_few_events_make_a_page(tmp_path: Path, events: list[dict[str, Any]]
 
     page = read_page(tmp_path)
 
-    assert "1 line was cut short" in page.text
+    assert "1 line was truncated" in page.text
+
+
+def test_steps_and_rewards_of_any_size_make_a_page(tmp_path: Path) -> None:
+    write_rows(
+        tmp_path / "metrics.jsonl", [{"kind": "train", "step": step, "loss": 1.0} for step in (1, 2**60, 10**400)]
+    )
+    write_rows(tmp_path / "samples.jsonl", [SAMPLE | {"step": n, "reward": 10**400 - n} for n in (0, 1)])
+    assert "2 lines were truncated or invalid" in read_page(tmp_path).text
 
 
 def test_unusual_facts_make_a_page(tmp_path: Path) -> None:
@@ -290,19 +300,19 @@ def test_a_good_run_has_no_problems() -> None:
     ("changes", "words"),
     [
         ({"facts": {"status": "diverged"}}, "“diverged”"),
-        ({"facts": {"rollbacks": [ROLLBACK]}}, "went back to step 25 and on without the rows of steps 26 to 29"),
+        ({"facts": {"rollbacks": [ROLLBACK]}}, "rolled back to step 25 and skipped the rows of steps 26 to 29"),
         ({"train": []}, "No training step"),
-        ({"facts": {"status": "done", "config": BEST}}, "had no checkpoint of an evaluated step to load"),
+        ({"facts": {"status": "done", "config": BEST}}, "found no checkpoint of an evaluated step"),
         ({"train": [{"step": 3, "loss": "nan"}, {"step": 4, "loss": 1.0}]}, "loss was not finite at step 3."),
         ({"train": [{"step": n, "grad_norm": "inf"} for n in range(7)]}, "at steps 0, 1, 2, 3, 4 and 2 more"),
         ({"evaluations": build_losses(3.0, 2.0, 2.5)}, "lowest at step 10 (2) and rose to 2.5 by step 20"),
         ({"evaluations": build_losses(2.0, 2.5, 3.0)}, "made the held-out loss worse"),
         ({"evaluations": build_losses(3.0, "nan", 2.0)}, "held-out loss was not finite at step 10"),
-        ({"evaluations": [{"step": n, "eval_stop_rate": 0.0} for n in (0, 10)]}, "No sample ended by itself"),
+        ({"evaluations": [{"step": n, "eval_stop_rate": 0.0} for n in (0, 10)]}, "No sample ended with a stop token"),
         ({"train": spike_at(30)}, "ten times its median at step 30"),
-        ({"train": [{"step": n, "logps/chosen_shift": -0.1 * n} for n in range(7)]}, "lost 0.60 nats a token"),
-        ({"num_torn_lines": 1}, "1 line was cut short"),
-        ({"num_torn_lines": 2}, "2 lines were cut short"),
+        ({"train": [{"step": n, "logps/chosen_shift": -0.1 * n} for n in range(7)]}, "lost 0.60 nats per token"),
+        ({"num_torn_lines": 1}, "1 line was truncated"),
+        ({"num_torn_lines": 2}, "2 lines were truncated"),
     ],
 )
 def test_a_problem_is_named_alone(changes: dict[str, Any], words: str) -> None:

@@ -237,11 +237,17 @@ PASSING: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"accuracy_low": 0.5, "length": {"longer_wins_accuracy": 0.4}}, ["begins at 0.500", "must be above 0.5:"]),
-        ({"length": {"longer_wins_accuracy": 0.71}}, ["begins at 0.710", "right in 0.710"]),
+        (
+            {"accuracy_low": 0.5, "length": {"longer_wins_accuracy": 0.4}},
+            ["lower bound of its interval, 0.500", "must be above 0.5:"],
+        ),
+        ({"length": {"longer_wins_accuracy": 0.71}}, ["accuracy, 0.710, must be above", "longer answer, 0.710"]),
         ({"prompt_swap": {"accuracy": 0.6}}, ["swapped prompts is 0.600", "must be below 0.6:"]),
         ({"prompt_swap": None}, ["was not measured"]),
-        ({"ece": 0.05}, ["calibration error is 0.050", "chance explains 0.010", "must be below 0.05:", "fewer steps"]),
+        (
+            {"ece": 0.05},
+            ["calibration error is 0.050", "0.010 expected by chance", "must be below 0.05:", "fewer steps"],
+        ),
         ({"ece": 0.05, "temperature": 0.8}, ["must be below 0.05: train for more steps or lower label_smoothing"]),
         ({"probes": {"eos_dropped": {"share_lower": 0.8}}}, ["end token is 0.800", "must be above 0.8:"]),
         ({"probes": {"eos_dropped": None}}, ["end token is not measured"]),
@@ -274,5 +280,5 @@ def test_a_sound_reward_model_passes_and_one_that_goes_by_length_does_not() -> N
     difference = lengths["chosen_lengths"] - lengths["rejected_lengths"]
     hacked = make_scores(difference, half, **lengths, swapped_chosen=difference, swapped_rejected=half)
     failed = check_gates(build_reward_report(hacked))
-    assert any("`the longer answer wins`" in message for message in failed)
+    assert any("preferring the longer answer" in message for message in failed)
     assert len(failed) == 4

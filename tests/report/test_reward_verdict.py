@@ -47,7 +47,7 @@ def test_the_verdict_is_written_shown_and_read_again(reward_model, tmp_path):
     assert verdict["scale"]["mean"] == reward_model.model.config.reward_mean
     (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
     page = build_report(tmp_path).read_text()
-    assert "May serve PPO" in page
+    assert "Ready for RL" in page
     assert "Before it may serve PPO: accuracy" in page
     assert (tmp_path / "report" / "reliability.png").exists()
 
@@ -55,6 +55,17 @@ def test_the_verdict_is_written_shown_and_read_again(reward_model, tmp_path):
 def test_without_held_out_pairs_there_is_no_verdict(reward_model, tmp_path):
     assert write_verdict(reward_model, None, tmp_path) is None
     assert read_verdict(tmp_path) is None
+
+
+@pytest.mark.parametrize("changes", [{"ece": None}, {"length": []}, {"reliability": [{}]}, {"histogram": {"edges": 3}}])
+def test_a_verdict_with_wrong_fields_makes_a_page(reward_model, tmp_path, changes):
+    settle_scale(reward_model, make_pairs(12))
+    failed = write_verdict(reward_model, make_pairs(12), tmp_path)
+    verdict = json.loads((tmp_path / REWARD_FILE).read_text()) | changes
+    (tmp_path / REWARD_FILE).write_text(json.dumps(verdict))
+    (tmp_path / "run.json").write_text(json.dumps({"stage": "reward", "status": "done"}))
+    assert failed
+    assert "Before it may serve PPO: accuracy" in build_report(tmp_path).read_text()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])

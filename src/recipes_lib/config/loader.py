@@ -1,4 +1,4 @@
-"""Configuration of a run or a command: a YAML file and flags, every problem at once; ``--help``, ``--print-config``."""
+"""Loads the configuration of a run or command from a YAML file and flags; formats ``--help`` and ``--print-config``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from recipes_lib.config.values import (
     refuse_secret_key,
     refuse_secret_value,
 )
-from recipes_lib.errors import EXIT_DONE, ConfigError, Problem
+from recipes_lib.errors import EXIT_DONE, ConfigError, Problem, escape_controls
 from recipes_lib.shipped import find_recipe, find_shipped
 
 _HELP_WIDTH: Final = 100
@@ -44,17 +44,18 @@ _SECTION_WORDS = {
     *("data", "dataset", "model", "training", "train", "tokens"),
     *("evaluation", "eval", "lora", "peft", "sft", "pretrain"),
 }
+"""Names of sections in other programs' files: a mapping under one of them is explained as nesting."""
 
 
 def load_config(recipe: str, argv: Sequence[str]) -> RecipeConfig:
-    """Read and check the configuration of a run.
+    """Load and validate the configuration of a run.
 
     Args:
         recipe: Name of the recipe, such as ``sft``.
         argv: Arguments after the script's name: ``--config F`` and ``--key value`` overrides.
 
     Raises:
-        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
     table, problems = load_table(recipe), list[Problem]()
     command = parse_command_line(argv, table, problems)
@@ -65,7 +66,7 @@ def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
     """Parse a script's arguments into its configuration, or return the text of ``--help`` or ``--print-config``.
 
     Raises:
-        ConfigError: As ``load_config``; ``--help`` never.
+        ConfigError: The configuration is invalid. With ``--help`` it is not read.
     """
     table = load_table(recipe)
     wants = parse_command_line(argv, table, []).wants
@@ -78,7 +79,7 @@ def parse_command(recipe: str, argv: Sequence[str]) -> RecipeConfig | str:
 
 
 def format_help(table: KeyTable) -> str:
-    """Return the help of a recipe: usage, then every key by group, with its value, default and meaning."""
+    """Return the text of ``--help``: usage, then every key by group, with type, default and description."""
     name = f"/{table.recipe}.py" if find_recipe(table.recipe).exists() else f" {table.recipe}"
     lines = [
         f"usage: recipes{name} --config FILE [--key value ...]",
@@ -98,7 +99,7 @@ def format_help(table: KeyTable) -> str:
 def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Mapping[str, str]) -> str:
     """Return all effective values as valid YAML, each with its provenance as a comment.
 
-    A key that another one leaves without effect is a comment.
+    A key without effect (because of the value of another one) is commented out.
     """
     lines = []
     for group in table.groups:
@@ -111,7 +112,7 @@ def _format_values(table: KeyTable, values: Mapping[str, object], provenance: Ma
 
 def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``--recipe`` and ``--config`` to a command."""
-    parser.add_argument("--recipe", "--stage", help="recipe (default: what the file's name begins with, or sft)")
+    parser.add_argument("--recipe", "--stage", help="recipe (default: the first word of the file's name, or sft)")
     about = "the recipe; further --key value flags override it (`python recipes/RECIPE.py --help` lists the keys)"
     parser.add_argument("--config", metavar="F", help=about)
 
@@ -119,19 +120,20 @@ def add_recipe_flags(parser: argparse.ArgumentParser) -> None:
 def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> tuple[str, list[str]]:
     """Return the recipe of a command, and the remaining arguments.
 
-    ``--recipe`` names it; otherwise the first word of the configuration's file name does, as in
-    ``pretrain_long.yaml``; a file with ``sources`` is of a corpus; the default is ``sft``.
+    The recipe is that of ``--recipe``, else the first word of the configuration's file name (``pretrain_long.yaml``),
+    else ``corpus`` if the file has the key ``sources`` and the command supports it, else ``sft``.
 
     Args:
-        argv: The arguments.
-        recipes: Recipes that the command supports; ``check`` and ``plan`` also support a corpus.
+        argv: Command-line arguments.
+        recipes: Recipes that the command supports; ``check`` and ``plan`` also support ``corpus``.
 
     Raises:
-        ConfigError: There is no such recipe.
+        ConfigError: ``--recipe`` is not one of ``recipes``.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--recipe", "--stage")
     options, rest = parser.parse_known_args(argv)
+    # Added after the first pass, so that --config stays in `rest`.
     parser.add_argument("--config", type=Path)
     config = parser.parse_known_args(rest)[0].config
     named = config.stem.split("_")[0] if config else ""
@@ -142,8 +144,8 @@ def split_recipe(argv: Sequence[str], recipes: Sequence[str] = RECIPE_NAMES) -> 
 
 
 def _guess_recipe(config: Path | None) -> str:
-    """Return ``corpus`` for a file whose keys are a corpus's, which no recipe that trains shares."""
-    # What cannot be read is told when it is loaded.
+    """Return ``corpus`` for a file with the key ``sources``, which no other recipe has, else ``sft``."""
+    # A file that cannot be read is reported when it is loaded.
     text = None if config is None else read_text(config, [])
     return "corpus" if text is not None and re.search("^sources:", text, re.MULTILINE) else "sft"
 
@@ -151,24 +153,28 @@ def _guess_recipe(config: Path | None) -> str:
 def load_for_command(recipe: str, overrides: Sequence[str], config: str | None = None) -> RecipeConfig:
     """Load the configuration of a command's run.
 
-    ``--help`` and ``--print-config`` print their text and end the command, as argparse does.
+    ``--help`` and ``--print-config`` print their text and exit, as in argparse.
 
     Args:
-        recipe: From ``split_recipe``, or that of the command.
+        recipe: Name of the recipe, such as that of ``split_recipe``.
         overrides: The remaining ``--key value`` flags.
-        config: Value of its own ``--config``.
+        config: Path of the YAML file, if the command has parsed ``--config`` itself.
 
     Raises:
-        ConfigError: As ``load_config``.
+        ConfigError: The configuration is invalid; lists every problem.
+        SystemExit: ``--help`` or ``--print-config`` was given.
     """
     return end_after_help(parse_command(recipe, [*(["--config", config] if config else []), *overrides]))
 
 
 def end_after_help(parsed: Parsed | str) -> Parsed:
-    """Return a configuration; print the text of ``--help`` or ``--print-config``, and end the command.
+    """Return a configuration, or print the text of ``--help`` or ``--print-config`` and exit.
 
     Args:
-        parsed: What the parser of a command has returned.
+        parsed: Result of ``parse_command`` or ``parse_keys``.
+
+    Raises:
+        SystemExit: ``parsed`` is a text.
     """
     if isinstance(parsed, str):
         sys.stdout.write(f"{parsed}\n")
@@ -177,10 +183,15 @@ def end_after_help(parsed: Parsed | str) -> Parsed:
 
 
 def check_text(recipe: str, text: str, path: Path) -> RecipeConfig:
-    """Check a recipe's YAML text as if it were the file ``path``.
+    """Validate YAML text as the configuration of a recipe.
+
+    Args:
+        recipe: Name of the recipe.
+        text: The YAML text.
+        path: File name in locations of problems; the file is not read.
 
     Raises:
-        ConfigError: As ``load_config``.
+        ConfigError: The configuration is invalid; lists every problem.
     """
     table, problems = load_table(recipe), list[Problem]()
     return _build(path, read_entries(text, str(path), problems), table, problems)
@@ -191,9 +202,9 @@ class CommandLine:
     """Parsed command line.
 
     Attributes:
-        config: The YAML file.
-        wants: ``help`` or ``print`` if a text is requested instead of a run.
-        entries: The overrides, in order.
+        config: Path of the YAML file; ``None`` without ``--config``.
+        wants: ``help`` or ``print`` for ``--help`` or ``--print-config``; empty for a run.
+        entries: ``--key value`` overrides, in order.
     """
 
     config: Path | None = None
@@ -202,7 +213,7 @@ class CommandLine:
 
 
 def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Problem]) -> CommandLine:
-    """Parse the arguments after the script's name; errors are added to ``problems``."""
+    """Parse the arguments after the script's name; append errors to ``problems``."""
     command, seen, arguments = CommandLine(), set[str](), list(argv)
     while arguments:
         argument = arguments.pop(0)
@@ -232,17 +243,17 @@ def parse_command_line(argv: Sequence[str], table: KeyTable, problems: list[Prob
 
 def _take_value(argument: str, arguments: list[str]) -> tuple[str, str | None]:
     name, equals, text = argument.removeprefix("--").partition("=")
-    # Upstream's parser takes dashes as well.
+    # transformers' HfArgumentParser accepts dashes too.
     name = name.replace("-", "_")
     if equals:
         return name, text
-    # Two dashes, because a value may be a negative number; and --print-config is the only switch that takes none.
+    # A value may begin with one dash, as a negative number does. --print-config takes no value.
     follows = arguments and not arguments[0].startswith("--") and name != "print_config"
     return name, arguments.pop(0) if follows else None
 
 
 def drop_flags(argv: Sequence[str], names: Collection[str]) -> list[str]:
-    """Return a command line without the flags of these keys, which may not be repeated."""
+    """Return a command line without the flags of ``names`` and their values, so that they can be given again."""
     arguments, kept = list(argv), list[str]()
     while arguments:
         before = list(arguments)
@@ -257,12 +268,13 @@ def _locate_flag(flag: str, _: yaml.Node) -> str:
 
 
 def _read_node(flag: str, text: str | None, key: Key | None, problems: list[Problem]) -> yaml.Node | None:
-    """Return a flag's text as a YAML node: parsed if the key allows a list or a mapping, else plain text."""
+    """Return a flag's value as a YAML node: parsed if the key accepts a list or a mapping, else plain text."""
     if text is None:
         if key is not None and not key.accepts("boolean"):
             problems.append(Problem(flag, "has no value", f"write `{flag} value`"))
             return None
         text = "true"
+    # Only for keys that accept them: elsewhere a text may begin with a bracket, as a prompt does.
     structured = key is not None and (key.accepts("array") or key.accepts("object"))
     if structured and text.lstrip().startswith(("[", "{")):
         found: list[Problem] = []
@@ -276,7 +288,7 @@ def _format_value(key: Key, values: Mapping[str, object], provenance: str) -> st
     if provenance.startswith("derived: ") and key.name not in values:
         return f"# {key.name}: {provenance}"
     ours = " (ours)" if provenance == "default" and key.reason else ""
-    # JSON is YAML, and unlike YAML it never reads a text as something else.
+    # JSON is valid YAML and quotes strings, so that `no` or `1e-5` is not read back as another type.
     line = f"{key.name}: {json.dumps(values.get(key.name, key.default), ensure_ascii=False)}"
     return f"{line:<60}  # {provenance}{ours}"
 
@@ -297,13 +309,13 @@ def _build(path: Path | None, entries: Sequence[Entry], table: KeyTable, problem
 
 
 def _gather_entries(command: CommandLine, problems: list[Problem]) -> list[Entry]:
-    """Return the entries of the file and then of the flags; raise ``ConfigError`` if the file has none to read."""
+    """Return the entries of the file, then those of the flags; raise ``ConfigError`` if the file is unreadable."""
     if command.config is None:
         return command.entries
     text = read_text(command.config, problems)
     entries = [] if text is None else read_entries(text, str(command.config), problems)
     if problems and not entries:
-        # Whatever the flags say, nothing can be checked against a file that was not read.
+        # The flags cannot be validated without the file: it would report keys as missing that the file has.
         raise ConfigError(*problems)
     return [*entries, *command.entries]
 
@@ -315,14 +327,24 @@ def _read_settings(
     problems: list[Problem],
     adapt: Callable[[str, Any], Any],
 ) -> Settings:
-    """Return the entries with their valid values, transformed by ``adapt``; errors are added to ``problems``."""
+    """Parse the values of the entries; append errors to ``problems``.
+
+    Args:
+        path: The YAML file, for the location of missing keys.
+        entries: Entries of the file and the flags; a later one overrides an earlier one.
+        table: Keys of the recipe or command.
+        problems: List that errors are appended to.
+        adapt: Function of key and parsed value that returns the effective value.
+    """
+    # Flags come last and override the file.
     given = {entry.key: entry for entry in entries}
-    # A wrong spelling stands for the right one, so that this is not reported as missing too.
+    # An unknown key counts as the key that it was meant as, so that this one is not reported as missing too.
     meant, values = dict[str, Entry](), dict[str, Any]()
     for key, entry in given.items():
         if key not in table.keys:
             problems.append(explain_unknown(entry, table, set(given)))
             meant |= dict.fromkeys(_find_meant(entry, table), entry)
+        # Before parsing: a message about the value would repeat the secret.
         elif secret := refuse_secret_value(entry.where, key, entry.node):
             problems.append(secret)
         else:
@@ -334,18 +356,20 @@ def _read_settings(
 
 def _adapt(key: str, value: Any) -> Any:
     if key == "lora_target_modules" and value == ["all-linear"]:
-        # What TRL and PEFT call it; here it is the key left out.
+        # The spelling of TRL and PEFT for all linear layers, which is the default here.
         return None
     if key == "eval_datasets" and isinstance(value, dict):
-        # Of a wrong one the rules tell.
+        # Invalid entries are reported by `check_eval_datasets`.
         return {name: expand_paths({"name": one} if isinstance(one, str) else one) for name, one in value.items()}
     return expand_paths(value) if key in (*PATH_KEYS, "eval_tasks_include_path", "dataset_mixture") else value
 
 
 def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
     keys = settings.table.keys
+    # Other defaults are left to the sections and to TrainingArguments.
     values = {key: settings[key] for key in keys if key in settings.values or keys[key].reason}
     provenance = {key: settings.given[key].where if key in settings.given else "default" for key in keys}
+    # Keys without effect are reset, so that run.json and --print-config do not show values that were not used.
     for decision in DECISIONS:
         if decision.applies(settings) and settings[decision.key] is not None:
             provenance[decision.key] = f"derived: {decision.why}"
@@ -361,9 +385,10 @@ def _assemble(path: Path | None, settings: Settings) -> RecipeConfig:
 
 
 def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
-    """Sort the problems of the file by line; flags and missing keys follow in the order found."""
+    """Sort the problems of the file by line; those of flags and missing keys follow in their order."""
 
     def line(problem: Problem) -> tuple[int, int]:
+        # `rpartition`: a path may contain colons.
         name, _, number = problem.where.rpartition(":")
         return (0, int(number)) if name == str(path) and number.isdigit() else (1, 0)
 
@@ -372,7 +397,7 @@ def _in_order(problems: Sequence[Problem], path: Path | None) -> list[Problem]:
 
 @functools.cache
 def read_synonyms() -> Mapping[str, str]:
-    """Return names in other libraries -> key here, for one recipe or several."""
+    """Return a mapping of key names in other programs to our key of at least one recipe."""
     names = yaml.safe_load(Path(__file__).with_name("synonyms.yaml").read_text(encoding="utf-8"))
     return {name: key for key, synonyms in names.items() for name in synonyms.split()}
 
@@ -381,9 +406,9 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     """Explain an unknown key.
 
     Args:
-        entry: The key with its value.
-        table: The keys of the recipe.
-        taken: Every key that the user wrote, so that a successor is not offered twice.
+        entry: The unknown key with its value.
+        table: Keys of the recipe.
+        taken: All keys that the user wrote: a successor among them is not suggested again.
     """
     key = entry.key
     if is_secret_key(key):
@@ -397,11 +422,11 @@ def explain_unknown(entry: Entry, table: KeyTable, taken: set[str]) -> Problem:
     if nested or (isinstance(entry.node, yaml.MappingNode) and key in _SECTION_WORDS):
         names = ", ".join(nested[:3] + ["..."] * (len(nested) > 3)) or "its keys"
         return Problem(entry.where, f"`{key}` is not a key; keys are flat", f"move {names} to the left margin")
-    return Problem(entry.where, f"unknown key `{key[:60]}`", _suggest(key, table, entry.flag))
+    return Problem(entry.where, f"unknown key `{escape_controls(key[:60])}`", _suggest(key, table, entry.flag))
 
 
 def _find_meant(entry: Entry, table: KeyTable) -> list[str]:
-    """Return the keys that an unknown one stands for: its successor, or those nested in it."""
+    """Return the keys that an unknown one was meant as: its successor, and keys nested in its value."""
     retired = read_known(table.recipe).get(entry.key)
     successor = retired.new if retired else read_synonyms().get(entry.key)
     return [*filter(None, [successor]), *_nested_keys(entry.node, table)]
@@ -416,14 +441,16 @@ def _nested_keys(node: yaml.Node, table: KeyTable) -> list[str]:
 
 def _suggest(key: str, table: KeyTable, flag: bool) -> str:
     positive = key.removeprefix("no_")
+    # HfArgumentParser's form of switching a boolean off.
     if positive in table.keys and table.keys[positive].accepts("boolean"):
         return f"write `--{positive} false`" if flag else f"write `{positive}: false`"
     plain = key.lower().replace("-", "_")
     known = read_known(table.recipe)
     synonym = read_synonyms().get(plain, "")
+    # Here under another name, and rejected by this recipe: give the reason of that name.
     if synonym in known:
         return f"it is `{synonym}` elsewhere, which {known[synonym].found}; {known[synonym].remedy}"
-    # A retired spelling leads to its successor; one without is no suggestion.
+    # Candidates are the keys, and retired spellings that have a successor.
     names = {name: name for name in table.keys} | {
         name: retired.new for name, retired in known.items() if retired.new in table.keys
     }
@@ -454,15 +481,15 @@ def parse_keys(
     """Parse the arguments of a command into its configuration, or return the text of ``--help`` or ``--print-config``.
 
     Args:
-        name: Of the key table.
-        argv: The arguments.
-        kind: Takes the given keys, and ``path``, the YAML file.
-        paths: Keys whose value may be a path, or hold one.
-        find_problems: Of the configuration as a whole.
-        required: Remedy of each key that has no default.
+        name: Name of the key table, one of ``table.TABLES``.
+        argv: Command-line arguments.
+        kind: Configuration class; called with the keys that were set and ``path``, the YAML file.
+        paths: Keys whose value is or contains paths, in which ``~/`` is expanded.
+        find_problems: Function that yields problems of the configuration as a whole.
+        required: Key without a default -> remedy if it is missing.
 
     Raises:
-        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
     table, problems = load_table(name), list[Problem]()
     command = parse_command_line(argv, table, problems)

@@ -1,4 +1,4 @@
-"""Validation of paths and Hub ids: paths must exist; anything else must be a valid Hub id."""
+"""Validation of paths and Hub ids: a path must exist; anything else must have the form of a Hub id."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _REFERENCES = (
 )
 _OUTPUTS = ("output_dir", "prepared_dir")
 PATH_KEYS: Final = (*_REFERENCES, "replay_from", "dataset_test_split", "chat_template_path", *_OUTPUTS)
-"""Keys whose value may be a path, in which `~/` is the home folder."""
+"""Keys whose value may be a path, in which ``~/`` is expanded to the home folder."""
 
 
 def expand_home(text: str) -> str:
     """Replace a leading ``~/`` by the home folder; ``~name`` is not expanded.
 
     Raises:
-        ConfigError: This user has no home folder.
+        ConfigError: The user has no home folder.
     """
     if text != "~" and not text.startswith("~/"):
         return text
@@ -45,14 +45,14 @@ def expand_home(text: str) -> str:
 
 
 def names_path(dataset_test_split: str) -> bool:
-    """Return whether held-out data are given as a path; a bare word is always a split."""
+    """Return whether held-out data are given as a path; a bare word is the name of a split."""
     return "/" in dataset_test_split or looks_local(dataset_test_split)
 
 
 def check_paths(settings: Settings) -> Iterator[Problem]:
     """Yield a problem for each path that does not exist, and for each reference that is neither path nor Hub id."""
     for key in _REFERENCES:
-        # Of a value that was refused a problem exists already: it is not among the valid ones.
+        # `gives` is false for an invalid value, which has a problem already.
         if settings.gives(key):
             yield from _check_reference(settings.where(key), key, settings[key])
     for index, entry in enumerate(settings["dataset_mixture"] or []):
@@ -73,18 +73,20 @@ def _locate_entry(settings: Settings, index: int) -> str:
     entry = settings.given["dataset_mixture"]
     node = entry.node.value[index]
     if isinstance(node, yaml.MappingNode):
+        # The line of the name, in an entry of several lines.
         node = next(value for key, value in node.value if key.value == "name")
     return entry.locate(node)
 
 
 def looks_local(text: str) -> bool:
-    """Return whether a text must be a path."""
+    """Return whether a text can only be a path: it begins like one, or ends with a file suffix."""
     return text.startswith((".", "/", "~")) or text.endswith(_FILE_SUFFIXES) or "\\" in text
 
 
 def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
     if looks_local(text):
         yield from check_exists(where, key, text)
+    # `owner/name` that exists as a local folder is the folder, as in `from_pretrained`.
     elif not is_local(text) and not _HUB_ID.fullmatch(text):
         remedy = _suggest_sibling(text) or "write `owner/name`, or the path of a file or folder"
         yield Problem(where, f"`{key}` is neither an existing path nor a Hub id: {text[:80]!r}", remedy)
@@ -92,14 +94,14 @@ def _check_reference(where: str, key: str, text: str) -> Iterator[Problem]:
 
 def check_exists(where: str, key: str, text: str) -> Iterator[Problem]:
     """Yield a problem if a path does not exist."""
-    # Templates of the package are found without a checkout of it: `recipes/configs/chat_templates/...`.
+    # `find_shipped`: the package's own templates (`recipes/configs/chat_templates/...`) need no checkout.
     if not is_local(str(find_shipped(Path(text)))):
         remedy = _suggest_sibling(text) or "correct the path; it is relative to the working directory"
         yield Problem(where, f"`{key}` does not exist: {text[:120]!r}", remedy)
 
 
 def check_folders(key: str, settings: Settings) -> Iterator[Problem]:
-    """Yield a problem for each item of a list that is no folder."""
+    """Yield a problem for each item of a list that is not an existing folder."""
     for folder in settings[key] or ():
         if not (is_local(folder) and Path(folder).is_dir()):
             yield settings.problem(key, f"there is no folder {folder[:120]!r}", "correct the path")

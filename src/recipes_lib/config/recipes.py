@@ -1,8 +1,9 @@
-"""Defaults, notes, bounds, choices, refused and renamed keys of the recipes, read from YAML files.
+"""Defaults, notes, bounds, choices, rejected and renamed keys of the recipes, read from YAML files.
 
-They are for the generated key tables, for migration and for errors: a sound configuration reads none of them. Every key
-of upstream's configuration is either honoured or refused in ``recipes.yaml``; ``tests/config/test_recipes.py`` proves
-it. ``renames.yaml`` has upstream keys that are retired, belong to another file, or differ in meaning here.
+Only the generator of key tables, migration and errors read them; loading a valid configuration does not. Every key of
+upstream's configuration classes is either supported or rejected in ``recipes.yaml``, which
+``tests/config/test_recipes.py`` verifies. ``renames.yaml`` lists upstream keys that were removed or renamed, belong to
+another file, or have a different meaning here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import yaml
 from recipes_lib.config.schema import SECTIONS
 from recipes_lib.config.table import RECIPE_NAMES, Retired, load_table
 
-# libyaml reads these files twenty times as fast, where PyYAML was built with it.
+# libyaml, if PyYAML was built with it, parses these files about twenty times faster.
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -31,35 +32,35 @@ def read_defaults(recipe: str) -> Mapping[str, tuple[Any, str]]:
 
 
 def read_choices(recipe: str) -> Mapping[str, list[str | bool]]:
-    """Return the values honoured where upstream allows more."""
+    """Return key -> supported values, for keys whose upstream values are only partly supported."""
     return _gather("choices", recipe)
 
 
 def read_added_choices(recipe: str) -> Mapping[str, list[str]]:
-    """Return additional values of upstream keys."""
+    """Return key -> values that upstream does not have."""
     return _gather("added_choices", recipe)
 
 
 def read_common(recipe: str) -> list[str]:
-    """Return the keys of a recipe that most users set, the recipe's own first; also of ``corpus`` and ``eval``."""
+    """Return the keys that most users of a recipe or command set, its own keys first."""
     return [key for recipes, keys in _read()["common"].items() if recipe in recipes.split() for key in keys.split()]
 
 
 def read_notes() -> Mapping[str, str]:
-    """Return additions to upstream's help texts."""
+    """Return key -> addition to upstream's help text."""
     notes: Mapping[str, str] = _read()["notes"]
     return notes
 
 
 @functools.cache
 def read_harmless() -> tuple[str, ...]:
-    """Return patterns of keys that change how a run is watched or where it puts things, never what it computes."""
+    """Return patterns of keys that affect only logging, saving, memory or paths, never numerical results."""
     return tuple(_read()["harmless"].split())
 
 
 @functools.cache
 def read_bounds() -> Mapping[str, Mapping[str, float]]:
-    """Return the range of each number, as JSON schema spells it."""
+    """Return key -> range of its number, in the keywords of JSON schema."""
     return {
         key: {bound: value for bound, value in entry.items() if bound != "keys"}
         for entry in _read()["bounds"]
@@ -69,14 +70,14 @@ def read_bounds() -> Mapping[str, Mapping[str, float]]:
 
 @functools.cache
 def read_refused(recipe: str) -> Mapping[str, Retired]:
-    """Return the keys of upstream or other recipes that this recipe refuses, with their messages; a corpus has none."""
+    """Return the keys of upstream or other recipes that a recipe rejects; empty for ``corpus`` and other commands."""
     if recipe not in RECIPE_NAMES:
         return {}
     return build_retired(entry for entry in _read()["refused"] if recipe in entry.get("recipes", recipe).split())
 
 
 def build_retired(entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Retired]:
-    """Return what is known of each key that the entries of a file name; the file's comment says how they are read."""
+    """Return key -> ``Retired`` for the entries of ``recipes.yaml`` or ``renames.yaml``, whose comments define them."""
     retired: dict[str, Retired] = {}
     for entry in entries:
         names = entry.get("keys", "").split()
@@ -96,7 +97,7 @@ def _build_retired(
 
 
 def _gather(part: str, recipe: str) -> dict[str, Any]:
-    """Return what a part of the file says of a recipe: its entries for all, then those that name it."""
+    """Return the entries of a section of the file for a recipe: those for all recipes, then its own."""
     return {
         key: value
         for names, keys in _read()[part].items()
@@ -111,7 +112,7 @@ def _read() -> Mapping[str, Any]:
 
 
 def read_lists(path: Path) -> Mapping[str, Any]:
-    """Return what a file of this package lists."""
+    """Load a YAML file of this package."""
     lists: Mapping[str, Any] = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
     return lists
 
@@ -121,16 +122,16 @@ _NAMED: Final = re.compile(r"`(\w+)[`:]")
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A difference in meaning that a file does not show.
+    """A key or absent key whose meaning differs from upstream's.
 
     Attributes:
         where: Affected part of the file.
-        there: Previous meaning.
+        there: Upstream's meaning.
         here: Meaning here.
-        advice: What to write for what it was, as a clause; ``None`` where there is nothing to decide.
-        keys: It concerns files with one of these keys; none: all files.
-        unless: It is settled where one of these is set.
-        decisive: A key of the recipes that it concerns.
+        advice: How to keep upstream's meaning, as a clause; ``None`` if there is no choice.
+        keys: Affects files with at least one of these keys; empty: all files.
+        unless: Does not affect files with one of these keys.
+        decisive: Affects only recipes that have this key.
     """
 
     where: str
@@ -142,9 +143,9 @@ class Meaning:
     decisive: str = "output_dir"
 
     def concerns(self, present: AbstractSet[str], known: AbstractSet[str]) -> bool:
-        """Return whether a file with the keys ``present`` leaves it open to a recipe with the keys ``known``."""
-        is_there = not self.keys or bool(self.keys & present)
-        return self.advice is not None and self.decisive in known and is_there and not self.unless & present
+        """Return whether to report it for a file with the keys ``present`` and a recipe with the keys ``known``."""
+        is_affected = not self.keys or bool(self.keys & present)
+        return self.advice is not None and self.decisive in known and is_affected and not self.unless & present
 
     def __str__(self) -> str:
         return f"{self.where}: {self.here} here, {self.there}; {self.advice}"
@@ -152,13 +153,13 @@ class Meaning:
 
 @dataclass(frozen=True, slots=True)
 class Renames:
-    """What became of upstream's spellings.
+    """Contents of ``renames.yaml``.
 
     Attributes:
-        retired: Old spelling -> its replacement.
-        elsewhere: Keys that belong to another recipe, another file or another level of the file.
-        values: (key, removed value) -> the value that takes its place.
-        mixture: Other spellings of the keys of a ``dataset_mixture`` entry.
+        retired: Removed or renamed key -> its replacement.
+        elsewhere: Key of another recipe, another file or another level of the file -> where it belongs.
+        values: (key, removed value) -> replacement value.
+        mixture: Other spelling of a key of a ``dataset_mixture`` entry -> the key.
         meanings: Differences in meaning that migration reports.
     """
 
@@ -171,7 +172,7 @@ class Renames:
 
 @functools.cache
 def read_renames() -> Renames:
-    """Read them; only an error, a migration or the generated pages need them."""
+    """Load ``renames.yaml``; needed for errors, migration and the generated pages only."""
     lists = read_lists(Path(__file__).with_name("renames.yaml"))
     return Renames(
         build_retired(lists["retired"]),
@@ -188,15 +189,16 @@ def _build_meaning(keys: str = "", unless: str = "", **texts: Any) -> Meaning:
 
 @functools.cache
 def read_known(recipe: str) -> Mapping[str, Retired]:
-    """Return all retired spellings of a recipe, with their messages; a corpus has none."""
+    """Return all rejected and renamed keys of a recipe; empty for ``corpus`` and other commands."""
     if recipe not in RECIPE_NAMES:
         return {}
     keys, renames = load_table(recipe).keys, read_renames()
     elsewhere = {key: retired for key, retired in renames.elsewhere.items() if key not in keys}
     known = {**elsewhere, **renames.retired, **read_refused(recipe)}
-    # A successor that the recipe has not says itself what to do; and no remedy names a key that is refused in turn.
-    led = {key: known.get(retired.new or "", retired) for key, retired in known.items()}
+    # If the successor of a key is itself rejected by this recipe, report its message instead; and no remedy may name a
+    # rejected key.
+    resolved = {key: known.get(retired.new or "", retired) for key, retired in known.items()}
     return {
         key: replace(retired, remedy="delete the line") if known.keys() & _NAMED.findall(retired.remedy) else retired
-        for key, retired in led.items()
+        for key, retired in resolved.items()
     }

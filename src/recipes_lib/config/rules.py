@@ -1,4 +1,4 @@
-"""Constraints between keys; each rule yields its problems, independently of the others."""
+"""Constraints between keys: each rule is a generator of problems, independent of the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from recipes_lib.errors import Problem
 
 _EVAL_KEYS: Final = {**dict.fromkeys(("name", "config", "revision", "split", "format"), str), "columns": dict | None}
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""Import path of a user's reward or metric: ``module:name``."""
+"""Import path of a reward function or metric: ``module:name``."""
 
 _TABLES: Final = read_lists(Path(__file__).with_name("rules.yaml"))
 _EXCLUSIVE: Final = [
@@ -29,34 +29,35 @@ _EXCLUSIVE: Final = [
     for first in entry["first"].split()
     for second in entry["second"].split()
 ]
-"""Mutually exclusive keys, and the remedy; the problem is reported at the second one."""
+"""Pairs of mutually exclusive keys, with the remedy; a problem is reported at the second key."""
 
 SHARE_OR_COUNT: Final = ("warmup_steps", "logging_steps", "eval_steps", "save_steps", "test_split_size", "decay_steps")
-"""Keys that are a share below 1, and an integer count from 1."""
+"""Keys that are a share of the run or dataset below 1, and an integer count from 1."""
 _HAVE_REFERENCE: Final = tuple(
     loss for loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"] if loss not in ("simpo", "orpo", "sft")
 )
-_OF_ADAPTER: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
-_ROUNDING: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
-"""Optimizers (torchao's) that read ``bf16_stochastic_round``; the others ignore it."""
+_ADAPTER_KEYS: Final = [field.name for section in (AdapterConfig, QuantizationConfig) for field in fields(section)]
+_ROUNDING_OPTIMIZERS: Final = ("adamw_torch_4bit", "adamw_torch_8bit")
+"""torchao optimizers with the argument ``bf16_stochastic_round``; transformers ignores it for others."""
 _NEEDED_OPTIONS: Final = {
     "warmup_stable_decay": {"num_decay_steps"},
     "cosine_with_min_lr": {"min_lr", "min_lr_rate"},
     "cosine_warmup_with_min_lr": {"min_lr", "min_lr_rate"},
 }
-"""Options of ``lr_scheduler_kwargs`` of which upstream's schedule takes exactly one, and none by default."""
+"""Schedule of transformers -> options of ``lr_scheduler_kwargs``, of which it requires exactly one."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 Rule = Callable[[Settings], Iterator[Problem]]
 
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """Keys that have an effect only with one of some values of another key.
+    """Keys that have an effect only at some values of another key.
 
     Attributes:
-        keys: Separated by blanks.
-        decider: The other key, or several of which one is enough; where a recipe has none of them, nothing is required.
-        values: The values that give the keys their effect; none: every value but null, false and 0.
+        keys: Names of the keys, separated by spaces.
+        decider: Names of the other keys, separated by spaces; one of them is enough. A recipe without any of them
+            requires nothing.
+        values: Values of ``decider`` at which ``keys`` have an effect; empty: all values except null, false and 0.
     """
 
     keys: str
@@ -64,12 +65,12 @@ class Dependency:
     values: tuple[Any, ...] = ()
 
     def is_met(self, settings: Settings) -> bool:
-        """Return whether the keys have an effect under ``settings``, or may have one but for a value refused."""
+        """Return whether the keys have an effect under ``settings``; also if a decider's value is invalid."""
         deciders = [key for key in self.decider.split() if key in settings.table.keys]
         return not deciders or any(settings.broken(key) or self._allows(settings[key]) for key in deciders)
 
     def explain(self, key: str, settings: Settings) -> Problem:
-        """Return the problem of a key without effect."""
+        """Return the problem of one of ``keys`` that has no effect."""
         decider, *others = self.decider.split()
         shown = json.dumps(settings[decider], ensure_ascii=False)[:80]
         found = f"`{key}` has no effect: `{'`, `'.join([decider, *others])}` {'are' if others else 'is'} {shown}"
@@ -88,37 +89,38 @@ class Dependency:
 
 
 _DEPENDENCIES: Final = (
-    Dependency(" ".join(key for key in _OF_ADAPTER if key != "use_peft"), "use_peft"),
+    Dependency(" ".join(key for key in _ADAPTER_KEYS if key != "use_peft"), "use_peft"),
     Dependency("ref_model_name_or_path ref_model_revision precompute_ref_log_probs", "loss_type", _HAVE_REFERENCE),
     *(Dependency(row["keys"], row["decider"], tuple(row.get("values", ()))) for row in _TABLES["dependencies"]),
 )
 
 
 def check_exclusive(settings: Settings) -> Iterator[Problem]:
-    """Mutually exclusive keys."""
+    """Mutually exclusive keys are not both set."""
     for first, second, remedy in _EXCLUSIVE:
-        # Not null, not the default, and not false or 0: `bf16: false` beside `fp16: true` is no contradiction.
+        # A default, null, false or 0 does not count: `bf16: false` with `fp16: true` is consistent.
         if settings.changes(first) and settings.changes(second) and settings[first] and settings[second]:
             found = f"`{second}` and `{first}` ({settings.where(first)}) are both set"
             yield settings.problem(second, found, remedy)
 
 
 def check_dependencies(settings: Settings) -> Iterator[Problem]:
-    """Keys without effect, each at its first unmet dependency; keys at their default are accepted."""
-    told: set[str] = set()
+    """Keys have an effect; a key is reported at its first unmet dependency, and accepted at its default."""
+    reported: set[str] = set()
     for dependency in _DEPENDENCIES:
         for key in dependency.keys.split():
-            if settings.changes(key) and key not in told and not dependency.is_met(settings):
-                told.add(key)
+            if settings.changes(key) and key not in reported and not dependency.is_met(settings):
+                reported.add(key)
                 yield dependency.explain(key, settings)
 
 
 def check_rewards(settings: Settings) -> Iterator[Problem]:
-    """At least one reward, one weight each, and answers that fit into a row."""
+    """There is a reward, a weight for each one, and room for a prompt before the answer."""
     functions, has_model = settings["reward_funcs"] or [], settings.gives("reward_model_name_or_path")
+    # The weights are in the order of the functions, then the reward model.
     num_rewards = len(functions) + has_model
-    is_told = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
-    if not num_rewards and not is_told:
+    is_reported = any(settings.broken(key) for key in ("reward_funcs", "reward_model_name_or_path"))
+    if not num_rewards and not is_reported:
         found = "no reward: neither `reward_funcs` nor `reward_model_name_or_path` is set"
         yield Problem(settings.name, found, "write `reward_funcs: [package.module:function]`, or name a reward model")
     for function in functions:
@@ -133,25 +135,25 @@ def check_rewards(settings: Settings) -> Iterator[Problem]:
     length, room = settings["response_length"], settings["max_length"]
     if room is not None and room <= length:
         found = f"`max_length` ({room}) leaves no room for a prompt before `response_length` ({length})"
-        yield settings.problem("max_length", found, "raise it: it counts the prompt and its answer")
+        yield settings.problem("max_length", found, "raise it: it counts the prompt and the answer")
 
 
 def check_policy(settings: Settings) -> Iterator[Problem]:
-    """RL checkpoints are not models, and continuous batching needs its own attention kernels."""
+    """RL checkpoints are not published, and continuous batching supports the attention implementation."""
     if settings["push_to_hub"] and settings["hub_strategy"] not in (None, "end"):
-        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, which are no model folders here"
+        found = f"`hub_strategy: {settings['hub_strategy']}` publishes checkpoints, which in RL are not model folders"
         yield settings.problem("hub_strategy", found, "write `hub_strategy: end`")
     if settings["use_transformers_continuous_batching"] and settings["attn_implementation"] == "varlen":
-        found = "`attn_implementation: varlen` is not known to transformers' continuous batching"
-        yield settings.problem("attn_implementation", found, "write sdpa, or flash_attention_2")
+        found = "transformers' continuous batching does not support `attn_implementation: varlen`"
+        yield settings.problem("attn_implementation", found, "write `sdpa` or `flash_attention_2`")
 
 
 def check_own_reference(settings: Settings) -> Iterator[Problem]:
-    """The reference is the policy without its adapter."""
+    """With an adapter, the reference is the policy without it, so that the adapter must not change the base."""
     if not settings["use_peft"]:
         return
     if settings["init_lora_weights"] in ("pissa", "olora"):
-        found = f"`init_lora_weights: {settings['init_lora_weights']}` changes the base, which would be the reference"
+        found = f"`init_lora_weights: {settings['init_lora_weights']}` changes the base, which is the reference model"
         yield settings.problem("init_lora_weights", found, "write `init_lora_weights: default`")
     for key in ("adapter_name_or_path", "lora_modules_to_save", "loraplus_lr_ratio"):
         if settings.gives(key):
@@ -160,31 +162,31 @@ def check_own_reference(settings: Settings) -> Iterator[Problem]:
 
 
 def check_importance_sampling(settings: Settings) -> Iterator[Problem]:
-    """Importance sampling: valid bounds, and per-token weights for VESPO, which weighs whole answers itself."""
+    """Importance sampling: valid bounds, and token-level weights for VESPO, which weights sequences itself."""
     lowest, highest = (settings[f"vllm_importance_sampling_clip_{side}"] for side in ("min", "max"))
     if lowest is not None and highest is not None and lowest >= highest:
         found = f"`vllm_importance_sampling_clip_min` ({lowest}) is not below `vllm_importance_sampling_clip_max`"
         yield settings.problem("vllm_importance_sampling_clip_min", found, f"write less than {highest}")
     mode = settings["vllm_importance_sampling_mode"]
     if settings["loss_type"] == "vespo" and mode.startswith("sequence"):
-        found = f"`loss_type: vespo` weighs whole answers, and so does `vllm_importance_sampling_mode: {mode}`"
-        yield settings.problem("vllm_importance_sampling_mode", found, "write token_truncate, or token_mask")
+        found = f"`loss_type: vespo` weights whole sequences, and so does `vllm_importance_sampling_mode: {mode}`"
+        yield settings.problem("vllm_importance_sampling_mode", found, "write `token_truncate` or `token_mask`")
 
 
 def check_staleness(settings: Settings) -> Iterator[Problem]:
-    """Answers of earlier weights are corrected for, and all that will be sampled is known beforehand."""
+    """Asynchronous rollouts need importance-sampling correction, and prompts that are known in advance."""
     if not settings["max_staleness"]:
         return
     if (settings["max_num_gen_batches"] or 1) > 1:
-        found = "`max_num_gen_batches` decides by the answers of an iteration which prompts come next"
+        found = "`max_num_gen_batches` selects the next prompts by the answers of the current iteration"
         yield settings.problem("max_staleness", found, "keep one of the two")
     if settings["vllm_importance_sampling_correction"] is False:
-        found = "without `vllm_importance_sampling_correction` answers of earlier weights pass for those of the policy"
+        found = "answers of earlier weights need `vllm_importance_sampling_correction`, which is false"
         yield settings.problem("max_staleness", found, "delete one of the two lines")
 
 
 def check_layers(settings: Settings) -> Iterator[Problem]:
-    """Layer indices are from 1 and distinct."""
+    """Layer indices start at 1 and are distinct."""
     for key in ("feature_layers", "relation_layers"):
         layers = settings[key]
         if layers is not None and (not layers or min(layers) < 1 or len(set(layers)) < len(layers)):
@@ -193,8 +195,9 @@ def check_layers(settings: Settings) -> Iterator[Problem]:
 
 
 def check_schedule(settings: Settings) -> Iterator[Problem]:
-    """The length of the run, and the warm-up inside it."""
+    """The run has at least one step, and the warm-up is shorter than the run."""
     max_steps, warmup = settings["max_steps"], settings["warmup_steps"]
+    # TrainingArguments: -1 means `num_train_epochs`; 0 would train nothing.
     if max_steps == 0:
         yield settings.problem("max_steps", "`max_steps` is 0", "write -1 to train for `num_train_epochs`")
     if 0 < max_steps <= warmup:
@@ -203,13 +206,14 @@ def check_schedule(settings: Settings) -> Iterator[Problem]:
 
 
 def check_schedule_options(settings: Settings) -> Iterator[Problem]:
-    """Required and allowed options of upstream's schedules."""
+    """Required and allowed options of transformers' schedules."""
     kind, options = settings["lr_scheduler_type"], settings["lr_scheduler_kwargs"] or {}
     needed = _NEEDED_OPTIONS.get(kind, set())
     if needed and len(needed & set(options)) != 1:
         names = " or ".join(f"`{name}`" for name in sorted(needed))
         found = f"`lr_scheduler_type: {kind}` needs {names} in `lr_scheduler_kwargs`"
         yield settings.problem("lr_scheduler_type", found, f"write lr_scheduler_kwargs: {{{min(needed)}: ...}}")
+    # Keyword arguments of the schedule: an unknown one is a TypeError only after the model was loaded.
     taken = _TABLES["schedule_options"].get(kind, "").split()
     for name in options:
         if name not in taken and not settings.broken("lr_scheduler_type"):
@@ -219,9 +223,9 @@ def check_schedule_options(settings: Settings) -> Iterator[Problem]:
 
 
 def check_shape(settings: Settings) -> Iterator[Problem]:
-    """Shape of our own schedules: a decay to above 0, and a warm-up and batch ramp within the run."""
+    """Our schedules: exponential decay ends above 0, warm-up and batch ramp are shorter than the run."""
     if settings["decay_type"] == "exponential" and settings["min_lr_ratio"] == 0:
-        found = "an exponential decay to `min_lr_ratio: 0` would be 0 from its first step"
+        found = "an exponential decay to `min_lr_ratio: 0` is 0 from its first step"
         yield settings.problem("min_lr_ratio", found, "write `min_lr_ratio: 0.01`, or another `decay_type`")
     if settings.gives("warmup_tokens") and settings.gives("max_tokens"):
         warmup, length = settings["warmup_tokens"], settings["max_tokens"]
@@ -229,13 +233,13 @@ def check_shape(settings: Settings) -> Iterator[Problem]:
             found = f"the warm-up ({warmup:,} tokens) is as long as the run (`max_tokens` {length:,})"
             yield settings.problem("warmup_tokens", found, "lower it, or train longer")
     if settings.gives("batch_ramp_tokens") and settings["gradient_accumulation_steps"] == 1:
-        found = "`batch_ramp_tokens` has no effect: the batch grows by whole micro-batches, and a step has one"
+        found = "`batch_ramp_tokens` has no effect: the batch grows by whole micro-batches, and a step has only one"
         remedy = "write `gradient_accumulation_steps: 2` or more, or delete the line"
         yield settings.problem("batch_ramp_tokens", found, remedy)
 
 
 def check_required(settings: Settings) -> Iterator[Problem]:
-    """The model, the data and the output directory have no default."""
+    """Required keys and a dataset are set."""
     for key in settings.table.required:
         if key not in settings.given:
             yield Problem(settings.name, f"`{key}` is missing", f"write `{key}: ...`")
@@ -244,7 +248,7 @@ def check_required(settings: Settings) -> Iterator[Problem]:
 
 
 def check_decisions(settings: Settings) -> Iterator[Problem]:
-    """Keys that another key leaves without effect."""
+    """No key is set that another key leaves without effect (``DECISIONS``)."""
     for decision in DECISIONS:
         if decision.contradicts(settings):
             found = f"`{decision.key}` has no effect: {decision.why} ({settings.where(decision.decider)})"
@@ -252,7 +256,7 @@ def check_decisions(settings: Settings) -> Iterator[Problem]:
 
 
 def check_shares(settings: Settings) -> Iterator[Problem]:
-    """Shares below 1 and counts from 1: counts must be integers."""
+    """Keys that are a share below 1 or a count: counts are integers."""
     for key in SHARE_OR_COUNT:
         value = settings[key]
         if isinstance(value, float) and value >= 1:
@@ -261,7 +265,7 @@ def check_shares(settings: Settings) -> Iterator[Problem]:
 
 
 def check_data(settings: Settings) -> Iterator[Problem]:
-    """Streams need ``max_steps``; a mixture is not empty."""
+    """A stream has ``max_steps``; a mixture is not empty."""
     has_length = settings["max_steps"] > 0 or settings.broken("max_steps") or settings.gives("max_tokens")
     if settings["dataset_streaming"] and not has_length:
         found = "`dataset_streaming` needs `max_steps`: the length of an epoch is unknown for a stream"
@@ -271,36 +275,37 @@ def check_data(settings: Settings) -> Iterator[Problem]:
 
 
 def check_mixture(settings: Settings) -> Iterator[Problem]:
-    """A mixture uses ``weight`` or ``repeat``; in fine-tuning weights must sum to 1 or 100."""
+    """A mixture uses either ``weight`` or ``repeat``; in fine-tuning, weights sum to 1 or 100."""
     entries, where = settings["dataset_mixture"] or [], settings.where("dataset_mixture")
     weights = [entry["weight"] for entry in entries if "weight" in entry]
     if weights and any("repeat" in entry for entry in entries):
         yield Problem(where, "`dataset_mixture` has both `weight` and `repeat`", "write one of the two in all entries")
     elif weights and settings.table.recipe != "pretrain" and not are_shares(entries):
         found = f"a `weight` is a share of the mixture, and those of its {len(entries)} entries add up to"
-        remedy = "write weights that add up to 1 or 100; or `repeat`, which is how often the rows of an entry come up"
+        remedy = "write weights that add up to 1 or 100; or `repeat`, the number of passes over an entry's rows"
         yield Problem(where, f"{found} {sum(weights):g}", remedy)
 
 
 def are_shares(entries: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the weights of a mixture are shares: each entry has one, and they sum to 1 or 100.
+    """Return whether the weights of a mixture are shares: each entry has one, and they sum to 1 or 100.
 
-    In fine-tuning a weight used to be what ``repeat`` is; a file that means that is refused, not read as another.
+    In older versions and in alignment-handbook, ``weight`` in fine-tuning had the meaning of ``repeat``; such files are
+    errors instead of being read as shares.
     """
-    # A missing weight makes the sum NaN, which is close to nothing; 2 % lets three times 0.33 pass.
+    # A missing weight makes the sum NaN, which is close to no number; the tolerance of 2 % accepts 3 x 0.33.
     total = sum(entry.get("weight", math.nan) for entry in entries)
     return any(math.isclose(total, whole, rel_tol=0.02) for whole in (1, 100))
 
 
 def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
-    """Names of held-out sets give distinct metric names, and each set has a path or Hub id."""
+    """Names of held-out sets are valid in metric names, and each set is a path, a Hub id or a valid mapping."""
     for name, entry in (settings["eval_datasets"] or {}).items():
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
-            found = f"`eval_datasets` names a set {name!r}, which becomes part of metric names"
-            yield settings.problem("eval_datasets", found, "name it by letters, digits, dots and hyphens")
+            found = f"`eval_datasets` has the name {name!r}, which becomes part of metric names"
+            yield settings.problem("eval_datasets", found, "use letters, digits, dots and hyphens")
         unknown = entry.keys() - _EVAL_KEYS if isinstance(entry, dict) else set()
         if unknown or not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            found = f"`eval_datasets: {name}` is no dataset" + (f": it has {sorted(unknown)[0]!r}" if unknown else "")
+            found = f"`eval_datasets: {name}` is not a dataset{f': it has {sorted(unknown)[0]!r}' if unknown else ''}"
             yield settings.problem("eval_datasets", found, "write a path or a Hub id, or {name: ..., split: ...}")
             continue
         wrong = [key for key, value in entry.items() if not isinstance(value, _EVAL_KEYS[key])]
@@ -309,31 +314,32 @@ def check_eval_datasets(settings: Settings) -> Iterator[Problem]:
             found = f"`eval_datasets: {name}` has `{key}: {entry[key]}`"
             choices = {"format": f"one of {', '.join(get_args(DatasetFormat))}", "columns": "{prompt: question, ...}"}
             yield settings.problem("eval_datasets", found, f"write {choices.get(key, 'a text')}")
+    # Upstream puts the name before the metric, `eval_web_loss`; older versions of this project put it last.
     if old := re.fullmatch(r"(eval_)?(loss|bits_per_byte)_(.+)", settings["metric_for_best_model"] or ""):
         prefix, figure, name = old.groups(default="")
         found = f"`metric_for_best_model: {old.group()}` puts the name of the set last"
         yield settings.problem("metric_for_best_model", found, f"write `{prefix}{name}_{figure}`")
     if settings["eval_datasets"] and "sft" in (settings.values.get("loss_type") or ()):
-        found = "the loss `sft` is a mean over the tokens of one held-out set, and there would be several"
-        yield settings.problem("eval_datasets", found, "name one by dataset_test_split")
+        found = "the loss `sft` is a mean over the tokens of one held-out set, and `eval_datasets` adds others"
+        yield settings.problem("eval_datasets", found, "name one set with `dataset_test_split`")
 
 
 def check_stream(settings: Settings) -> Iterator[Problem]:
-    """A stream is a single dataset, with named held-out data."""
+    """A stream is a single dataset with a given row length and named held-out data."""
     if not settings["dataset_streaming"]:
         return
     if settings["max_length"] is None and not settings.broken("max_length"):
-        yield settings.problem("max_length", "a stream has no longest example to take it from", "set max_length")
+        yield settings.problem("max_length", "the longest example of a stream is unknown", "write `max_length: ...`")
     if settings["test_split_size"] is not None:
-        remedy = "name held-out data: dataset_test_split"
+        remedy = "name held-out data with `dataset_test_split`"
         yield settings.problem("test_split_size", "rows cannot be held out of a stream", remedy)
     if settings["dataset_mixture"]:
-        found = "a mixture cannot be streamed: its datasets would be read one after another"
+        found = "a mixture cannot be streamed: its datasets would not be shuffled together"
         yield settings.problem("dataset_streaming", found, "set it to false, or mix the data on disk first")
 
 
 def check_start(settings: Settings) -> Iterator[Problem]:
-    """Pretraining starts from random weights or from a model."""
+    """Pretraining has either a model configuration, with a tokenizer, or a model."""
     gives_config, gives_model = settings.gives("model_config"), settings.gives("model_name_or_path")
     if not gives_config and not gives_model and not settings.broken("model_config"):
         found = "neither `model_config` nor `model_name_or_path` is set"
@@ -342,30 +348,30 @@ def check_start(settings: Settings) -> Iterator[Problem]:
         if "model_type" not in settings["model_config"]:
             yield settings.problem("model_config", "`model_config` has no `model_type`", "write model_type: llama")
         if not settings.gives("tokenizer_name_or_path") and not settings.broken("tokenizer_name_or_path"):
-            found = "`model_config` starts from random weights, which come without a tokenizer"
+            found = "`model_config` starts from random weights and has no tokenizer"
             yield settings.problem("model_config", found, "write `tokenizer_name_or_path: ...`")
 
 
 def check_precision(settings: Settings) -> Iterator[Problem]:
-    """16-bit master weights lose small updates, unless they are rounded stochastically."""
+    """16-bit master weights lose small updates, unless the optimizer rounds stochastically."""
     dtype, optim = settings["dtype"], settings["optim"]
-    is_asked = "bf16_stochastic_round=True" in (settings["optim_args"] or "")
-    rounds = optim == "adamw_bf16_stochastic" or (is_asked and optim in _ROUNDING)
-    # bfloat16 has 8 significant bits: half a unit in the last place is 2**-9 to 2**-8 of a weight.
+    is_requested = "bf16_stochastic_round=True" in (settings["optim_args"] or "")
+    rounds = optim == "adamw_bf16_stochastic" or (is_requested and optim in _ROUNDING_OPTIMIZERS)
+    # bfloat16 has 8 significant bits: half a unit in the last place is 2**-9 to 2**-8 of the weight.
     if dtype in ("bfloat16", "float16") and not (rounds and dtype == "bfloat16"):
-        found = f"`dtype: {dtype}` would hold the weights: an update below 1/256 of a weight is rounded away"
-        remedy = "delete the line (products are in bf16 all the same), or write `optim: adamw_bf16_stochastic`"
+        found = f"`dtype: {dtype}` stores the master weights, and an update below 1/256 of a weight is rounded to 0"
+        remedy = "delete the line (`bf16` computes in bfloat16 anyway), or write `optim: adamw_bf16_stochastic`"
         yield settings.problem("dtype", found, remedy)
-    if is_asked and optim not in _ROUNDING:
-        found = f"`optim_args: bf16_stochastic_round` has no effect: it belongs to `optim: {' or '.join(_ROUNDING)}`"
+    if is_requested and optim not in _ROUNDING_OPTIMIZERS:
+        found = f"`optim_args: bf16_stochastic_round` needs `optim: {' or '.join(_ROUNDING_OPTIMIZERS)}`"
         yield settings.problem("optim_args", found, "choose one of those, or write `optim: adamw_bf16_stochastic`")
     if optim == "adamw_bf16_stochastic" and dtype != "bfloat16":
-        found = f"`optim: {optim}` rounds bfloat16 weights, and `dtype` is {dtype}"
+        found = f"`optim: {optim}` needs bfloat16 weights, and `dtype` is {dtype}"
         yield settings.problem("optim", found, "write `dtype: bfloat16`, or `optim: adamw_torch_fused`")
 
 
 def check_curriculum(settings: Settings) -> Iterator[Problem]:
-    """Phases of a curriculum start at 0, increase, and have a weight for every dataset."""
+    """Phases of a curriculum start at 0, increase, and have a weight for each dataset."""
     phases, where = settings["dataset_curriculum"], settings.where("dataset_curriculum")
     if phases is None:
         return
@@ -378,15 +384,15 @@ def check_curriculum(settings: Settings) -> Iterator[Problem]:
         yield Problem(where, found, "start the first at 0, the others in increasing order")
     for index, phase in enumerate(phases):
         count = len(settings["dataset_mixture"])
-        # The length first: of no weights there is neither a smallest nor a largest.
-        is_sound = len(phase["weights"]) == count and min(phase["weights"]) >= 0 and max(phase["weights"]) > 0
-        if not is_sound:
+        # The length first: `min` and `max` raise for an empty list.
+        is_valid = len(phase["weights"]) == count and min(phase["weights"]) >= 0 and max(phase["weights"]) > 0
+        if not is_valid:
             found = f"phase {index} of `dataset_curriculum` has weights {phase['weights']}"
             yield Problem(where, found, f"write {count} weights of 0 or more, not all 0, in the mixture's order")
 
 
 def check_model(settings: Settings) -> Iterator[Problem]:
-    """Code from the Hub runs only at pinned commits; fp16 needs float32 master weights."""
+    """Code from the Hub is pinned to a commit; fp16 has float32 master weights."""
     for name, revision in (
         ("model_name_or_path", "model_revision"),
         ("tokenizer_name_or_path", "tokenizer_revision"),
@@ -396,19 +402,20 @@ def check_model(settings: Settings) -> Iterator[Problem]:
         repository = settings[name]
         if revision == "tokenizer_revision" and settings[revision] is not None:
             repository = repository or settings["model_name_or_path"]
-        is_needed = settings["trust_remote_code"] and repository is not None and not is_local(repository)
-        if is_needed and not COMMIT.fullmatch(settings[revision] or ""):
+        needs_commit = settings["trust_remote_code"] and repository is not None and not is_local(repository)
+        if needs_commit and not COMMIT.fullmatch(settings[revision] or ""):
             found = f"`trust_remote_code` runs code of the repository {repository}, which may change"
             yield settings.problem("trust_remote_code", found, f"write `{revision}:` as a commit of 40 hex digits")
+    # GradScaler raises for gradients of float16 parameters.
     if settings["fp16"] and settings["dtype"] in ("float16", "bfloat16"):
-        found = f"`fp16` scales gradients of float32 weights, and `dtype` is {settings['dtype']}"
-        yield settings.problem("fp16", found, "write `dtype: float32`, or use bf16")
+        found = f"`fp16` needs float32 master weights for its loss scaling, and `dtype` is {settings['dtype']}"
+        yield settings.problem("fp16", found, "write `dtype: float32`, or use `bf16`")
 
 
 def check_evaluation(settings: Settings) -> Iterator[Problem]:
-    """Keys that need evaluations; metrics are import paths."""
+    """Schedules that depend on evaluation have it; metrics are import paths; folders of tasks exist."""
     if settings["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy") and settings["eval_strategy"] == "no":
-        found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` follows the held-out loss"
+        found = f"`lr_scheduler_type: {settings['lr_scheduler_type']}` depends on the held-out loss"
         yield settings.problem("lr_scheduler_type", found, "write `eval_strategy: steps`")
     for metric in settings["metrics"] or []:
         if not _FUNCTION.fullmatch(metric.partition("(")[0]):
@@ -418,20 +425,20 @@ def check_evaluation(settings: Settings) -> Iterator[Problem]:
 
 
 def check_best_model(settings: Settings) -> Iterator[Problem]:
-    """The best checkpoint must be one that was evaluated."""
+    """Saved steps are evaluated steps, so that the best checkpoint is known."""
     if not settings["load_best_model_at_end"] or settings["save_strategy"] == "best":
         return
     where = settings.where("load_best_model_at_end")
     if settings["eval_strategy"] == "no" or settings["save_strategy"] != settings["eval_strategy"]:
-        found = "`load_best_model_at_end` needs a checkpoint wherever there is an evaluation"
-        yield Problem(where, found, "write `save_strategy` and `eval_strategy` alike, or `save_strategy: best`")
+        found = "`load_best_model_at_end` needs a checkpoint at every evaluation"
+        yield Problem(where, found, "write the same `save_strategy` and `eval_strategy`, or `save_strategy: best`")
     elif settings["eval_strategy"] == "steps":
         save_steps, eval_steps = settings["save_steps"], settings["eval_steps"]
-        # Without `eval_steps` the ratio is one that is refused. Shares, such as 0.3 over 0.1, are no exact multiples.
+        # 0.5 is no multiple: without `eval_steps`, it is an error. A tolerance, because 0.3 / 0.1 is not exactly 3.
         ratio = save_steps / eval_steps if eval_steps else 0.5
         if (save_steps < 1) != (eval_steps is not None and eval_steps < 1) or abs(ratio - round(ratio)) > 1e-9:
             found = f"`save_steps` ({save_steps}) is not a multiple of `eval_steps` ({eval_steps})"
-            yield Problem(where, found, "write both as counts or both as shares, one a multiple of the other")
+            yield Problem(where, found, "write both as counts or shares, `save_steps` a multiple of `eval_steps`")
 
 
 def check_kept(settings: Settings) -> Iterator[Problem]:
@@ -441,7 +448,7 @@ def check_kept(settings: Settings) -> Iterator[Problem]:
         return
     if settings["save_strategy"] == "steps" and (every < 1 or keep % every):
         found = f"`save_keep_steps` ({keep}) is not a multiple of `save_steps` ({every})"
-        remedy = "write both as counts, one a multiple of the other: only saved checkpoints can be kept"
+        remedy = "write both as counts, `save_keep_steps` a multiple: only saved checkpoints can be kept"
         yield settings.problem("save_keep_steps", found, remedy)
 
 
@@ -460,28 +467,29 @@ def check_base(settings: Settings) -> Iterator[Problem]:
 
 
 def check_compared(settings: Settings) -> Iterator[Problem]:
-    """Preference data: no truncated answers, no dropout in compared scores."""
+    """Compared answers are not truncated, and compared scores have no dropout."""
     if settings["overlong"] in ("truncate", "split"):
-        found = f"`overlong: {settings['overlong']}` would truncate the prompts or answers that are compared"
+        found = f"`overlong: {settings['overlong']}` would truncate prompts or answers that are compared"
         yield settings.problem("overlong", found, "write `overlong: drop`, or a larger `max_length`")
     if settings["lora_dropout"]:
-        found = "`lora_dropout` makes log-probabilities and scores random, and they are compared"
+        found = "`lora_dropout` adds noise to the log-probabilities and scores that are compared"
         yield settings.problem("lora_dropout", found, "write `lora_dropout: 0`")
 
 
 def check_preference(settings: Settings) -> Iterator[Problem]:
-    """One weight for each loss; losses that need ``beta`` or label noise have them."""
+    """Each loss has a weight; losses that need ``beta`` or ``label_smoothing`` have it above 0."""
     losses, weights = settings["loss_type"], settings["loss_weights"]
+    # The default would be compared with the weights of the invalid losses.
     if settings.broken("loss_type"):
         return
     if weights is not None and len(weights) != len(losses):
         found = f"`loss_weights` has {len(weights)} numbers for {len(losses)} losses"
         yield settings.problem("loss_weights", found, f"write {len(losses)}, in the order of `loss_type`")
     if settings["beta"] == 0:
-        found = "`beta: 0` makes the loss constant: it scales the log-ratios"
+        found = "`beta: 0` makes the loss constant: `beta` scales the log-ratios"
         yield settings.problem("beta", found, "write a number above 0, such as 0.1")
     if "exo_pair" in losses and not settings["label_smoothing"]:
-        found = "`loss_type: exo_pair` needs `label_smoothing` above 0: it takes its logarithm"
+        found = "`loss_type: exo_pair` needs `label_smoothing` above 0, whose logarithm it takes"
         yield settings.problem("loss_type", found, "write `label_smoothing: 0.001`")
 
 
@@ -515,4 +523,4 @@ RULES: Final[Mapping[str, tuple[Rule, ...]]] = {
     "grpo": (*_SAMPLING, check_importance_sampling),
     "distill": (*_FINE_TUNING, check_layers),
 }
-"""The rules of each recipe."""
+"""Recipe -> its rules."""

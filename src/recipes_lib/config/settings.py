@@ -1,4 +1,4 @@
-"""Settings of a run during validation: given values, defaults, and keys that another key makes ineffective."""
+"""Values of a run during validation: user values, defaults, and keys without effect because of another key."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ABSENT: Final = object()
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Effective values before the derived ones.
+    """User values and defaults of a run, before ``DECISIONS`` are applied.
 
     Attributes:
-        table: The keys of the recipe.
-        name: The file, or ``command line``; the location of missing keys.
-        given: The user's entries, valid or not; a flag replaces the line that it overrides.
-        values: Valid values the user gave, by key.
+        table: Keys of the recipe.
+        name: File name, or ``command line``; the location of missing keys.
+        given: Key -> user entry, valid or not; a flag replaces the line that it overrides.
+        values: Key -> valid user value.
     """
 
     table: KeyTable
@@ -31,43 +31,43 @@ class Settings:
     values: Mapping[str, Any]
 
     def __getitem__(self, key: str) -> Any:
-        """Return the effective value: the user's or the default; ``None`` for a key that the recipe does not have."""
+        """Return the user value or the default of a key; ``None`` for a key that the recipe does not have."""
         if key in self.values:
             return self.values[key]
         return self.table.keys[key].default if key in self.table.keys else None
 
     def gives(self, key: str) -> bool:
-        """Return whether the user set ``key`` to something other than null."""
+        """Return whether the user set ``key`` to a valid value other than null."""
         return self.values.get(key) is not None
 
     def changes(self, key: str) -> bool:
-        """Return whether the user set ``key`` to something other than null and its default."""
+        """Return whether the user set ``key`` to a valid value other than null and the default."""
         return self.gives(key) and self.values[key] != self.table.keys[key].default
 
     def broken(self, key: str) -> bool:
-        """Return whether the user wrote a value for ``key`` that was refused."""
+        """Return whether the user set ``key`` to an invalid value."""
         return key in self.given and key not in self.values
 
     def where(self, key: str) -> str:
-        """Return where the user wrote ``key``; the file if it is missing."""
+        """Return the location of ``key`` in the file or flags; the file name if it is missing."""
         return self.given[key].where if key in self.given else self.name
 
     def problem(self, key: str, found: str, remedy: str) -> Problem:
-        """Return a problem at the place where the user wrote ``key``."""
+        """Return a problem at the location of ``key``."""
         return Problem(self.where(key), found, remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A key whose value decides that another one has no effect.
+    """A key that has no effect at some values of another key.
 
     Attributes:
-        key: The key without effect.
-        decider: The key that decides.
-        voids: Whether a value of ``decider`` voids ``key``.
-        why: The reason, as a clause.
-        becomes: The value that ``key`` has then; ``ABSENT`` when it is left to upstream.
-        unless: Whether something else gives ``key`` its effect.
+        key: Key without effect.
+        decider: Key whose value decides.
+        voids: Predicate: whether ``key`` has no effect at this value of ``decider``.
+        why: Reason, as a clause.
+        becomes: Value that ``key`` is set to; ``ABSENT`` omits it, so that upstream's default applies.
+        unless: Predicate: whether ``key`` has an effect nevertheless.
     """
 
     key: str
@@ -82,31 +82,30 @@ class Decision:
         return self.voids(settings[self.decider]) and not self.unless(settings)
 
     def contradicts(self, settings: Settings) -> bool:
-        """Return whether the user asked for both; a flag that overrules a line of the file is no contradiction."""
+        """Return whether the user set both keys; a flag that overrides a line of the file is not a contradiction."""
         if not settings.gives(self.key) or settings.values[self.key] == self.becomes or not self.applies(settings):
             return False
         # `--max_steps 10` over a file with `num_train_epochs` is a short trial of the same recipe.
-        overruled = settings.given[self.decider].flag and not settings.given[self.key].flag
-        return not overruled
+        is_overridden = settings.given[self.decider].flag and not settings.given[self.key].flag
+        return not is_overridden
 
 
 def is_local(reference: Any) -> bool:
-    """Return whether a model or dataset is a file or folder that exists."""
+    """Return whether a model or dataset reference is an existing file or folder."""
     if not isinstance(reference, str) or not reference:
         return False
     try:
-        # It raises for names that are too long or hold a zero byte (Python 3.11), and those are no paths.
         return Path(reference).exists()
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # A name that is too long, or has a null byte (ValueError on Python 3.11).
         return False
 
 
 _NO_WARMUP: Final = ("constant", "reduce_lr_on_plateau", "greedy")
-"""Upstream's schedules without a warm-up."""
+"""Schedules of transformers without a warm-up."""
 
 
 def _warms_up_otherwise(settings: Settings) -> bool:
-    """In pretraining every schedule has a warm-up; these optimizers implement their own."""
+    """Return whether warm-up is independent of the schedule: in pretraining, and for schedule-free optimizers."""
     return settings.table.recipe == "pretrain" or settings["optim"] in ("schedule_free_adamw", "schedule_free_sgd")
 
 

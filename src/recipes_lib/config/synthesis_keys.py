@@ -15,32 +15,32 @@ from recipes_lib.errors import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class WriterKeys:
-    """The model that writes."""
+    """Model that generates the rows (the writer)."""
 
     model_name_or_path: str = ""
-    """Folder, Hub id or adapter; with ``base_url`` the name that the endpoint knows."""
+    """Folder, Hub id or adapter; with ``base_url`` the model name that the endpoint expects."""
     model_revision: str | None = None
-    """Commit, tag or branch of a model of the Hub."""
+    """Commit, tag or branch of a Hub model."""
     trust_remote_code: bool = False
-    """Run code that comes with a model of the Hub; its commit must be named as ``model_revision``."""
+    """Run code shipped with a Hub model; needs ``model_revision`` to be a commit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the weights; ``auto`` is that of the checkpoint."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """Inference engine on this machine."""
     vllm_gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory that vLLM takes."""
+    """Share of GPU memory that vLLM allocates."""
     base_url: str | None = None
-    """OpenAI-compatible endpoint instead: ``http://localhost:8000/v1``. Its key is the variable ``OPENAI_API_KEY``."""
+    """OpenAI-compatible endpoint instead: ``http://localhost:8000/v1``. Its key is read from ``OPENAI_API_KEY``."""
     use_cpu: bool = False
     """Run on the CPU even if there is a GPU."""
     max_new_tokens: int = 1024
-    """Longest text of a step."""
+    """Maximum new tokens of a step."""
     temperature: float = 0.7
-    """Of sampling."""
+    """Sampling temperature."""
     seed: int = 42
-    """Of sampling, of the seeds that are shown, and of choices of a method."""
+    """Seed of sampling, of the seed examples shown, and of a method's random choices."""
     batch_size: int = 16
-    """Rows that are written together."""
+    """Rows generated per batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +48,21 @@ class RequestKeys:
     """Requests to endpoints, and their cost."""
 
     num_concurrent: int = 8
-    """Requests at a time."""
+    """Concurrent requests."""
     requests_per_minute: float | None = None
-    """Upper bound, evenly spaced."""
+    """Maximum requests per minute, evenly spaced."""
     request_timeout: float = 300.0
-    """Seconds that an attempt may take without receiving anything."""
+    """Timeout of an attempt, in seconds without receiving data."""
     request_fields: dict[str, Any] | None = None
-    """Further fields of requests to the writer, such as ``{top_p: 0.95}``; ``null`` removes one."""
+    """Additional fields of requests to the writer, such as ``{top_p: 0.95}``; ``null`` removes a field."""
     input_price: float = 0.0
-    """Price of a million tokens that the writer reads."""
+    """Price per million input tokens of the writer."""
     output_price: float = 0.0
-    """Price of a million tokens that the writer writes."""
+    """Price per million output tokens of the writer."""
     max_cost: float | None = None
-    """Stop before the writer's cost could exceed this; needs prices. The same command with more continues."""
+    """Stop before the writer's cost could exceed this; needs prices. Raise it to resume."""
     max_total_tokens: int | None = None
-    """Stop before the tokens that the writer reads and writes could exceed this."""
+    """Stop before the input and output tokens of the writer could exceed this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +70,9 @@ class MethodKeys:
     """Method and source."""
 
     method: str = "answers"
-    """``instructions``, ``evolution``, ``explanation``, ``textbook`` or ``answers``; or a YAML file of your own."""
+    """``instructions``, ``evolution``, ``explanation``, ``textbook`` or ``answers``; or your own YAML file."""
     dataset_name: str = ""
-    """Seeds, prompts or documents, as the method reads them: file, folder or Hub id."""
+    """Seeds, prompts or documents, depending on the method: file, folder or Hub id."""
     dataset_config: str | None = None
     """Configuration of a Hub dataset."""
     dataset_revision: str | None = None
@@ -82,49 +82,49 @@ class MethodKeys:
     dataset_columns: dict[str, Any] | None = None
     """Column mapping: ``{prompt: question}``."""
     num_candidates: int | None = None
-    """Rows to write, before filters; the source is repeated if it is shorter. Unset: one for each of its rows."""
+    """Rows to generate, before filters; a shorter source is repeated. Unset: one per row of the source."""
     num_seeds: int = 3
-    """Seeds shown for each row, drawn without replacement."""
+    """Seed examples shown for each row, drawn without replacement."""
     num_answers: int = 1
-    """Answers to each prompt; the last step of the method is sampled this many times."""
+    """Answers per prompt: the last step of the method is sampled this many times."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QualityKeys:
-    """Filters and selection; changing these repeats no generation."""
+    """Filters and selection; changing these does not repeat generation."""
 
     min_words: int = 1
-    """Shortest answer or text, in words."""
+    """Minimum words of an answer or text."""
     max_words: int | None = None
-    """Longest answer or text, in words."""
+    """Maximum words of an answer or text."""
     languages: list[str] | None = None
     """Languages to keep, as ISO codes: ``[en]``; needs the extra ``corpus``."""
     language_threshold: float = 0.65
-    """Least probability of the language."""
+    """Minimum probability of the language."""
     reasoning: Literal["keep", "drop"] = "keep"
-    """What becomes of ``<think> ... </think>`` before an answer; filters and judges never read it."""
+    """Keep or remove ``<think> ... </think>`` before an answer; filters and judges never read it."""
     drop_refusals: bool = True
-    """Remove answers that begin like a refusal."""
+    """Remove answers that begin with a refusal."""
     refusals_path: str | None = None
-    """Regular expressions of refusals, one a line, instead of the shipped ones."""
+    """File of regular expressions for refusals, one per line, instead of the shipped ones."""
     near_duplicates_threshold: float | None = 0.7
-    """Remove rows whose prompt or text is this similar to a seed or an earlier row: Jaccard of word trigrams."""
+    """Remove rows whose prompt or text is this similar to a seed or an earlier row (Jaccard of word trigrams)."""
     min_agreement: float | None = None
-    """Least share of the ``num_answers`` answers with the same final number or last line; keeps those that have it."""
+    """Minimum share of the ``num_answers`` answers that agree in the final number or last line; keeps these answers."""
     judge: str | None = None
-    """Grades answers: a reward model, or ``URL#NAME`` of an endpoint."""
+    """Judge that grades answers: a reward model, or ``URL#NAME`` of an endpoint."""
     judge_prompt: str | None = None
-    """Prompt of the judge, as ``evaluation/judge_prompts/grade.yaml``."""
+    """File of the judge's prompt, in the format of ``evaluation/judge_prompts/grade.yaml``."""
     judge_fields: dict[str, Any] | None = None
-    """Further fields of requests to the judge."""
+    """Additional fields of requests to the judge."""
     judge_max_new_tokens: int = 1024
-    """Longest text of the judge."""
+    """Maximum new tokens of the judge."""
     min_score: float | None = None
-    """Least grade of a row's best answer."""
+    """Minimum grade of a row's best answer."""
     max_rows: int | None = None
-    """Keep this many rows, the best by grade and diversity."""
+    """Maximum rows to keep, the best by grade and diversity."""
     diversity: float = 0.5
-    """Weight of dissimilarity to the rows chosen already against grade, from 0 to 1."""
+    """Weight of dissimilarity to the rows already selected, against the grade; from 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +132,12 @@ class SynthesisOutputKeys:
     """Output."""
 
     output_dir: str = ""
-    """Folder of ``rows.jsonl``, ``pairs.jsonl``, ``synthesis.json``, ``report.html``, and of every reply."""
+    """Folder of ``rows.jsonl``, ``pairs.jsonl``, ``synthesis.json``, ``report.html`` and all replies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, SynthesisOutputKeys):
-    """Configuration of synthetic data.
+    """Configuration of ``recipes synthesize``.
 
     Attributes:
         path: The YAML file; ``None`` when everything came from flags.
@@ -146,7 +146,7 @@ class SynthesisConfig(WriterKeys, RequestKeys, MethodKeys, QualityKeys, Synthesi
     path: Path | None = field(default=None)
 
     def list_values(self) -> dict[str, Any]:
-        """Return every key with its value, as JSON holds it."""
+        """Return every key with its value as JSON types, without ``path``."""
         return {name: value for name, value in asdict(self).items() if name != "path"}
 
 
@@ -166,7 +166,7 @@ def parse_synthesis_command(argv: Sequence[str]) -> SynthesisConfig | str:
     """Parse the arguments into the configuration, or return the text of ``--help`` or ``--print-config``.
 
     Raises:
-        ConfigError: The file, a flag or a combination of them is wrong; every problem at once.
+        ConfigError: The file, a flag or a combination of keys is invalid; lists every problem.
     """
     required = {
         "model_name_or_path": "name a folder, a Hub id, or with base_url the endpoint's model",
@@ -184,14 +184,14 @@ def _find_contradictions(config: SynthesisConfig, settings: Settings) -> Iterato
         ("judge_prompt", "#" not in (config.judge or ""), "name a judge as URL#NAME"),
     ):
         if getattr(config, key) is not None and is_missing:
-            yield settings.problem(key, f"`{key}` lacks what it is about", remedy)
+            yield settings.problem(key, f"`{key}` has no effect alone", remedy)
     if config.base_url is not None and config.engine == "vllm":
         yield settings.problem(
-            "engine", "`engine` is of this machine, and `base_url` is set", "leave one of the two out"
+            "engine", "`engine` runs on this machine, and `base_url` is set", "delete one of the two"
         )
     is_url = (config.judge or "").startswith(("http://", "https://"))
     if is_url and "#" not in str(config.judge):
-        yield settings.problem("judge", "does not name a model of the endpoint", f"write {config.judge}#NAME")
+        yield settings.problem("judge", "the endpoint of the judge has no model name", f"write {config.judge}#NAME")
     for key in _READ:
         place = getattr(config, key)
         is_elsewhere = (key == "judge" and is_url) or (key == "model_name_or_path" and config.base_url is not None)

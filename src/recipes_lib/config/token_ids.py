@@ -1,4 +1,4 @@
-"""Token ids of a tokenizer: their number, which sizes embeddings, and the tokens that end an answer."""
+"""Token ids of a tokenizer: the vocabulary size that embeddings need, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, Protocol
 
 NUM_OF_END: Final = 3
-"""Number of last tokens that may contain the end of an answer: a template may add a line break after it."""
+"""Number of last tokens searched for the end token of an answer: a chat template may add a line break after it."""
 
 
 class Vocabulary(Protocol):
-    """Protocol: the token ids of a tokenizer."""
+    """Protocol of a tokenizer's vocabulary."""
 
     def get_vocab(self) -> Mapping[str, int]:
-        """The id of each token, added ones too."""
+        """Return token -> id, added tokens included."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """The added tokens by id, each of which is ``special`` or not."""
+        """Id -> added token, with the attribute ``special``."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the end-of-text token."""
+        """Id of the end-of-sequence token; ``None`` without one."""
 
 
 def count_ids(tokenizer: Vocabulary) -> int:
-    """Return the largest token id plus 1, which exceeds the number of tokens if ids are unused; 0 without tokens."""
+    """Return the largest token id plus 1 (above the number of tokens if there are unused ids); 0 without tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def find_end_tokens(tokenizer: Vocabulary) -> Collection[int]:
-    """Return the ids of which one must end every answer and be trained on."""
+    """Return the ids that may end an answer, special tokens and EOS: each answer must end with one, and train on it."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     return special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id}
 
 
 def count_before_end(answer: Any, end_tokens: Collection[int]) -> int:
-    """Return the number of tokens before the end token: the last one, except for a line break.
+    """Return the number of tokens before the end token, which is the last token or precedes a line break.
 
     Args:
-        answer: Ids, at least one; a list or an array.
-        end_tokens: From ``find_end_tokens``.
+        answer: Token ids, at least one; a list or an array.
+        end_tokens: Ids from ``find_end_tokens``.
     """
     last = [int(token) for token in answer[-NUM_OF_END:]]
-    behind = next((behind for behind, token in enumerate(reversed(last)) if token in end_tokens), 0)
-    return len(answer) - 1 - behind
+    num_after = next((index for index, token in enumerate(reversed(last)) if token in end_tokens), 0)
+    return len(answer) - 1 - num_after

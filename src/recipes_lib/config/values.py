@@ -1,4 +1,4 @@
-"""Strict YAML reading: entries with line numbers, values typed by the schema of their key, secrets refused."""
+"""Strict YAML parsing: entries with line numbers, values typed by the schema of their key, secrets rejected."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from recipes_lib.config.table import Schema, describe
 from recipes_lib.errors import Problem, suggest
 
 _MAX_DEPTH = 12
+_MAX_BYTES = 1 << 20
 _NEXT_TO = "begin each key at the left margin, with a blank after its colon"
-# The first sign that PyYAML's words contain decides, so the tab stands before other characters.
+# Part of a PyYAML message -> remedy. The first match applies, so tabs precede the general "cannot start any token".
 _REMEDIES = (
-    ("'\\t'", "indent with spaces"),
+    ("'\\t'", "write spaces instead of tabs"),
     ("cannot start any token", "quote a value that begins with this character"),
     ("scanning an alias", "quote a value that begins with '*'"),
     ("mapping values are not allowed", f"{_NEXT_TO}, as on the line before; quote a value that contains ': '"),
@@ -30,22 +31,22 @@ _REMEDIES = (
     ("<block end>", "indent all keys of a mapping by the same number of blanks"),
     ("expected ',' or", "put commas between the items, and close the bracket of line {opened}"),
     ("end of stream", "close the quote that begins here"),
-    ("escape", "write it in single quotes, in which a backslash is itself"),
+    ("escape", "write it in single quotes, in which a backslash is literal"),
     ("expected a single document", "remove the line '---' and what follows it"),
 )
 _BEGINS_THERE = ("could not find expected ':'", "end of stream")
-"""Errors that PyYAML notices on a later line, or at the end of the file: their place is where the token begins."""
-
+"""Errors that PyYAML detects on a later line or at the end of the file; they are reported where the token begins."""
 
 _NULL = {"", "~", "null", "Null", "NULL"}
 BOOLEANS: Final[Mapping[str, bool]] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-# YAML 1.2 and not PyYAML's 1.1: 1e-5 is a number, 010 and 1:30 are none. 18 digits fit into 64 bits.
+# Numbers as in YAML 1.2, not PyYAML's 1.1: `1e-5` is a number, `010` (octal) and `1:30` (sexagesimal) are not.
+# 18 digits fit into 64 bits.
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]{1,3})?")
 _NAMES = re.compile(r"[\w.-]+(?:\s*,\s*[\w.-]+)+")
-"""Names or numbers between commas, as users of other programs write lists."""
+"""Names or numbers separated by commas, which other programs accept as a list."""
 _HOLDS_SENTENCES = frozenset({"sample_prompts"})
-"""Lists whose items may hold commas."""
+"""Keys whose list items may contain commas, so that a text is one item."""
 _CORE_TAG = re.compile(r"tag:yaml\.org,2002:(str|int|float|bool|null|seq|map|timestamp|merge|value)")
 _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
     "minimum": ("at least", lambda value, bound: value >= bound),
@@ -55,7 +56,7 @@ _BOUNDS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
 }
 _ReadPairs = Callable[[yaml.MappingNode], Sequence[tuple[yaml.Node, yaml.Node]]]
 INVALID: Final = object()
-"""Placeholder of a refused value; the reason is in the problems."""
+"""Sentinel for an invalid value, whose reason is in the problems."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,12 @@ class Entry:
     """One key with its value, from the file or from a flag.
 
     Attributes:
-        key: As written.
-        node: The value.
-        where: ``file:line`` of the key, or the flag.
-        locate: Returns the location of a node inside the value.
-        flag: Whether it came from the command line.
-        key_node: The key in the file; ``None`` for a flag.
+        key: Name of the key, as written.
+        node: YAML node of the value.
+        where: Location of the key: ``file:line``, or the flag.
+        locate: Function that returns the location of a node inside the value.
+        flag: Whether the entry is from the command line.
+        key_node: YAML node of the key; ``None`` for a flag.
     """
 
     key: str
@@ -80,15 +81,22 @@ class Entry:
 
 
 def read_text(path: Path, problems: list[Problem]) -> str | None:
-    """Return the text of a file, or ``None`` with the reason added to ``problems``."""
+    """Return the text of a file, or append the reason to ``problems`` and return ``None``."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        # Not `read_bytes`: a data file or `/dev/zero` given by mistake must not be read whole.
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) <= _MAX_BYTES:
+            # "utf-8-sig" skips a byte-order mark.
+            return content.decode("utf-8-sig")
+        found = f"is larger than {_MAX_BYTES >> 20} MiB, so it is not a configuration"
+        problems.append(Problem(str(path), found, "give the path of a recipe's YAML file"))
     except FileNotFoundError:
         problems.append(Problem(str(path), "there is no such file", "give the path of a recipe's YAML file"))
     except IsADirectoryError:
         problems.append(Problem(str(path), "is a folder", "give the path of a recipe's YAML file"))
     except UnicodeDecodeError as error:
-        # Of ``error.object``, from whose beginning the byte counts: the codec has cut a byte-order mark off.
+        # ``error.start`` counts from the beginning of ``error.object``, which has no byte-order mark.
         line = error.object.count(b"\n", 0, error.start) + 1
         problems.append(Problem(f"{path}:{line}", "is not UTF-8 text", "save the file as UTF-8"))
     except (OSError, ValueError) as error:
@@ -101,7 +109,7 @@ def read_entries(text: str, name: str, problems: list[Problem]) -> list[Entry]:
     """Return the top-level entries of a YAML text in order, the first of each repeated key."""
     before = len(problems)
     root = compose(text, name, problems)
-    # A file of `---` alone holds one value, an empty text.
+    # A file with only `---` has one value, an empty text.
     if (root is None or root.value == "") and len(problems) == before:
         problems.append(Problem(f"{name}:1", "the file is empty", "write one `key: value` a line"))
         return []
@@ -125,17 +133,17 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
     """Return the root node of a YAML text, or ``None`` (an empty text included) with any reason in ``problems``.
 
     Args:
-        text: Of a file or of a flag.
-        name: For errors.
-        problems: Gets the reason.
-        syntax_remedy: Of every error of syntax; unless given, by the error.
+        text: YAML text of a file or a flag.
+        name: File name or flag, for locations.
+        problems: List that the reason is appended to.
+        syntax_remedy: Remedy for every syntax error; by default it depends on the error.
     """
     try:
         loader = _Loader(text)
         node: yaml.Node | None = loader.get_single_node()
     except yaml.reader.ReaderError as error:
         line, found = text.count("\n", 0, error.position), f"the character #x{error.character:04x}"
-        # UTF-16 without a byte-order mark is valid UTF-8 with every second byte zero.
+        # UTF-16 text in ASCII, without a byte-order mark, decodes as UTF-8 with null characters.
         remedy = "delete it" if error.character else "delete it, or save the file as UTF-8 if it is UTF-16"
     except yaml.MarkedYAMLError as error:
         found = " ".join(part for part in (error.context, error.problem) if part)
@@ -144,10 +152,10 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
         remedy = next((remedy for sign, remedy in _REMEDIES if sign in found), "correct the YAML syntax here")
         remedy = syntax_remedy or remedy.format(opened=marks[0].line + 1)
     except _RefusedError as error:
-        line, found, remedy = error.line, error.found, "write the value itself"
+        line, found, remedy = error.line, error.found, error.remedy
     except (ValueError, OverflowError):
-        # PyYAML converts escapes such as "\\U99999999" without looking.
-        line, found, remedy = loader.get_mark().line, "an escape that is no character", "correct or quote the value"
+        # PyYAML passes escapes such as "\\U99999999" to `chr` unchecked.
+        line, found, remedy = loader.get_mark().line, "an escape that is not a character", "correct or quote the value"
     else:
         return node
     problems.append(Problem(f"{name}:{line + 1}", found, remedy))
@@ -157,12 +165,13 @@ def compose(text: str, name: str, problems: list[Problem], syntax_remedy: str = 
 def unique_pairs(
     node: yaml.MappingNode, locate: Callable[[yaml.Node], str], problems: list[Problem]
 ) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-    """Return the pairs of a mapping; keys that are no plain names, and repeated ones, are problems."""
+    """Return the pairs of a mapping; append to ``problems`` for keys that are not scalars or are repeated."""
     seen: dict[str, str] = {}
     pairs = []
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             problems.append(Problem(locate(key), "a key is a list or a mapping", "write a plain name"))
+        # PyYAML would silently keep the last one.
         elif key.value in seen:
             found = f"`{key.value}` is repeated; it is already set at {seen[key.value]}"
             problems.append(Problem(locate(key), found, "keep one of the two"))
@@ -173,34 +182,35 @@ def unique_pairs(
 
 
 class _RefusedError(Exception):
-    """Valid YAML features that recipes do not allow."""
+    """Valid YAML that configurations do not support."""
 
-    def __init__(self, found: str, line: int) -> None:
+    def __init__(self, found: str, remedy: str, line: int) -> None:
         super().__init__(found)
-        self.found, self.line = found, line
+        self.found, self.remedy, self.line = found, remedy, line
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses aliases, deep nesting and unpaired surrogates, and joins surrogate pairs."""
+    """YAML loader that rejects aliases, deep nesting and unpaired surrogates, and joins surrogate pairs."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node; raise on features that recipes do not allow."""
-        # Aliases of aliases make a small file exponentially large; depth would end in Python's RecursionError.
+        """Compose one node; raise for features that configurations do not support."""
+        # Nested aliases expand exponentially ("billion laughs"), and deep nesting raises RecursionError.
         if self.check_event(yaml.AliasEvent):
-            raise _RefusedError("the value is an alias (*name)", self._line_of_event())
+            raise _RefusedError("the value is an alias (*name)", "write the value itself", self._line_of_event())
         if self.depth > _MAX_DEPTH:
-            raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", self._line_of_event())
+            raise _RefusedError(f"more than {_MAX_DEPTH} levels deep", "nest it less", self._line_of_event())
         self.depth += 1
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         if isinstance(node, yaml.ScalarNode):
             try:
-                # JSON escapes what lies beyond 16 bits as two halves.
+                # JSON escapes characters beyond U+FFFF as surrogate pairs; YAML decodes each half separately.
                 node.value = node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
             except UnicodeDecodeError as error:
-                raise _RefusedError("an escape is an unpaired surrogate", int(node.start_mark.line)) from error
+                found, remedy = "an escape is an unpaired surrogate", "write the character itself"
+                raise _RefusedError(found, remedy, int(node.start_mark.line)) from error
         return node
 
     def _line_of_event(self) -> int:
@@ -209,21 +219,21 @@ class _Loader(yaml.SafeLoader):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads values and collects what is wrong with them.
+    """Converts YAML nodes to values by their schema, and collects problems.
 
     Attributes:
-        locate: Returns the location of a node, for messages.
-        problems: Filled while reading.
+        locate: Function that returns the location of a node.
+        problems: List that problems are appended to.
     """
 
     locate: Callable[[yaml.Node], str]
     problems: list[Problem]
 
     def read(self, name: str, node: yaml.Node, schema: Schema) -> Any:
-        """Return the value of ``node`` as ``schema`` declares it, or ``INVALID``."""
+        """Return the value of ``node`` converted to the type of ``schema``, or ``INVALID``."""
         if not _CORE_TAG.fullmatch(node.tag):
             return self._refuse(node, f"`{name}` has the YAML tag {node.tag[:40]}", "delete the tag")
-        # The list first: a single value of a key that takes lists is a list of one.
+        # Lists first: a scalar value of a list key is a list of one item.
         if "array" in schema["type"] and (children := _list_items(name, node, schema)) is not None:
             items = [self.read(label, item, schema["items"]) for label, item in children]
             return INVALID if any(item is INVALID for item in items) else items
@@ -233,7 +243,7 @@ class Reader:
             return plain_value(node, lambda mapping: unique_pairs(mapping, self.locate, self.problems))
         if isinstance(node, yaml.ScalarNode):
             value = self._read_scalar(name, node, schema)
-            # An entry may be its name alone.
+            # An entry of a mixture may be a name instead of a mapping.
             return {"name": value} if "properties" in schema and isinstance(value, str) else value
         found = "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
         return self._refuse(node, f"`{name}` is {found}", f"write {describe(schema)}")
@@ -241,30 +251,32 @@ class Reader:
     def _read_scalar(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         kinds, text, plain = schema["type"], node.value, node.style is None
         if plain and text in _NULL:
-            return (
-                None if "null" in kinds else self._refuse(node, f"`{name}` has no value", f"write {describe(schema)}")
-            )
+            remedy = f"write {describe(schema)}, or delete the line"
+            return None if "null" in kinds else self._refuse(node, f"`{name}` has no value", remedy)
         if plain and text == "None" and "null" in kinds:
             return self._refuse(node, f"`{name}` is the text 'None'", "write null")
-        # A quoted 'true' is a text where texts are allowed, and a boolean where they are not.
+        # A quoted "true" is a string for keys that accept strings, else a boolean.
         if "boolean" in kinds and text.lower() in BOOLEANS and (plain or "string" not in kinds):
             return BOOLEANS[text.lower()]
         if "string" in kinds:
             return self._read_choice(name, node, schema)
         value = _read_number(text, kinds)
         if value is None:
-            return self._refuse(node, f"`{name}` is {_show(text)}", _explain(text, schema))
+            return self._refuse_scalar(name, node, _explain(text, schema))
         return self._check_bounds(name, node, value, schema)
 
     def _read_choice(self, name: str, node: yaml.ScalarNode, schema: Schema) -> Any:
         choices = schema.get("enum")
-        if choices is None or node.value in choices:
-            return node.value
-        successor = read_renames().values.get((name, node.value))
-        if successor:
-            return self._refuse(node, f"`{name}: {node.value}` was removed upstream", f"write {successor}")
+        # Upper case is accepted, as in `log_level: INFO`: no two choices differ in case only.
+        if choices is None or node.value in choices or node.value.lower() in choices:
+            return node.value if choices is None or node.value in choices else node.value.lower()
         known = [choice for choice in choices if choice and isinstance(choice, str)] if len(choices) > 8 else []
         remedy = suggest(node.value, known, f"write {describe(schema)}", "{}")
+        return self._refuse_scalar(name, node, remedy)
+
+    def _refuse_scalar(self, name: str, node: yaml.ScalarNode, remedy: str) -> Any:
+        if successor := read_renames().values.get((name, node.value)):
+            return self._refuse(node, f"`{name}: {node.value}` is another program's value", f"write {successor}")
         return self._refuse(node, f"`{name}` is {_show(node.value)}", remedy)
 
     def _check_bounds(self, name: str, node: yaml.Node, value: float, schema: Schema) -> Any:
@@ -286,6 +298,7 @@ class Reader:
             better = read_renames().mixture.get(key.value) or (near[0] if near else None)
             remedy = f"write `{better}`" if better else f"write one of {', '.join(properties)}"
             self._refuse(key, f"`{key.value[:60]}` is not a key of an entry of `{name}`", remedy)
+        # An unknown key may be a misspelt required one: report it alone.
         missing = [key for key in schema["required"] if key not in entry]
         if missing and not unknown:
             return self._refuse(node, f"`{name}` has no `{missing[0]}`", f"write its `{missing[0]}`")
@@ -297,13 +310,14 @@ class Reader:
 
 
 def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, yaml.Node]] | None:
-    """Return the items of a list, each with its name; a value is a list of one, ``a, b`` of two; else ``None``."""
+    """Return the named items of a list, or of a scalar (``a, b`` has two items); ``None`` if it is not a list."""
     if isinstance(node, yaml.SequenceNode):
         return [(f"{name}[{index}]", item) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.ScalarNode) or "object" in schema["items"]["type"]:
         return None
-    # No file name, call or pattern: their commas are their own.
+    # Split plain names only: a comma in a file name, a call or a pattern belongs to it.
     has_names = name not in _HOLDS_SENTENCES and _NAMES.fullmatch(node.value) is not None
+    # A key that takes a text or a list: a text is not split, unless it is several of its choices.
     takes_text = "string" in schema["type"] and not ("enum" in schema and has_names)
     if takes_text or (node.style is None and node.value in (*_NULL, "None")):
         return None
@@ -312,11 +326,11 @@ def _list_items(name: str, node: yaml.Node, schema: Schema) -> list[tuple[str, y
 
 
 def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mapping.value) -> Any:
-    """Return a node without a declared type as the plain value that YAML resolves it to.
+    """Return the plain value of a node without a schema: scalars are resolved as in YAML 1.2.
 
     Args:
-        node: Of any kind.
-        read_pairs: Keys and values of a mapping at any level; by default all; the last one wins.
+        node: Scalar, sequence or mapping.
+        read_pairs: Function that returns the pairs of a mapping at any level; by default all, the last one wins.
     """
     if isinstance(node, yaml.SequenceNode):
         return [plain_value(item, read_pairs) for item in node.value]
@@ -335,18 +349,21 @@ def plain_value(node: yaml.Node, read_pairs: _ReadPairs = lambda mapping: mappin
 
 
 def _read_number(text: str, kinds: Collection[str]) -> float | None:
+    # YAML and Python allow underscores between digits.
     digits = text.replace("_", "")
     if _INTEGER.fullmatch(digits) and ("integer" in kinds or "number" in kinds):
         return int(digits)
     if _NUMBER.fullmatch(digits) and "number" in kinds:
+        # Not finite: an exponent such as 1e999 overflows.
         value = float(digits)
         return value if math.isfinite(value) else None
     return None
 
 
 def _explain(text: str, schema: Schema) -> str:
-    number = _read_number(text, ("number",))
-    # Beyond 2**53 a float is rounded, and the number shown would be another one.
+    # `1,000` and `1 000` are meant as 1000.
+    number = _read_number(re.sub(r"(?<=\d)[ ,](?=\d{3}(?!\d))", "", text), ("number",))
+    # Above 2**53 a float is rounded, and the suggestion would be a different number.
     if number is not None and "integer" in schema["type"] and number == int(number) and abs(number) < 2**53:
         return f"write {int(number)}"
     share = _read_number(text[:-1], ("number",)) if text.endswith("%") and "number" in schema["type"] else None
@@ -377,14 +394,14 @@ SECRET = re.compile(
     r"|://[^/\s:@]+:[^/\s:@]+@"  # user:password@host
     r"|[?&](?i:[\w-]*(?:token|key|secret|password|signature)|sig)=[^&\s]{4,}"  # signed URLs
 )
-"""Access tokens and private keys, by their shape."""
+"""Pattern of access tokens and private keys."""
 SECRET_HINTS = (
     *("hf_", "api_org_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "AKIA", "ASIA", "AIza"),
     *("ya29.", "sk-", "sk_live", "sk_test", "rk_live", "rk_test", "wandb_v1_", "nvapi-", "gsk_", "r8_", "pypi-", "xox"),
     *("eyJ", "PRIVATE KEY", "://", "token=", "key=", "secret=", "password=", "signature=", "sig="),
 )
-"""Fast pre-check: a text without one of these matches no ``SECRET``, except URL parameters in capitals."""
-# W&B's older keys have the shape of a commit, and AWS's secret ones that of a digest: only their names tell.
+"""Substrings for a fast pre-check: text without any matches no ``SECRET``, except URL parameters in capitals."""
+# Older W&B keys look like a Git commit, and AWS secret keys like a digest: only the name before them identifies them.
 _NAMED = re.compile(
     r"(?:wandb|w&b|api|aws|access|secret)\w*(?:key|token)\w*['\"]?\s*[:=]\s*['\"]?[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])",
     re.IGNORECASE,
@@ -395,23 +412,23 @@ _REMEDY = "delete it and revoke it if it was shared; secrets come from the envir
 
 
 def is_secret_key(key: str) -> bool:
-    """Return whether a key is for a secret; vocabulary tokens, such as ``stop_token``, are not."""
+    """Return whether a key names a secret, such as ``hub_token``; vocabulary tokens, such as ``stop_token``, do not."""
     return _KEY.search(key) is not None and _TOKEN_OF_TEXT.search(key) is None
 
 
 def has_secret_shape(text: str) -> bool:
-    """Return whether a text contains a string shaped like an access token."""
+    """Return whether a text contains something that looks like an access token."""
     return SECRET.search(text) is not None or _NAMED.search(text) is not None
 
 
 def refuse_secret_key(where: str, key: str) -> Problem:
-    """Return the problem of a secret key, without its value."""
+    """Return the problem of a key that names a secret; the value is not repeated."""
     return Problem(where, f"`{key}` would store a secret in a file", _REMEDY)
 
 
 def refuse_secret_value(where: str, key: str, node: yaml.Node) -> Problem | None:
-    """Return a problem when a text in ``node`` has the shape of an access token; the text is not repeated."""
-    # 40 hex digits are a commit where a revision belongs, and W&B's older keys anywhere else.
+    """Return a problem if a text in ``node`` looks like an access token; the text is not repeated."""
+    # 40 hex digits are a commit in a revision, and an older W&B key elsewhere.
     is_revision = key.endswith("revision") or key in _HOLDS_REVISIONS
     if any(has_secret_shape(text) or (_HEX_KEY.fullmatch(text) and not is_revision) for text in _texts(node)):
         return Problem(where, f"the value of `{key}` looks like an access token", _REMEDY)
@@ -426,10 +443,10 @@ def _texts(node: yaml.Node) -> list[str]:
 
 
 def read_constants(text: str) -> dict[str, Any]:
-    """Return the keyword constants of a call.
+    """Return the keyword arguments of a call such as ``factory(name=1)``; they must be literals.
 
     Raises:
-        ValueError: There is something else.
+        ValueError: The text is not a call of a plain name with literal keyword arguments only.
     """
     called = ast.parse(text, mode="eval").body
     is_plain = isinstance(called, ast.Call) and isinstance(called.func, ast.Name) and not called.args

@@ -1,4 +1,4 @@
-"""Charts of a run, as SVG in the page's colours and as PNG."""
+"""Charts of a run, as SVG that uses the page's CSS colours, and as PNG."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import io
 import itertools
 import json
 import re
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.errors import escape_controls
+from recipes_lib.files import writing
 from recipes_lib.report.run_files import RunFiles, find_non_finite_steps, read_curve
 
 Curve = Sequence[tuple[int, float]]
@@ -33,27 +34,32 @@ COLOURS: Mapping[str, str] = {
     "good": "#1f7a4d",
     "alarm": "#c42b3c",
 }
-"""Of the light theme. Each occurs once, so that in SVG it can be replaced by the page's variable of the same name."""
+"""Colours of the light theme. They are distinct, so that ``render`` can replace each by its CSS variable."""
 PNG_BACKGROUND = "#ffffff"
 MAX_POINTS = 800
+"""Maximum points of a drawn curve."""
 MAX_SMOOTHED = 400
+"""Maximum points of a running median."""
 MAX_HOVERED = 200
+"""Maximum points of a curve with values on hover."""
 SMOOTH_FROM = 30
-"""Curves of fewer points are shown as they are."""
+"""Minimum points of a curve that is smoothed."""
 _TICK_STEPS = [1, 2, 5, 10]
 _DISTILLATION_PARTS = (
-    ("divergence", "Distance from the teacher", "nats per target token", None),
-    ("agreement", "The teacher's first choice", "share of target tokens", (0.6, 0.9)),
-    ("feature", "Hidden states beside the teacher's", "difference per target token", None),
-    ("attention", "Attention beside the teacher's", "nats per target token", None),
-    ("similarity", "Similarities beside the teacher's", "difference per target token", None),
-    ("distance", "Distances beside the teacher's", "difference per target token", None),
-    ("angle", "Angles beside the teacher's", "difference per target token", None),
+    ("divergence", "Divergence from the teacher", "nats per target token", None),
+    ("agreement", "Agreement with the teacher's top token", "share of target tokens", (0.6, 0.9)),
+    ("feature", "Hidden-state loss", "difference per target token", None),
+    ("attention", "Attention loss", "nats per target token", None),
+    ("similarity", "Similarity loss", "difference per target token", None),
+    ("distance", "Distance loss", "difference per target token", None),
+    ("angle", "Angle loss", "difference per target token", None),
 )
-"""Figures of distillation, each with its heading, its unit, and the values of a healthy run."""
+"""Distillation metrics: name, heading, unit, and range of a healthy run."""
 STYLE = {
-    # Text stays text: searchable, and in the font of the page.
+    # Keep text as text: searchable, and in the font of the page.
     "svg.fonttype": "none",
+    # Labels come from untrusted files, and "$" would start a formula.
+    "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 9.5,
     "axes.edgecolor": COLOURS["rule"],
@@ -82,11 +88,11 @@ class Line:
     """One curve of a chart.
 
     Attributes:
-        label: Beside the curve; empty when the chart has one curve.
-        curve: Finite points, by step.
+        label: Label in the legend; empty if the chart has one curve.
+        curve: Finite ``(step, value)`` points, ordered by step.
         colour: Name in ``COLOURS``.
-        kind: ``noisy`` curves have their median drawn over them; ``exact`` ones are drawn as they are; evaluations are
-            ``points`` that a line only joins.
+        kind: ``noisy``: drawn faintly, with a running median over it; ``exact``: drawn as a line; ``points``: markers
+            joined by a line, for evaluations.
     """
 
     label: str
@@ -102,10 +108,10 @@ class Chart:
     Attributes:
         name: File name of its PNG, without suffix.
         title: Heading.
-        alt: What a person sees in it, in a sentence, for one who does not.
-        svg: An ``<svg>`` element whose colours are the page's variables.
-        narrow: Of a wide chart, the same for screens on which its text would be too small; empty otherwise.
-        hover: Values of the curves and their places in the drawing, as JSON for ``hover.js``; empty without any.
+        alt: Text alternative for screen readers.
+        svg: ``<svg>`` element whose colours are CSS variables of the page.
+        narrow: Variant of a wide chart for narrow screens; empty for other charts.
+        hover: Points of the curves with their positions in the SVG, as JSON for ``hover.js``; empty to disable.
     """
 
     name: str
@@ -123,13 +129,13 @@ class Plan:
     Attributes:
         name: File name of its PNG, without suffix.
         title: Heading.
-        lines: Curves, which have one definition.
-        unit: Above the axis.
-        alarms: Steps that are marked.
-        is_wide: It deserves the whole width of a large screen.
-        from_zero: The axis begins at 0.
-        has_legend: Whether labels stand in the chart, rather than on the page.
-        healthy: Least and largest value of a healthy run, as on the page of the recipe.
+        lines: Curves of the same metric.
+        unit: Unit, written above the axis.
+        alarms: Steps marked by a vertical line, where the metric was not finite.
+        is_wide: Whether the chart has the full width of a large screen.
+        from_zero: Whether the y axis begins at 0.
+        has_legend: Whether the chart has a legend; ``False`` if the page has one.
+        healthy: Minimum and maximum of a healthy run, as documented on the recipe's page; ``None`` if unknown.
     """
 
     name: str
@@ -144,13 +150,13 @@ class Plan:
 
 
 def draw_charts(run: RunFiles, folder: Path) -> list[Chart]:
-    """Draw every chart with data, and write the PNGs to ``folder``."""
+    """Draw every chart that has data, and write the PNGs to ``folder``, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     return [draw_chart(plan, folder) for plan in _plan_charts(run) if any(line.curve for line in plan.lines)]
 
 
 def _plan_charts(run: RunFiles) -> list[Plan]:
-    """Plan the charts of every recipe, in the order of the page; charts without data are omitted."""
+    """Plan the charts of all recipes, in the order of the page; those without data are dropped later."""
 
     def train(name: str, label: str = "", colour: str = "first", kind: Kind = "noisy") -> Line:
         return Line(label, read_curve(run.train, name), colour, kind)
@@ -169,8 +175,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
         "divergence and cross-entropy mixed": is_distilled,
         "cross-entropy and load balancing of experts": bool(run.config.get("router_aux_loss_coef")),
     }
-    # Held-out text is measured by cross-entropy only: other recipes have another definition of loss, with its own
-    # chart.
+    # The held-out loss is plain cross-entropy: if the training loss has other terms, the two have separate charts.
     mixed_unit = next((words for words, applies in parts.items() if applies), "")
     loss_alarms, norm_alarms = (find_non_finite_steps(run.train, name) for name in ("loss", "grad_norm"))
     held_out_alarms = find_non_finite_steps(run.evaluations, "eval_loss")
@@ -191,12 +196,12 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
             "heldout_loss",
             "Held-out bits per byte" if in_bytes else "Held-out loss",
             [by_text],
-            "a property of the text, whatever the tokenizer" if in_bytes else unit,
+            "independent of the tokenizer" if in_bytes else unit,
             held_out_alarms,
         ),
         Plan("heldout_sets", "Held-out sets", _draw_sets(run), unit),
         *(_plan_pairs(train, held_out, is_scored=run.facts.get("stage") == "reward") if is_pairs else ()),
-        Plan("nll", "Cost of the text", nll, "nats per target token"),
+        Plan("nll", "Negative log-likelihood", nll, "nats per target token"),
         *distillation,
         Plan("learning_rate", "Learning rate", [train("learning_rate", kind="exact")], from_zero=True),
         Plan("grad_norm", "Gradient norm", [train("grad_norm")], "before clipping", norm_alarms),
@@ -205,7 +210,7 @@ def _plan_charts(run: RunFiles) -> list[Plan]:
 
 
 def _plan_pairs(train: Callable[..., Line], held_out: Callable[..., Line], *, is_scored: bool) -> list[Plan]:
-    """Plan the charts of preference pairs; ``is_scored`` by a reward model."""
+    """Plan the charts of preference pairs; ``is_scored``: of a reward model rather than DPO."""
 
     def both(name: str) -> list[Line]:
         return [train(name.format(*pair), *pair) for pair in (("chosen", "first"), ("rejected", "second"))]
@@ -214,7 +219,7 @@ def _plan_pairs(train: Callable[..., Line], held_out: Callable[..., Line], *, is
     healthy = (0.65 if is_scored else 0.6, 0.8)
     return [
         Plan("rewards", "Rewards", both("rewards/{}"), "mean of the answers"),
-        Plan("accuracy", "The chosen answer wins", accuracy, "share of pairs", from_zero=True, healthy=healthy),
+        Plan("accuracy", "Accuracy", accuracy, "share of pairs", from_zero=True, healthy=healthy),
         Plan("logps", "Log-probability of the answers", both("logps/{}_per_token"), "nats per token"),
     ]
 
@@ -237,26 +242,28 @@ def _plan_rl(train: Callable[..., Line], held_out: Callable[..., Line]) -> list[
 
 
 def _draw_sets(run: RunFiles) -> list[Line]:
-    """Return a line for each named held-out set."""
+    """Return a curve for each set of ``eval_datasets``."""
+    # `eval_loss` of the main held-out set does not match.
     names = (re.fullmatch(r"eval_(.+)_loss", name) for record in run.evaluations for name in record)
     colours = itertools.cycle(("second", "first", "third", "good", "muted", "ink"))
     return [
-        Line(name, read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
+        # Escaped: FreeType raises for the lone surrogates of an untrusted name.
+        Line(escape_controls(name)[:60], read_curve(run.evaluations, f"eval_{name}_loss"), colour, "points")
         for name, colour in zip(sorted({found.group(1) for found in names if found}), colours, strict=False)
     ]
 
 
 def draw_chart(plan: Plan, folder: Path) -> Chart:
-    """Draw a chart with data, and write its PNG to the existing ``folder``."""
-    # Ids in an SVG are random without a salt, and the same run would make another page each time.
+    """Draw a chart that has data, and write its PNG to the existing ``folder``."""
+    # With a fixed salt, ids in the SVG are deterministic: the same run gives the same page.
     with mpl.rc_context({**STYLE, "svg.hashsalt": plan.name}):
         figure, axes = _draw_figure(plan, is_wide=plan.is_wide)
         svg = save_figure(figure, folder / f"{plan.name}.png")
         hover = json.dumps([_locate(figure, axes, line) for line in plan.lines if line.curve])
         narrow = render(_draw_figure(plan, is_wide=False)[0]) if plan.is_wide else ""
-    told = [_describe(line) for line in plan.lines if line.curve]
-    told += [f"healthy between {plan.healthy[0]:g} and {plan.healthy[1]:g}"] if plan.healthy else []
-    alt = f"{plan.title}: {'; '.join(told)}"
+    parts = [_describe(line) for line in plan.lines if line.curve]
+    parts += [f"healthy between {plan.healthy[0]:g} and {plan.healthy[1]:g}"] if plan.healthy else []
+    alt = f"{plan.title}: {'; '.join(parts)}"
     return Chart(plan.name, plan.title, alt, svg, narrow, hover)
 
 
@@ -270,36 +277,37 @@ def _draw_figure(plan: Plan, *, is_wide: bool) -> tuple[Figure, Axes]:
 
 
 def _locate(figure: Figure, axes: Axes, line: Line) -> dict[str, Any]:
-    """Return the points of a line: step, value, and place in the SVG, in its units from the upper left corner.
+    """Return the points of a curve for ``hover.js``: step, value, and position in SVG units from the upper left corner.
 
-    The figure has been saved, so its layout is final.
+    The figure must have been saved, which computes its layout.
     """
     points = thin_out(line.curve, MAX_HOVERED)
-    # SVG has 72 units an inch; y grows downwards.
-    places = axes.transData.transform(points) * 72 / figure.dpi
+    # matplotlib's SVG has 72 units per inch; y points downwards.
+    positions = axes.transData.transform(points) * 72 / figure.dpi
     height = figure.get_figheight() * 72
     return {
         "label": line.label,
         "colour": line.colour,
         "points": [
             [step, f"{value:.5g}", round(float(x), 1), round(float(height - y), 1)]
-            for (step, value), (x, y) in zip(points, places, strict=True)
+            for (step, value), (x, y) in zip(points, positions, strict=True)
         ],
     }
 
 
 def save_figure(figure: Figure, path: Path) -> str:
-    """Write a figure to ``path`` as a PNG, and return it as ``render`` does."""
+    """Write a figure to ``path`` as a PNG, and return it as an ``<svg>`` element."""
     figure.savefig(path, dpi=160, facecolor=PNG_BACKGROUND)
     return render(figure)
 
 
 def render(figure: Figure) -> str:
-    """Return a figure as an ``<svg>`` element in the colours of the page, hidden from screen readers."""
+    """Return a figure as an ``<svg>`` element with CSS variables for colours, hidden from screen readers."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     document = buffer.getvalue()
     element = document[document.index("<svg") :].replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
+    # The page has a light and a dark theme; matplotlib writes fixed colours.
     for name, colour in COLOURS.items():
         element = element.replace(colour, f"var(--{name})")
     return element
@@ -310,11 +318,13 @@ def _draw_line(axes: Axes, line: Line) -> None:
         return
     colour = COLOURS[line.colour]
     bold: dict[str, Any] = {"color": colour, "linewidth": 2.0, "label": line.label}
+    # A line through a single point is invisible.
     if line.kind == "points" or len(line.curve) == 1:
         bold |= {"marker": "o", "markersize": 4.5}
     is_smoothed = line.kind == "noisy" and len(line.curve) >= SMOOTH_FROM
     shown = smooth(line.curve) if is_smoothed else line.curve
     if is_smoothed:
+        # Thinned out, because each point is text in the SVG.
         axes.plot(*zip(*thin_out(line.curve), strict=True), color=colour, linewidth=0.8, alpha=0.35)
     axes.plot(*zip(*thin_out(shown), strict=True), **bold)
 
@@ -322,7 +332,9 @@ def _draw_line(axes: Axes, line: Line) -> None:
 def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     values = [value for line in plan.lines for _, value in line.curve]
     if plan.from_zero:
+        # `or 1`: equal limits are an error.
         axes.set_ylim(bottom=0, top=1.08 * max(values) or 1)
+    # Spikes of the gradient norm would flatten a linear axis.
     elif plan.name == "grad_norm" and min(values) > 0 and max(values) > 20 * sorted(values)[len(values) // 2]:
         axes.set_yscale("log")
     if plan.name == "throughput":
@@ -340,13 +352,13 @@ def _finish(axes: Axes, plan: Plan, num_ticks: int) -> None:
     for step in plan.alarms:
         axes.axvline(step, color=COLOURS["alarm"], linewidth=1.2, linestyle=(0, (2, 2)))
     if plan.has_legend and sum(bool(line.label and line.curve) for line in plan.lines) > 1:
-        # Beside the unit, where there is no curve.
+        # Above the axes, to the right of the unit.
         place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
         axes.legend(frameon=False, labelcolor=COLOURS["ink"], ncols=2, **place)
 
 
 def _shade(axes: Axes, least: float, largest: float) -> None:
-    """Shade a range of values as far as it is in view: the curves alone decide what is."""
+    """Shade the visible part of a range of values; the limits of the axis stay those of the curves."""
     bottom, top = axes.get_ylim()
     begin, end = max(bottom, least), min(top, largest)
     if begin < end:
@@ -357,30 +369,31 @@ def _shade(axes: Axes, least: float, largest: float) -> None:
 
 
 def smooth(curve: Curve) -> Curve:
-    """Running median over a twentieth of the curve, at no more than 400 points.
+    """Return the running median over a window of a twentieth of the curve, at up to ``MAX_SMOOTHED`` points.
 
-    A median has neither the lag of a running mean nor its shoulders beside a spike. At the beginning, where curves are
-    steep, the window is shorter.
+    Unlike a running mean, a median does not spread a spike over its window. At the beginning, where curves are steep,
+    the window is symmetric and shorter.
     """
+    # Half a window; 40 halves are 20 windows.
     reach = max(1, len(curve) // 40)
     stride = -(-len(curve) // MAX_SMOOTHED)
     centres = sorted({*range(0, len(curve), stride), len(curve) - 1})
-    return [
-        (curve[at][0], statistics.median(value for _, value in curve[max(0, at - reach) : at + min(at, reach) + 1]))
-        for at in centres
-    ]
+    # NumPy's median selects instead of sorting: windows of a million steps have 50,000 values.
+    values = np.array([value for _, value in curve])
+    return [(curve[at][0], float(np.median(values[max(0, at - reach) : at + min(at, reach) + 1]))) for at in centres]
 
 
 def thin_out(curve: Curve, max_points: int = MAX_POINTS) -> Curve:
-    """Reduce a curve to at most ``max_points`` points: its ends, and the extremes of equal intervals."""
+    """Reduce a curve to at most ``max_points`` points: its ends, and the minimum and maximum of equal intervals."""
     if len(curve) <= max_points:
         return curve
+    # Two points per interval, and the two ends.
     size = -(-len(curve) * 2 // (max_points - 2))
-    kept = {curve[0][0]: curve[0][1], curve[-1][0]: curve[-1][1]}
+    points = {curve[0][0]: curve[0][1], curve[-1][0]: curve[-1][1]}
     for start in range(0, len(curve), size):
-        stretch = curve[start : start + size]
-        kept |= dict([min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])])
-    return sorted(kept.items())
+        interval = curve[start : start + size]
+        points |= dict([min(interval, key=lambda point: point[1]), max(interval, key=lambda point: point[1])])
+    return sorted(points.items())
 
 
 def _describe(line: Line) -> str:
@@ -395,10 +408,10 @@ def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], b
     """Draw the planned schedule of a run, and write it to ``path`` as a PNG.
 
     Args:
-        path: File to write; its folder is made.
-        tokens: Tokens trained on, ascending, one for each point.
-        rates: Learning rate of the step that begins there.
-        batches: Tokens of that step.
+        path: Path of the PNG; its folder is created.
+        tokens: Tokens trained on before each point, ascending.
+        rates: Learning rate of the step that begins at each point.
+        batches: Batch size of that step, in tokens.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -414,12 +427,9 @@ def draw_schedule(path: Path, tokens: Sequence[float], rates: Sequence[float], b
         bottom.set_xlabel(f"tokens trained on, {unit}")
         bottom.xaxis.set_major_locator(MaxNLocator(10, steps=_TICK_STEPS))
         bottom.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
-        try:
+        with writing(path, "name another file"):
             path.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, format="png", dpi=160, facecolor=PNG_BACKGROUND)
-        except OSError as error:
-            problem = Problem(str(path), f"cannot be written: {error.strerror}", "name another file")
-            raise ConfigError(problem) from error
 
 
 def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], colour: str, title: str) -> None:
@@ -433,5 +443,5 @@ def _draw_panel(axes: Axes, tokens: Sequence[float], values: Sequence[float], co
 
 
 def _choose_unit(largest: float) -> tuple[float, str]:
-    """Return the largest unit that is at most the number, and its name."""
+    """Return the size and name of the largest unit that is at most the number."""
     return next(((size, name) for size, name in _UNITS if largest >= size), (1.0, "units"))

@@ -1,4 +1,4 @@
-"""Offline HTML pages from templates, and those of corpora, evaluations, scored rows and synthetic data."""
+"""Renders offline HTML pages: those of corpora, evaluations, scored rows and synthetic data."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from recipes_lib.files import read_lines, read_record, replace_text
 Record = Mapping[str, Any]
 
 MAX_QUESTIONS: Final = 500
-"""Of a task that the page of an evaluation shows; all stand in ``samples.jsonl``."""
+"""Maximum questions per task on the page of an evaluation; ``samples.jsonl`` has all."""
 MAX_TEXT: Final = 1500
-"""Characters of a prompt, from its end: the question follows the worked examples; of a scored row, from its start."""
+"""Maximum characters of a prompt, from its end (the question follows the few-shot examples), and of a row."""
 NUM_EXTREMES: Final = 20
-"""Rows of the highest and of the lowest loss that a page of row scores shows."""
+"""Number of rows with the highest and with the lowest loss on a page of row scores."""
 _NUM_BARS: Final = 40
 _QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
 
@@ -28,23 +28,23 @@ _QUANTILES: Final = (0.01, 0.1, 0.5, 0.9, 0.99)
 def write_page(
     path: Path, template: str, filters: Mapping[str, Callable[..., str]] | None = None, **values: Any
 ) -> Path:
-    """Write a page and return its path; all text from data or configuration is escaped.
+    """Render a template to ``path`` and return the path; values are HTML-escaped.
 
     Args:
-        path: The page.
-        template: Name of the file here, without ``.html.jinja``.
-        filters: Of the template, besides Jinja's.
-        **values: Of the template; ``style`` and the script ``hover`` are there already.
+        path: Path of the page.
+        template: Name of the template in this folder, without ``.html.jinja``.
+        filters: Additional Jinja filters.
+        **values: Variables of the template, in addition to ``style`` (CSS) and ``hover`` (script).
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The page cannot be written.
     """
     here = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=here, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= filters or {}
     style, hover = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "hover.js"))
     page = environment.get_template(f"{template}.html.jinja").render(style=style, hover=hover, **values)
-    # A sample may hold half a surrogate pair, which UTF-8 cannot encode.
+    # Model output and file names may contain lone surrogates, which UTF-8 cannot encode.
     replace_text(path, page.encode(errors="replace").decode())
     return path
 
@@ -53,10 +53,9 @@ def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Se
     """Write ``report.html`` of a corpus and return its path: removals of each step with reasons and samples.
 
     Args:
-        folder: The corpus.
-        manifest: What ``corpus.json`` holds.
-        samples: Documents by ``step: reason`` where they were removed, by ``step`` where they were changed, and
-            ``kept``.
+        folder: Folder of the corpus.
+        manifest: Contents of ``corpus.json``.
+        samples: Sample documents by ``step: reason`` (removed), by ``step`` (changed), and under ``kept``.
     """
     return write_page(
         folder / "report.html",
@@ -74,7 +73,7 @@ def write_corpus_report(folder: Path, manifest: Record, samples: Mapping[str, Se
 
 
 def list_removals(manifest: Record) -> list[tuple[str, str, int, int]]:
-    """Return step, reason, documents and bytes of everything that was removed, in the order of the steps."""
+    """Return ``(step, reason, documents, bytes)`` of all removals, in the order of the steps."""
     return [
         (step, reason, count, tally["removed_bytes"].get(reason, 0))
         for step, tally in manifest["steps"].items()
@@ -88,7 +87,7 @@ def write_eval_report(folder: Path) -> Path:
     An inline script filters the questions.
 
     Raises:
-        DataError: The folder holds no evaluation.
+        DataError: The folder has no valid ``eval.json``.
     """
     record = read_record(folder / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
     samples: dict[str, list[dict[str, Any]]] = {}
@@ -99,19 +98,19 @@ def write_eval_report(folder: Path) -> Path:
 
 
 def judge(row: Record) -> str:
-    """Return ``right`` or ``wrong`` by the first score of a question that is 0 or 1; empty without one."""
+    """Return ``right`` or ``wrong`` from the first score of a question that is 0 or 1; empty if there is none."""
     verdict = next((value for value in row["scores"].values() if value in (0, 1)), None)
     return "" if verdict is None else "right" if verdict else "wrong"
 
 
 def write_score_report(scored: Path, column: str) -> Path:
-    """Write a page beside a file of scored rows: quantiles, a histogram, the highest and the lowest; return its path.
+    """Write a page beside a file of scored rows and return its path: quantiles, histogram, rows of extreme losses.
 
-    Memory does not grow with the rows' texts.
+    Only the texts of the extreme rows are kept in memory.
 
     Args:
-        scored: Of ``recipes score``, JSON Lines.
-        column: Of the losses.
+        scored: JSON Lines file from ``recipes score``.
+        column: Column of the losses, in nats per target token.
     """
     losses, num_empty = [], 0
     highest: list[tuple[float, int, str]] = []
@@ -123,14 +122,14 @@ def write_score_report(scored: Path, column: str) -> Path:
         losses.append(loss := float(row[column]))
         text = _show_row(row)
         for heap, key in ((highest, loss), (lowest, -loss)):
-            # A heap of fixed size: texts of all other rows are dropped as they are read.
+            # A heap of fixed size, whose smallest item is dropped.
             change = heapq.heappush if len(heap) < NUM_EXTREMES else heapq.heappushpop
             change(heap, (key, number, text))
-    given: dict[str, Any] = {}
+    statistics: dict[str, Any] = {}
     if losses:
         counts, edges = np.histogram(losses, bins=_NUM_BARS)
         quantiles = np.quantile(losses, _QUANTILES)
-        given = {
+        statistics = {
             "bars": counts.tolist(),
             "edges": [edges[0], edges[-1]],
             "quantiles": {f"{share:.0%}": value for share, value in zip(_QUANTILES, quantiles, strict=True)},
@@ -140,16 +139,16 @@ def write_score_report(scored: Path, column: str) -> Path:
             },
         }
     path = scored.with_name(f"{scored.name}.html")
-    return write_page(path, "scores", name=scored.name, column=column, losses=losses, num_empty=num_empty, **given)
+    return write_page(path, "scores", name=scored.name, column=column, losses=losses, num_empty=num_empty, **statistics)
 
 
 def write_synthesis_report(folder: Path, record: Record, samples: Mapping[str, Sequence[Record]]) -> Path:
     """Write ``report.html`` of synthetic data and return its path: counts, removals, and samples of both.
 
     Args:
-        folder: Of the rows.
-        record: What ``synthesis.json`` holds.
-        samples: ``kept``, and replies by the reason of their removal.
+        folder: Output folder of the rows.
+        record: Contents of ``synthesis.json``.
+        samples: Sample rows: ``kept``, and removed replies by reason.
     """
     shown = {kind: [_show_row(row) for row in rows] for kind, rows in samples.items()}
     return write_page(
@@ -163,12 +162,13 @@ def write_synthesis_report(folder: Path, record: Record, samples: Mapping[str, S
 
 
 def _show_row(row: Mapping[str, Any]) -> str:
-    """Format a row for reading, truncated: turns by role, other columns by name."""
+    """Return a row as readable, truncated text: chat turns with their role, other columns with their name."""
     parts = []
     for name, value in row.items():
         if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
-            named = ((turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in value)
-            parts += [f"[{role}] {content}" for role, content in named]
+            # Both spellings of a chat: OpenAI's `role` and `content`, ShareGPT's `from` and `value`.
+            turns = ((turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))) for turn in value)
+            parts += [f"[{role}] {content}" for role, content in turns]
         else:
             parts.append(f"{name}: {value if isinstance(value, str) else json.dumps(value, default=str)}")
     return "\n".join(parts)[:MAX_TEXT]

@@ -1,4 +1,4 @@
-"""``index.html`` of a pipeline or of any folder of runs, and ``recipes runs``: status, step, figures and links."""
+"""``recipes runs`` and ``index.html`` of a pipeline or a folder of runs: status, step, metrics and links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
-from recipes_lib.errors import ConfigError, DataError, Problem
+from recipes_lib.errors import ConfigError, DataError, Problem, escape_controls
 from recipes_lib.files import read_record
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.html_pages import write_page
@@ -21,11 +21,11 @@ from recipes_lib.report.run_files import RunFiles, read_curve, read_number, read
 
 PIPELINE: Final = "pipeline.json"
 _SIGNS: Final = ("run.json", "metrics.jsonl", "corpus.json", "eval.json")
-"""Files that mark a folder as an output with a report."""
+"""Files that identify a folder as an output directory."""
 _FIGURES: Final = (
     *("eval_reward", "objective/score", "eval_rewards/accuracies", "eval_bits_per_byte", "eval_loss", "loss"),
 )
-"""Result metrics in order of preference: the loss of RL has no meaning, preferences have accuracies."""
+"""Result metrics in order of preference: a surrogate loss of RL has no meaning, and pairs have accuracies."""
 _CURVES: Final = ("objective/score", "loss")
 _MAX_DEPTH: Final = 4
 _SPARK: Final = (120, 28)
@@ -34,21 +34,21 @@ _MAX_SPARK_POINTS: Final = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One output of a run, a corpus, an evaluation or another stage of a pipeline.
+    """Output of a run, a corpus, an evaluation or another stage of a pipeline.
 
     Attributes:
-        name: Of the stage, or of the folder below the one that is looked at.
+        name: Name of the stage, or path relative to the listed folder.
         path: File or folder.
-        kind: Recipe; empty where nothing says so.
-        status: ``done``, ``running``, ``not run`` and others, as its record says.
-        step: Optimizer steps; ``None`` where it makes none.
-        figure: Name of the figure that says what it reached; empty where there is none.
-        before: Its first value; ``None`` where it has but one.
-        after: Its last value.
-        seconds: That it took; ``None`` where nothing says so.
-        changed: When something was last written, seconds since the epoch; ``None`` where nothing is there.
+        kind: Recipe; empty if unknown.
+        status: Recorded status, such as ``done`` or ``running``; ``not run`` for a stage without a record.
+        step: Number of optimizer steps; ``None`` for an output without training.
+        figure: Name of the result metric; empty without one.
+        before: First value of the metric; ``None`` if there is only one.
+        after: Last value of the metric; ``None`` without one.
+        seconds: Duration; ``None`` if unknown.
+        changed: Time of the last modification, in seconds since the epoch; ``None`` if there are no files.
         curve: Points of the sparkline.
-        about: What it does, for a reader.
+        about: Description of the stage.
     """
 
     name: str
@@ -66,10 +66,10 @@ class Entry:
 
 
 def list_entries(folder: Path) -> list[Entry]:
-    """Return the stages of a pipeline in order, or else the outputs below a folder by name.
+    """Return the stages of a pipeline in order, or else the outputs below a folder ordered by name.
 
     Raises:
-        DataError: There are none.
+        DataError: There are no outputs, or the record of the pipeline is invalid.
     """
     if (folder / PIPELINE).is_file():
         record = read_record(folder / PIPELINE, {"stages": dict, "pipeline": list})
@@ -78,14 +78,15 @@ def list_entries(folder: Path) -> list[Entry]:
         return [_describe_stage(folder, stage, states.get(str(stage.get("name")), {})) for stage in stages]
     entries = [describe_output(path, str(path.relative_to(folder))) for path in _find_outputs(folder, _MAX_DEPTH)]
     if not entries:
-        remedy = "give a folder below which there are output directories of runs"
-        raise DataError(Problem(str(folder), "holds no run and no pipeline", remedy))
+        remedy = "give a folder that contains output directories of runs"
+        raise DataError(Problem(str(folder), "has no run and no pipeline", remedy))
     return entries
 
 
 def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the outputs in a folder, without outputs nested in another."""
+    """Yield the outputs below a folder; those nested in another output are skipped."""
     try:
+        # Links may form cycles, or list a run twice.
         children = sorted(child for child in folder.iterdir() if child.is_dir() and not child.is_symlink())
     except OSError:
         return
@@ -98,6 +99,7 @@ def _find_outputs(folder: Path, depth: int) -> Iterator[Path]:
 
 def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, Any]) -> Entry:
     entry = describe_output(folder / str(stage.get("output", "")), str(stage.get("name", "")))
+    # The stage's own time includes the start of its processes.
     seconds = read_number(state, "seconds")
     return replace(
         entry,
@@ -110,7 +112,7 @@ def _describe_stage(folder: Path, stage: Mapping[str, Any], state: Mapping[str, 
 
 
 def describe_output(path: Path, name: str) -> Entry:
-    """Describe an output, complete or not."""
+    """Return the entry of an output, complete or not."""
     changed = [file.stat().st_mtime for sign in _SIGNS if (file := path / sign).is_file()]
     known: dict[str, Any] = {"name": name, "path": path, "changed": max(changed, default=None)}
     with suppress(DataError):
@@ -121,7 +123,7 @@ def describe_output(path: Path, name: str) -> Entry:
 
 
 def _find_score(path: Path) -> dict[str, Any]:
-    """Return the fields of an ``Entry`` of the first benchmark score, of a group if there is one; none without any."""
+    """Return the ``Entry`` fields of the first benchmark score, preferring groups; empty without a score."""
     with suppress(DataError):
         record = read_record(path / "eval.json", {"model": dict, "tasks": dict, "groups": dict})
         for task, found in [*record["groups"].items(), *record["tasks"].items()]:
@@ -132,7 +134,7 @@ def _find_score(path: Path) -> dict[str, Any]:
 
 
 def summarize(run: RunFiles) -> dict[str, Any]:
-    """Return the fields of an ``Entry`` from a run's files: kind, status, step, figure, seconds and curve."""
+    """Return the ``Entry`` fields of a run: kind, status, step, figure, seconds and curve."""
     last = run.train[-1] if run.train else {}
     facts: dict[str, Any] = {
         "kind": str(run.facts.get("stage", "")),
@@ -149,7 +151,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
 
 
 def describe_result(run: RunFiles) -> str:
-    """Return result and duration of a run in a few words: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min``."""
+    """Return result and duration of a run as text: ``eval_loss 5.01 -> 2.14, 600 steps, 2 min 0 s``."""
     entry = Entry(name=run.name, path=Path(), **summarize(run))
     parts = [show_figure(entry)] if entry.figure else []
     parts += [f"{entry.step:,} step{'s' * (entry.step != 1)}"] if entry.step is not None else []
@@ -157,24 +159,25 @@ def describe_result(run: RunFiles) -> str:
 
 
 def show_figure(entry: Entry) -> str:
-    """Return ``eval_loss 5.01 -> 2.14``; empty without a figure."""
+    """Return the result metric as text: ``eval_loss 5.01 -> 2.14``; empty without one."""
     before = "" if entry.before is None else f"{entry.before:.4g} -> "
     return f"{entry.figure} {before}{entry.after:.4g}" if entry.after is not None else ""
 
 
 def draw_spark(curve: Sequence[tuple[int, float]]) -> str:
-    """Return the points of a polyline of 120 x 28; empty for fewer than two points."""
+    """Return the ``points`` of an SVG polyline of 120 x 28 units; empty for fewer than two points."""
     if len(curve) < 2:
         return ""
+    # Rounded up, so that there are at most `_MAX_SPARK_POINTS` points and the last one.
     stride = -(-len(curve) // _MAX_SPARK_POINTS)
-    kept = [*curve[:-1:stride], curve[-1]]
-    (first, last), values = (kept[0][0], kept[-1][0]), [value for _, value in kept]
+    points = [*curve[:-1:stride], curve[-1]]
+    (first, last), values = (points[0][0], points[-1][0]), [value for _, value in points]
     low, high = min(values), max(values)
     width, height = _SPARK
     return " ".join(
         f"{(step - first) / max(1, last - first) * width:.1f},"
         f"{height - 2 - (value - low) / ((high - low) or 1) * (height - 4):.1f}"
-        for step, value in kept
+        for step, value in points
     )
 
 
@@ -184,13 +187,14 @@ def write_overview(folder: Path) -> Path:
     The page works offline; an inline script sorts the table. Names and record values are escaped.
 
     Raises:
-        DataError: As ``list_entries``.
+        DataError: The folder has no outputs.
     """
     entries = list_entries(folder)
     filters = {
         "duration": lambda seconds: "" if seconds is None else format_duration(seconds),
         "when": lambda changed: "" if changed is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(changed)),
-        "link": lambda path: quote(os.path.relpath(path, folder)),
+        # As bytes: the name of a folder need not be valid UTF-8.
+        "link": lambda path: quote(os.fsencode(os.path.relpath(path, folder))),
         "spark": draw_spark,
     }
     return write_page(
@@ -209,26 +213,27 @@ def main(argv: Sequence[str]) -> None:
     """``recipes runs``: list the runs below a folder with status, steps, result and age.
 
     Raises:
-        ConfigError: There is no such folder.
-        DataError: It holds no run.
+        ConfigError: The folder does not exist.
+        DataError: The folder has no runs.
     """
     about = "List the runs below a folder, or the stages of a pipeline, and write index.html."
     parser = argparse.ArgumentParser(prog="recipes runs", description=about)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="default: %(default)s")
     folder = parser.parse_args(argv).folder
     if not folder.is_dir():
-        raise ConfigError(Problem(str(folder), "is not a folder", "give one below which there are runs"))
+        raise ConfigError(Problem(str(folder), "is not a folder", "give a folder that contains runs"))
     rows = [("run", "recipe", "status", "step", "figure", "time", "changed")]
     now = time.time()
     for entry in list_entries(folder):
         age = "" if entry.changed is None else f"{format_duration(max(0.0, now - entry.changed))} ago"
-        took = "" if entry.seconds is None else format_duration(entry.seconds)
+        duration = "" if entry.seconds is None else format_duration(entry.seconds)
         step = "" if entry.step is None else f"{entry.step:,}"
-        rows.append((entry.name, entry.kind, entry.status, step, show_figure(entry), took, age))
+        rows.append((entry.name, entry.kind, entry.status, step, show_figure(entry), duration, age))
     sys.stdout.write("\n".join(format_rows(rows)) + f"\n{write_overview(folder)}\n")
 
 
 def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as aligned columns."""
+    """Format rows as aligned columns; names and statuses are untrusted, so control characters are escaped."""
+    rows = [[escape_controls(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""``report.html``: one page of a run, with its charts as PNGs in ``report/``."""
+"""``report.html`` of a run, with its charts also as PNGs in ``report/``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from recipes_lib.report.run_files import (
 )
 
 MAX_TEXT = 2000
-"""Characters of a prompt or an answer that are shown; the whole stands in ``samples.jsonl``."""
+"""Maximum characters of a prompt, answer or value on the page; ``samples.jsonl`` has the full text."""
 MAX_PROMPTS = 12
+"""Maximum prompts on the page."""
 _DIGEST = re.compile(r"\b[0-9a-f]{16,}\b")
 _SHOWN_ELSEWHERE = ("config", "measured", "planned", "provenance", "scores", "stage", "status")
 _HELD_OUT = {
@@ -38,7 +39,7 @@ _HELD_OUT = {
     "eval_perplexity": ("Perplexity", "{:.4g}"),
     "eval_bits_per_byte": ("Bits per byte", "{:.3f}"),
     "eval_token_accuracy": ("Token accuracy", "{:.1%}"),
-    "eval_rewards/accuracies": ("Chosen answer wins", "{:.1%}"),
+    "eval_rewards/accuracies": ("Accuracy on pairs", "{:.1%}"),
     "eval_rewards/margins": ("Reward margin", "{:.3g}"),
     "eval_logps/chosen_shift": ("Chosen answers, nats/token", "{:+.3g}"),
     "eval_reward": ("Reward of the samples", "{:.3g}"),
@@ -50,8 +51,8 @@ _HELD_OUT = {
     **{f"eval_logps/{name}": ("", "") for name in ("chosen", "rejected", "chosen_per_token", "rejected_per_token")},
     "eval_seconds": ("", ""),
 }
-"""Evaluated figure -> its label and format; without a label it is not shown."""
-_OF_RL = {
+"""Evaluation metric -> label and format; an empty label hides it."""
+_RL_METRICS = {
     "objective/score": ("Reward", "{:.3g}"),
     "objective/kl_seq": ("KL, nats per answer", "{:.3g}"),
     "policy/entropy": ("Entropy, nats per token", "{:.3g}"),
@@ -59,19 +60,19 @@ _OF_RL = {
     "objective/finish_rate": ("Finish rate", "{:.0%}"),
     "objective/length": ("Tokens per answer", "{:.4g}"),
 }
-"""Training figure of PPO, RLOO and GRPO -> its label and format, the most important first."""
+"""Training metric of PPO, RLOO and GRPO -> label and format, the most important first."""
 
 OVERFIT_RISE = 0.02
-"""Relative rise of the held-out loss over its best that is worth a word."""
+"""Relative rise of the held-out loss above its minimum that is reported as a problem."""
 MAX_DROP = 0.5
-"""Nats a token that the chosen answers may lose before it is worth a word."""
+"""Decrease of the chosen answers' log-probability, in nats per token, that is reported as a problem."""
 SPIKE_FACTOR = 10.0
-"""A gradient norm of this many times the median is a spike."""
+"""A gradient norm above this many times the median is reported as a spike."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFigure:
-    """A key metric: label, value, and comparison."""
+    """A metric at the top of the page: label, value, and a note such as the initial value."""
 
     label: str
     value: str
@@ -81,21 +82,25 @@ class KeyFigure:
 def build_report(run_dir: Path) -> Path:
     """Write ``report.html`` and ``report/*.png`` to a run directory and return the path of the page.
 
-    The page works offline, also without its inline script, and is smaller than a megabyte. Missing parts of a run are
-    omitted; all text from data or configuration is escaped.
+    The page works offline and without scripts, and is smaller than a megabyte. Missing parts of a run are omitted; text
+    from data or configuration is escaped.
 
     Raises:
-        DataError: ``run_dir`` holds no run.
+        DataError: ``run_dir`` has no run.
     """
     run = read_run(run_dir)
     charts, verdict = draw_charts(run, run_dir / "report"), read_verdict(run_dir)
-    if verdict is not None:
-        charts.append(draw_reliability(verdict, run_dir / "report"))
+    reward_figures: list[KeyFigure] = []
+    # Fields of an untrusted or older reward_report.json may be missing or have any type.
+    with suppress(ArithmeticError, LookupError, TypeError, ValueError):
+        if verdict is not None:
+            reward_figures = _choose_reward_figures(verdict)
+            charts.append(draw_reliability(verdict, run_dir / "report"))
     failed_gates = verdict["failed_gates"] if verdict else ()
     figures = [
-        *_compare_ends(run.train, _OF_RL),
+        *_compare_ends(run.train, _RL_METRICS),
         *_choose_figures(run),
-        *_choose_reward_figures(verdict),
+        *reward_figures,
         *_choose_scores(run),
     ]
     steps, facts = sorted({sample["step"] for sample in run.samples}), _list_facts(run.facts)
@@ -125,16 +130,17 @@ def _describe_extent(run: RunFiles) -> str:
         parts.append(f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}")
     if (seconds := read_number(last, "seconds")) is not None:
         parts.append(f"{format_duration(seconds)} of training")
+    # Unset in pretraining from random weights.
     model = run.config.get("model_name_or_path")
     return ", ".join(parts) + (f", from {model}" if model else "")
 
 
 def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
-    # Every evaluation metric, including the user's own.
+    # All other evaluation metrics, including user-defined ones.
     own = {name for record in run.held_out for name in record if name.startswith("eval_")} - _HELD_OUT.keys()
     labels = {name: (name.removeprefix("eval_").replace("_", " "), "{:.4g}") for name in sorted(own)}
     yield from _compare_ends(run.held_out, {**_HELD_OUT, **labels})
-    # A clipped surrogate loss is no measure of the policy's change.
+    # The clipped surrogate loss of RL is about 0 whatever the policy learns.
     is_rl = bool(read_curve(run.train, "objective/score"))
     if (loss := read_curve(run.train, "loss")) and not is_rl:
         yield KeyFigure("Training loss", f"{smooth(loss)[-1][1]:.4g}", f"{loss[0][1]:.4g} at step {loss[0][0]}")
@@ -144,7 +150,7 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         yield KeyFigure("Tokens trained on", format_count(tokens[-1][1]), note)
     if any(rates := sorted(value for _, value in read_curve(run.train, "target_tokens_per_second"))):
         mfu = sorted(value for _, value in read_curve(run.train, "mfu"))
-        # Above 1 the peak is wrong: a CPU's is measured, perhaps while other programs ran.
+        # Above 1, the peak is wrong: that of a CPU is measured, possibly while other programs ran.
         known = mfu and mfu[len(mfu) // 2] <= 1
         note = f"{mfu[len(mfu) // 2]:.0%} of the peak FLOPs" if known else "median"
         yield KeyFigure("Target tokens/s", format_count(rates[len(rates) // 2]), note)
@@ -152,15 +158,16 @@ def _choose_figures(run: RunFiles) -> Iterator[KeyFigure]:
         yield KeyFigure("Peak memory", f"{max(value for _, value in memory) / 2**30:.2f} GiB", "of one process")
 
 
-def _choose_reward_figures(verdict: Mapping[str, Any] | None) -> Iterator[KeyFigure]:
-    if verdict is not None:
-        low, high = verdict["accuracy_low"], verdict["accuracy_high"]
-        yield KeyFigure("Pairs judged right", f"{verdict['accuracy']:.1%}", f"95 %: {low:.1%} to {high:.1%}")
-        longer = verdict["length"]["longer_wins_accuracy"]
-        yield KeyFigure("Calibration error", f"{verdict['ece']:.3f}", f"{verdict['ece_by_chance']:.3f} by chance")
-        yield KeyFigure("The longer answer wins", f"{longer:.1%}", "what length alone gets right")
-        may = "yes" if verdict["may_serve_ppo"] else "no"
-        yield KeyFigure("May serve PPO", may, f"{len(verdict['failed_gates'])} gates failed")
+def _choose_reward_figures(verdict: Mapping[str, Any]) -> list[KeyFigure]:
+    low, high = verdict["accuracy_low"], verdict["accuracy_high"]
+    longer = verdict["length"]["longer_wins_accuracy"]
+    is_ready = "yes" if verdict["may_serve_ppo"] else "no"
+    return [
+        KeyFigure("Accuracy of the reward", f"{verdict['accuracy']:.1%}", f"95 %: {low:.1%} to {high:.1%}"),
+        KeyFigure("Calibration error", f"{verdict['ece']:.3f}", f"{verdict['ece_by_chance']:.3f} by chance"),
+        KeyFigure("Length baseline", f"{longer:.1%}", "accuracy of preferring the longer answer"),
+        KeyFigure("Ready for RL", is_ready, f"{len(verdict['failed_gates'])} gates failed"),
+    ]
 
 
 def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
@@ -170,7 +177,7 @@ def _choose_scores(run: RunFiles) -> Iterator[KeyFigure]:
 
 
 def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str]]) -> Iterator[KeyFigure]:
-    """Yield the last value of each figure that has a label, with the first one beside it."""
+    """Yield the last value of each metric that has a label, with the first value as a note."""
     for name, (label, template) in labels.items():
         curve = read_curve(records, name)
         if label and curve:
@@ -180,10 +187,10 @@ def _compare_ends(records: Sequence[Record], labels: Mapping[str, tuple[str, str
 
 
 def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[str, Any]]:
-    """Return each prompt with its first and its last answer, the largest change first.
+    """Return prompts with their first and last answers, the largest change first, at most ``MAX_PROMPTS``.
 
-    With rewards, the change is that of the reward, and of many prompts the largest gains and losses are left; without,
-    it is the share of other words.
+    With rewards, the change is that of the reward, and both the largest gains and losses are selected; without rewards,
+    it is the share of words that differ.
     """
     by_prompt: dict[str, dict[int, Record]] = {}
     for sample in samples:
@@ -199,6 +206,7 @@ def _pair_samples(samples: Sequence[Record], steps: Sequence[int]) -> list[dict[
     paired = []
     for prompt in prompts:
         answers = by_prompt[prompt]
+        # One answer if the prompt was sampled at one step only.
         ends = [answers[step] for step in dict.fromkeys((min(answers), max(answers)))]
         reference = ends[-1].get("reference")
         paired.append(
@@ -220,14 +228,15 @@ def _describe_samples(samples: Sequence[Record], steps: Sequence[int]) -> str:
 
 
 def _measure_gain(answers: Mapping[int, Record]) -> float | None:
-    """Return by how much the reward of the last answer exceeds that of the first; ``None`` without a last reward."""
+    """Return the reward of the last answer minus that of the first; ``None`` if the last has no reward."""
     first, last = _read_reward(answers[min(answers)]), _read_reward(answers[max(answers)])
     return None if last is None else last - (first if first is not None and len(answers) > 1 else 0.0)
 
 
 def _measure_likeness(answers: Mapping[int, Record]) -> float:
-    """Return the share of words that the first and the last answer have in common, in their order."""
+    """Return the similarity of the words of the first and the last answer, from 0 to 1."""
     first, last = (_shorten(str(answers[step].get("completion", ""))).split() for step in (min(answers), max(answers)))
+    # `autojunk` would ignore frequent words of answers above 200 words.
     return difflib.SequenceMatcher(None, first, last, autojunk=False).ratio()
 
 
@@ -250,8 +259,8 @@ def _has_rewards(samples: Sequence[Record]) -> bool:
 
 
 def _read_reward(sample: Record) -> float | None:
-    reward = sample.get("reward")
-    return float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else None
+    reward = read_number(sample, "reward")
+    return reward if reward is not None and math.isfinite(reward) else None
 
 
 def _name_step(step: int, steps: Sequence[int]) -> str:
@@ -263,8 +272,8 @@ def _name_step(step: int, steps: Sequence[int]) -> str:
 def _list_facts(facts: Record) -> list[tuple[str, str]]:
     command = facts.get("command")
     shown = {"command": shlex.join(map(str, command))} if isinstance(command, list) else {}
-    if told := ", ".join(_compare_with_plan(facts)):
-        shown["planned / measured"] = told
+    if comparison := ", ".join(_compare_with_plan(facts)):
+        shown["planned / measured"] = comparison
     return list(_flatten({name: value for name, value in {**facts, **shown}.items() if name not in _SHOWN_ELSEWHERE}))
 
 
@@ -277,7 +286,7 @@ def _compare_with_plan(facts: Record) -> Iterator[str]:
 
 
 def _is_record(name: str, value: str) -> bool:
-    """Return whether a fact is for comparison by programs: hashes, versions, lists of files."""
+    """Return whether a fact is a hash, a version or a list of files, which the page collapses."""
     return bool(_DIGEST.search(value)) or name.startswith(("versions ", "data ", "model files"))
 
 
@@ -290,7 +299,7 @@ def _list_config(run: RunFiles) -> list[tuple[str, str, str]]:
 
 
 def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the leaves of nested facts, each with a readable path."""
+    """Yield the leaves of nested facts as ``(path, value)``."""
     for name, value in facts.items():
         words = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, dict):
@@ -310,22 +319,22 @@ def _shorten(text: str) -> str:
 
 
 def find_problems(run: RunFiles) -> list[str]:
-    """Return the problems of a run, one sentence each, the most serious first; empty without any."""
-    return [*_judge_end(run), *_judge_held_out(run), *_judge_training(run)]
+    """Return the problems of a run, one sentence each, the most serious first."""
+    return [*_check_completion(run), *_check_held_out(run), *_check_training(run)]
 
 
-def _judge_end(run: RunFiles) -> Iterator[str]:
+def _check_completion(run: RunFiles) -> Iterator[str]:
     if (status := run.facts.get("status", "done")) != "done":
         yield f"The run did not finish: its status is “{status}”."
     if not run.train:
         yield "No training step was logged."
-    # An untrusted record may hold anything.
+    # `rollbacks` of an untrusted record may have any type.
     with suppress(TypeError, KeyError, ValueError):
         for rollback in run.facts.get("rollbacks") or []:
             first, last = rollback["steps"][:2]
             yield (
-                f"Step {rollback['step']} was a spike ({rollback['cause']}): the run went back to step "
-                f"{rollback['back_to']} and on without the rows of steps {first} to {last}."
+                f"Step {rollback['step']} was a spike ({rollback['cause']}): the run rolled back to step "
+                f"{rollback['back_to']} and skipped the rows of steps {first} to {last}."
             )
     for label, records, name in (
         ("loss", run.train, "loss"),
@@ -336,10 +345,11 @@ def _judge_end(run: RunFiles) -> Iterator[str]:
             yield f"The {label} was not finite at {_list_steps(steps)}."
 
 
-def _judge_held_out(run: RunFiles) -> Iterator[str]:
+def _check_held_out(run: RunFiles) -> Iterator[str]:
     if curve := read_curve(run.held_out, "eval_loss"):
         best_step, best = min(curve, key=lambda point: point[1])
         last_step, last = curve[-1]
+        # `abs`: a loss with other terms may be negative.
         has_risen = last > best + OVERFIT_RISE * abs(best)
         if has_risen and best_step == curve[0][0]:
             yield f"Training made the held-out loss worse: {best:.4g} at step {best_step}, {last:.4g} at the end."
@@ -349,27 +359,28 @@ def _judge_held_out(run: RunFiles) -> Iterator[str]:
                 f"{last_step}: train for fewer epochs, or keep the earlier checkpoint."
             )
     if run.config.get("load_best_model_at_end") and not run.best and run.facts.get("status") == "done":
-        yield "load_best_model_at_end had no checkpoint of an evaluated step to load: the model is of the last step."
+        yield "load_best_model_at_end found no checkpoint of an evaluated step: the model is of the last step."
 
 
-def _judge_training(run: RunFiles) -> Iterator[str]:
+def _check_training(run: RunFiles) -> Iterator[str]:
     shifts = read_curve(run.evaluations, "eval_logps/chosen_shift") or read_curve(run.train, "logps/chosen_shift")
     if shifts and shifts[-1][1] < -MAX_DROP:
         yield (
-            f"Chosen answers lost {-shifts[-1][1]:.2f} nats a token since the start: likelihood moved to answers that "
-            "nobody wrote. Add `sft` to loss_type, use apo_zero, lower the learning rate, or drop nearly equal pairs."
+            f"Chosen answers lost {-shifts[-1][1]:.2f} nats per token since the start: likelihood moved to answers "
+            "outside the data. Add `sft` to loss_type, use apo_zero, lower the learning rate, or drop similar pairs."
         )
     rates = read_curve(run.evaluations, "eval_stop_rate")
+    # A base model may not stop before training: judge from the second evaluation on.
     if len(rates) > 1 and rates[-1][1] <= 0:
-        yield "No sample ended by itself: raise sample_max_new_tokens, or see that terminators are trained on."
+        yield "No sample ended with a stop token: raise sample_max_new_tokens, or train on stop tokens."
     norms = read_curve(run.train, "grad_norm")
     if len(norms) >= 10:
         bound = SPIKE_FACTOR * statistics.median(value for _, value in norms)
-        # The first tenth is warm-up, where large gradients are normal.
+        # Large gradients are normal in the first tenth (warm-up).
         if spikes := [step for step, value in norms[len(norms) // 10 :] if value > bound]:
             yield f"The gradient norm exceeded ten times its median at {_list_steps(spikes)}."
     if number := run.num_torn_lines:
-        yield f"{number} line{'s were' if number > 1 else ' was'} cut short and left out."
+        yield f"{number} line{'s were' if number > 1 else ' was'} truncated or invalid and ignored."
 
 
 def _list_steps(steps: Sequence[int]) -> str:

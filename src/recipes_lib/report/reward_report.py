@@ -1,8 +1,7 @@
-"""Evaluation of a reward model: accuracy, calibration, length bias, probes, gates for use in RL, reliability chart."""
+"""Evaluation of a reward model: accuracy, calibration, length bias, probes, gates for use in RL, and its chart."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -23,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes_lib.config.token_ids import count_before_end, find_end_tokens
 from recipes_lib.errors import DataError
-from recipes_lib.files import read_record
+from recipes_lib.files import read_record, replace_record
 from recipes_lib.models.heads.scoring import RewardModel, compute_reward_statistics, store_reward_statistics
 from recipes_lib.report.charts import COLOURS, STYLE, Chart, render, save_figure
 
@@ -31,12 +30,12 @@ Floats = npt.NDArray[np.floating[Any]]
 Ints = npt.NDArray[np.integer[Any]]
 
 NUM_BINS: Final = 15
-"""Of equal width, for the probability that an answer is the chosen one."""
+"""Equal-width bins of the probability that an answer is the chosen one."""
 NUM_HISTOGRAM_BINS: Final = 30
 LENGTH_BIN_EDGES: Final = (0, 1, 9, 33, 129, 513, math.inf)
-"""Tokens by which two answers differ; a bin holds its lower edge."""
+"""Difference in length of two answers, in tokens; a bin includes its lower edge."""
 _Z: Final = 1.959964
-"""Of a two-sided interval of 95 %."""
+"""Standard normal quantile of a two-sided 95 % interval."""
 
 EOS_DROPPED: Final = "eos_dropped"
 
@@ -50,17 +49,18 @@ _NAME = "reliability"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Scores of P held-out pairs, not normalised, because calibration refers to the head's output.
+    """Raw scores of P held-out pairs: not normalised, because calibration is defined on the head's output.
 
     Attributes:
-        chosen: ``(P,)``.
-        rejected: ``(P,)``.
-        chosen_lengths: Tokens of the answers, ``(P,)``.
-        rejected_lengths: ``(P,)``.
-        prompts: What tells the pairs' prompts apart.
-        swapped_chosen: Of the same answers behind another prompt, ``(P,)``; NaN where there was none, or no room.
-        swapped_rejected: As ``swapped_chosen``, behind the same prompt.
-        probes: Scores of altered chosen answers by what was done to them, each ``(P,)``; NaN where there was no room.
+        chosen: Scores of the chosen answers, ``(P,)``.
+        rejected: Scores of the rejected answers, ``(P,)``.
+        chosen_lengths: Lengths of the chosen answers in tokens, ``(P,)``.
+        rejected_lengths: Lengths of the rejected answers in tokens, ``(P,)``.
+        prompts: Identifiers of the pairs' prompts, equal for equal prompts.
+        swapped_chosen: Scores of the chosen answers after another pair's prompt, ``(P,)``; NaN if there is none, or it
+            does not fit.
+        swapped_rejected: Scores of the rejected answers after the same other prompt, ``(P,)``; NaN likewise.
+        probes: Alteration -> scores of the chosen answers with it, each ``(P,)``; NaN if they do not fit.
 
     Raises:
         ValueError: A score of an unaltered answer is not finite.
@@ -81,11 +81,11 @@ class HeldOutScores:
 
 
 def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
-    """Figures of a reward model as JSON values, ``None`` if undefined.
+    """Return the metrics of a reward model as JSON values, ``None`` if undefined.
 
-    A tie, two equal scores, counts as half a pair. In the probes only a lower score counts.
+    A tie (two equal scores) counts as half a win. A probe counts only strictly lower scores.
 
-    Source: each figure against scipy, a closed form or a hand-made number in ``tests/report/test_reward_report.py``.
+    Source: ``tests/report/test_reward_report.py`` compares each metric with scipy, a closed form or a computed value.
     """
     margins = np.asarray(scores.chosen - scores.rejected, dtype=np.float64)
     both = np.concatenate([scores.chosen, scores.rejected])
@@ -110,7 +110,7 @@ def build_reward_report(scores: HeldOutScores) -> dict[str, Any]:
 
 
 def check_gates(report: Mapping[str, Any]) -> list[str]:
-    """Return the failed gates of a reward model, a sentence each: the figure, its bound, and the remedy.
+    """Return the failed gates of a reward model, one sentence each: the metric, its bound, and the remedy.
 
     Source: the gates' bounds are those of ``docs/reward.md``.
     """
@@ -120,46 +120,46 @@ def check_gates(report: Mapping[str, Any]) -> list[str]:
     failed = []
     if not low > MIN_ACCURACY:
         failed.append(
-            f"accuracy is {report['accuracy']:.3f}, its interval begins at {low:.3f}, and that must be above "
-            f"{MIN_ACCURACY}: train longer, on more pairs, or look at the labels; or hold more pairs out"
+            f"accuracy is {report['accuracy']:.3f}, and the lower bound of its interval, {low:.3f}, must be above "
+            f"{MIN_ACCURACY}: train longer, on more pairs, or check the labels; or hold more pairs out"
         )
     if not low > longer_wins:
         failed.append(
-            f"the interval of the accuracy begins at {low:.3f}, and `the longer answer wins` is right in "
-            f"{longer_wins:.3f} of the pairs: add pairs whose chosen answer is the shorter one, or hold more pairs out"
+            f"the lower bound of the accuracy, {low:.3f}, must be above that of preferring the longer answer, "
+            f"{longer_wins:.3f}: add pairs whose chosen answer is the shorter one, or hold more pairs out"
         )
     if swapped is None:
-        failed.append("accuracy behind swapped prompts was not measured: hold out pairs with different prompts")
+        failed.append("accuracy after swapped prompts was not measured: hold out pairs with different prompts")
     elif not swapped["accuracy"] < MAX_SWAPPED_ACCURACY:
         failed.append(
-            f"accuracy behind swapped prompts is {swapped['accuracy']:.3f}, and must be below {MAX_SWAPPED_ACCURACY}: "
-            "answers are judged without their prompts; add pairs whose rejected answer is a good one to another prompt"
+            f"accuracy after swapped prompts is {swapped['accuracy']:.3f}, and must be below {MAX_SWAPPED_ACCURACY}: "
+            "scores ignore the prompts; add pairs whose rejected answer is a good answer to another prompt"
         )
     if not report["ece"] < MAX_ECE:
-        is_timid = report["temperature"] is None or report["temperature"] < 1
-        remedy = "train for more steps or lower" if is_timid else "train for fewer steps or raise"
+        is_underconfident = report["temperature"] is None or report["temperature"] < 1
+        remedy = "train for more steps or lower" if is_underconfident else "train for fewer steps or raise"
         failed.append(
-            f"the calibration error is {report['ece']:.3f}, of which chance explains {report['ece_by_chance']:.3f}, "
+            f"the calibration error is {report['ece']:.3f} ({report['ece_by_chance']:.3f} expected by chance), "
             f"and must be below {MAX_ECE}: {remedy} label_smoothing; or hold more pairs out"
         )
     if eos is None or not eos["share_lower"] > MIN_EOS_SHARE:
         share = "not measured" if eos is None else f"{eos['share_lower']:.3f}"
         failed.append(
-            f"the share of answers whose score falls without their end token is {share}, and must be above "
+            f"the share of answers whose score drops without their end token is {share}, and must be above "
             f"{MIN_EOS_SHARE}: train with `unfinished_share: 0.1`; pad_token must end no answer"
         )
     return failed
 
 
 def compute_accuracy(margins: Floats) -> dict[str, Any]:
-    """Share of pairs with a higher score of the chosen answer, with the bounds of its 95 % interval."""
+    """Return the share of pairs whose chosen answer scores higher, with the bounds of its 95 % interval."""
     num_won = float((margins > 0).sum() + 0.5 * (margins == 0).sum())
     low, high = compute_wilson_interval(num_won, len(margins))
     return {"accuracy": num_won / len(margins), "accuracy_low": low, "accuracy_high": high}
 
 
 def compute_wilson_interval(num_won: float, num: int) -> tuple[float, float]:
-    """Bounds of the 95 % Wilson interval of a share, from the wins among ``num``; ties are halves.
+    """Return the bounds of the 95 % Wilson interval of ``num_won / num``, where a tie is half a win.
 
     Source: Wilson 1927; ``scipy.stats.binomtest(...).proportion_ci(method="wilson")``.
     """
@@ -170,11 +170,11 @@ def compute_wilson_interval(num_won: float, num: int) -> tuple[float, float]:
 
 
 def compute_calibration(margins: Floats) -> tuple[list[dict[str, Any]], float]:
-    """Reliability table and expected calibration error, in units of probability.
+    """Return the reliability table and the expected calibration error (ECE), in units of probability.
 
-    Each pair is used in both orders, because otherwise the chosen answer always wins: ``sigmoid(margin)`` with a win,
-    and ``1 - sigmoid(margin)`` without. A bin of the table has the predicted probabilities between ``from`` and ``to``,
-    their mean, and the share of wins; the error is the mean distance of the two, weighted by the sizes of the bins.
+    Each pair is used in both orders, because in one order the chosen answer always wins: prediction ``sigmoid(margin)``
+    with a win, ``1 - sigmoid(margin)`` with a loss. A row of the table has the bounds ``from`` and ``to`` of a bin, the
+    mean prediction and the share of wins; the ECE is their mean absolute difference, weighted by the bin sizes.
 
     Source: Guo et al. 2017, equation 3, over the 15 equal bins that it uses.
     """
@@ -191,11 +191,11 @@ def compute_calibration(margins: Floats) -> tuple[list[dict[str, Any]], float]:
 
 
 def compute_ece_by_chance(margins: Floats) -> float:
-    """Expected calibration error of a perfectly calibrated model with these predictions.
+    """Return the expected ECE of a perfectly calibrated model with these predictions, which is not 0 for finite P.
 
-    The wins of a bin deviate from their predictions with the variance ``sum p (1 - p)`` over its pairs; the mean
-    absolute value of a normal deviation is ``sqrt(2 / pi)`` of its standard deviation. The middle bin is its own mirror
-    image, and never deviates.
+    The number of wins in a bin has variance ``sum p (1 - p)``, and the mean absolute deviation of a normal variable is
+    ``sqrt(2 / pi)`` times its standard deviation. The middle bin contains both orders of its pairs, so that its share
+    of wins is exactly its mean prediction.
     """
     predicted, bins = _bin_predictions(margins)
     variances = np.bincount(bins, weights=predicted * (1 - predicted), minlength=NUM_BINS)
@@ -204,18 +204,20 @@ def compute_ece_by_chance(margins: Floats) -> float:
 
 
 def fit_temperature(margins: Floats) -> float | None:
-    """Temperature that minimises the negative log-likelihood of the scores divided by it.
+    """Return the temperature of the scores that minimises their negative log-likelihood.
 
-    Above 1 the model is overconfident. ``None`` if there is no optimum: scores without wrong orders are best near 0,
-    and scores with a mean margin of at most 0 at no finite temperature.
+    Above 1, the model is overconfident. ``None`` if there is no optimum: the likelihood increases towards temperature 0
+    if no pair is ranked wrongly, and towards infinity if the mean margin is at most 0.
     """
     if margins.mean() <= 0 or margins.min() >= 0:
         return None
 
+    # The log-likelihood is concave in the inverse temperature: bisect its derivative.
     def slope(sharpness: float) -> float:
         return float((margins * _sigmoid(-margins * sharpness)).mean())
 
     low, high = 0.0, 1.0
+    # The derivative is positive at 0 and negative for large values, because one margin is negative.
     while slope(high) > 0:
         low, high = high, 2 * high
     for _ in range(80):
@@ -225,18 +227,20 @@ def fit_temperature(margins: Floats) -> float | None:
 
 
 def compute_correlation(first: Floats, second: Floats) -> float | None:
-    """Pearson correlation; ``None`` if one variable is constant."""
+    """Return the Pearson correlation; ``None`` if one variable is constant."""
     first, second = first - first.mean(), second - second.mean()
     size = math.sqrt(float(first @ first) * float(second @ second))
     return float(first @ second) / size if size else None
 
 
 def _sigmoid(values: Floats) -> Floats:
+    # `1 / (1 + exp(-x))` would overflow for large negative x.
     return np.asarray(np.exp(-np.logaddexp(0, -values)))
 
 
 def _bin_predictions(margins: Floats) -> tuple[Floats, Ints]:
-    """Probability that an answer is the chosen one, ``(2P,)``: chosen answers first, then rejected; and its bin."""
+    """Return the probability that an answer is the chosen one, chosen answers first, and its bin; each ``(2P,)``."""
+    # `minimum` puts a probability of exactly 1 into the last bin.
     predicted = _sigmoid(np.concatenate([margins, -margins]))
     return predicted, np.minimum(predicted * NUM_BINS, NUM_BINS - 1).astype(np.int64)
 
@@ -253,18 +257,19 @@ def _group_by_length(scores: HeldOutScores, margins: Floats) -> list[dict[str, A
 
 
 def _count_scores(scores: HeldOutScores, both: Floats) -> dict[str, list[float]]:
-    """Number of scores in each of thirty equal bins."""
+    """Return the edges of ``NUM_HISTOGRAM_BINS`` equal bins, and the number of scores in each."""
     edges = np.histogram_bin_edges(both, bins=NUM_HISTOGRAM_BINS)
     counts = {name: np.histogram(getattr(scores, name), edges)[0].tolist() for name in ("chosen", "rejected")}
     return {"edges": edges.tolist(), **counts}
 
 
 def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
-    """Correlation of length and score: over answers, over answers to the same prompt, and over pairs.
+    """Return correlations of length and score over answers and within prompts, and the baseline of length.
 
     ``slope`` is the change of the margin per additional token of the chosen answer, by least squares.
     """
-    from scipy.stats import rankdata  # Takes a third of a second, which every report of a run would wait for.
+    # Takes a third of a second to import, and reports of other runs import this module too.
+    from scipy.stats import rankdata
 
     difference = np.asarray(scores.chosen_lengths - scores.rejected_lengths, dtype=np.float64)
     is_shorter = difference < 0
@@ -289,7 +294,7 @@ def _diagnose_length(scores: HeldOutScores, margins: Floats) -> dict[str, Any]:
 
 def _subtract_means(values: Floats | Ints, groups: Ints) -> Floats:
     means = np.bincount(groups, weights=values) / np.bincount(groups)
-    # Differences that are only rounding must not get ranks.
+    # Rounded, so that floating-point noise does not break ties in ranks.
     return np.asarray(np.round(values - means[groups], 9))
 
 
@@ -300,7 +305,7 @@ def _compare_swapped(scores: HeldOutScores) -> dict[str, Any] | None:
 
 
 def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:
-    """Share of answers whose score falls, and the mean change of the scores."""
+    """Return the share of answers whose score drops, and the mean change; ``None`` if nothing was measured."""
     change = (altered - chosen)[~np.isnan(altered)]
     if not len(change):
         return None
@@ -308,13 +313,16 @@ def _compare_probe(chosen: Floats, altered: Floats) -> dict[str, Any] | None:
 
 
 def draw_reliability(report: Mapping[str, Any], folder: Path) -> Chart:
-    """Draw the reliability of a reward model beside the histogram of its scores, and write the PNG to ``folder``.
+    """Draw the reliability diagram of a reward model and the histogram of its scores; write ``reliability.png``.
 
-    Of both orders of a pair, the one with the more likely win is shown: the other is its mirror image.
+    Only predictions above 0.5 are shown: those of the other order of a pair are their mirror image.
 
     Args:
-        report: From ``build_reward_report``, or read again from JSON.
-        folder: Where ``reliability.png`` goes; it is made.
+        report: Report from ``build_reward_report``, or ``reward_report.json``.
+        folder: Folder of the PNG, which is created.
+
+    Raises:
+        KeyError, TypeError, ValueError: ``report`` is not a valid report.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({**STYLE, "svg.hashsalt": _NAME}):
@@ -369,7 +377,7 @@ def _draw_histogram(axes: Axes, histogram: Mapping[str, Any]) -> None:
 TokenIds = npt.NDArray[np.int64]
 
 Pair = Mapping[str, Any]
-"""``prompt_ids``, ``chosen_ids`` and ``rejected_ids`` as pairs are prepared: an answer's last token ends it."""
+"""Prepared pair: ``prompt_ids``, ``chosen_ids`` and ``rejected_ids``, whose answers end with an end token."""
 
 _PARTS: Final = ("prompt_ids", "chosen_ids", "rejected_ids")
 _SWAPPED: Final = ("swapped_chosen", "swapped_rejected")
@@ -378,19 +386,20 @@ _WHITE_SPACE: Final = "\n\n  "
 
 REWARD_FILE: Final = "reward_report.json"
 MAX_REFERENCE_ANSWERS: Final = 1024
+"""Maximum training answers that define mean and standard deviation of the scores."""
 MAX_PAIRS: Final = 1000
-"""Held-out pairs that the report looks at; each is scored in eight forms."""
+"""Maximum held-out pairs in the report; each is scored in eight forms."""
 
 
 def score_held_out(reward_model: RewardModel, pairs: Sequence[Pair]) -> HeldOutScores:
-    """Scores of held-out pairs and of their altered forms, eight answers per pair, not normalised.
+    """Return raw scores of held-out pairs and of their altered forms, eight answers per pair.
 
     Args:
-        reward_model: Whose.
-        pairs: At least one.
+        reward_model: Reward model that scores them.
+        pairs: At least one pair.
 
     Raises:
-        DataError: A prompt with its chosen or rejected answer is longer than the model's positions.
+        DataError: A prompt with its chosen or rejected answer is longer than the model's maximum length.
     """
     parts = [tuple(np.asarray(pair[name], np.int64) for name in _PARTS) for pair in pairs]
     chosen, rejected = ([np.concatenate([row[0], row[at]]) for row in parts] for at in (1, 2))
@@ -409,12 +418,13 @@ def score_held_out(reward_model: RewardModel, pairs: Sequence[Pair]) -> HeldOutS
 
 
 def choose_other_prompts(prompts: Sequence[Hashable]) -> list[int | None]:
-    """Choose another row's prompt for each row: a different prompt, and each row's prompt is used once.
+    """Return for each row the index of another row with a different prompt; each index is used at most once.
 
-    Rows are sorted by prompt and rotated by the count of the most frequent one. No row keeps its own prompt, unless
-    more than half of all rows share it; those rows get ``None``.
+    Rows are sorted by prompt and rotated by the count of the most frequent prompt. Only if more than half of the rows
+    share a prompt, some of them keep it: these rows get ``None``.
     """
     first = {prompt: at for at, prompt in reversed([*enumerate(prompts)])}
+    # Equal prompts are adjacent, in the order of their first occurrence.
     order = sorted(range(len(prompts)), key=lambda row: first[prompts[row]])
     shift = max(Counter(prompts).values())
     others = dict(zip(order, [*order[shift:], *order[:shift]], strict=True))
@@ -435,11 +445,12 @@ def _swap_prompts(parts: Sequence[Sequence[TokenIds]]) -> dict[str, list[TokenId
 def _alter_chosen(
     parts: Sequence[Sequence[TokenIds]], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, list[TokenIds | None]]:
-    """Chosen answers after their prompts, altered; except for the first kind, the end is unchanged."""
+    """Return alteration -> prompts with altered chosen answers; all but ``eos_dropped`` keep the end token."""
     altered: dict[str, list[TokenIds | None]] = {}
     gap = _encode(tokenizer, _WHITE_SPACE)
     end_tokens = find_end_tokens(tokenizer)
     for prompt, answer, _ in parts:
+        # The end token, and what the chat template adds after it, stays at the end.
         at = count_before_end(np.asarray(answer), end_tokens)
         text, end = answer[:at], answer[at:]
         *_, sentence = _SENTENCE_GAP.split(str(tokenizer.decode(text.tolist(), skip_special_tokens=True)).strip())
@@ -458,7 +469,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> TokenIds:
 
 
 def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -> npt.NDArray[np.float64]:
-    """Scores by row; NaN for rows that are invalid, or longer than the model's positions."""
+    """Return the raw score of each row; NaN for a row that is ``None`` or longer than the model's maximum length."""
     scores = np.full(len(rows), np.nan)
     given = [at for at, row in enumerate(rows) if row is not None]
     scores[given] = reward_model.compute_raw_scores([row for row in rows if row is not None], overlong="nan")
@@ -466,15 +477,16 @@ def _score_altered(reward_model: RewardModel, rows: Sequence[TokenIds | None]) -
 
 
 def settle_scale(reward_model: RewardModel, pairs: Sequence[Pair]) -> None:
-    """Store mean and standard deviation of the scores of chosen training answers with the model, for normalisation.
+    """Store mean and standard deviation of the scores of chosen training answers in the model's configuration.
+
+    RL normalises scores by them.
 
     Args:
-        reward_model: After training; its configuration is saved with it afterwards. Where its weights are sharded
-            every process must call.
-        pairs: It was trained on; of the first ``MAX_REFERENCE_ANSWERS`` the chosen answers are the reference.
+        reward_model: Trained reward model, saved after this call. If its weights are sharded, all ranks must call.
+        pairs: Training pairs; the chosen answers of the first ``MAX_REFERENCE_ANSWERS`` are scored.
 
     Raises:
-        DataError: All of them have the same score: the model has learnt nothing.
+        DataError: All scores are equal: the model has learnt nothing.
     """
     chosen = [pairs[number] for number in range(min(MAX_REFERENCE_ANSWERS, len(pairs)))]
     rows = [np.concatenate([pair["prompt_ids"], pair["chosen_ids"]]).tolist() for pair in chosen]
@@ -487,16 +499,17 @@ def write_verdict(
     """Score held-out pairs, unchanged and altered, and write ``reward_report.json``.
 
     Args:
-        reward_model: After ``settle_scale``; where its weights are sharded every process must call.
-        pairs: Held-out pairs; ``None`` when nothing was held out, so that nothing is known.
+        reward_model: Reward model after ``settle_scale``. If its weights are sharded, all ranks must call.
+        pairs: Held-out pairs; ``None`` if there are none.
         folder: The output directory.
-        is_main: Whether this process writes.
+        is_main: Whether this process writes the file.
 
     Returns:
-        A sentence for each gate that it failed; ``None`` when nothing was held out.
+        One sentence for each failed gate; ``None`` without held-out pairs.
     """
     if pairs is None:
         return None
+    # All ranks score: a forward pass of sharded weights is a collective.
     held_out = [pairs[number] for number in range(min(MAX_PAIRS, len(pairs)))]
     report = build_reward_report(score_held_out(reward_model, held_out))
     failed = check_gates(report)
@@ -508,12 +521,12 @@ def write_verdict(
         **report,
     }
     if is_main:
-        (folder / REWARD_FILE).write_text(json.dumps(verdict, indent=1), encoding="utf-8")
+        replace_record(folder / REWARD_FILE, verdict)
     return failed
 
 
 def read_verdict(folder: Path) -> Mapping[str, Any] | None:
-    """Return the verdict of ``write_verdict`` in a run's directory; ``None`` without a complete one."""
+    """Return the contents of ``reward_report.json`` in a run's directory; ``None`` without a valid file."""
     with suppress(DataError):
         return read_record(folder / REWARD_FILE, {"failed_gates": list})
     return None

@@ -1,4 +1,4 @@
-"""``recipes report A B --compare``: overlaid curves of several runs, and differences of figures and keys."""
+"""``recipes report A B --compare``: overlaid curves of several runs, and differences of metrics and keys."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Final
 
 from recipes_lib.errors import ConfigError, Problem
+from recipes_lib.files import writing
 from recipes_lib.quantities import format_duration
 from recipes_lib.report.charts import Chart, Kind, Line, Plan, draw_chart, smooth
 from recipes_lib.report.html_pages import write_page
 from recipes_lib.report.run_files import RunFiles, read_curve, read_number, read_run
 
 _COLOURS: Final = ("first", "second", "third", "good")
-"""Colours, one for each run: the most that can be distinguished."""
+"""One colour per run; more than four are hard to distinguish."""
 _CURVES: Final[Sequence[tuple[str, str, Kind]]] = (
     ("eval_loss", "nats per target token, or a pair", "points"),
     ("eval_bits_per_byte", "of held-out text", "points"),
@@ -30,15 +31,15 @@ _CURVES: Final[Sequence[tuple[str, str, Kind]]] = (
     ("learning_rate", "", "exact"),
     ("target_tokens_per_second", "target tokens per second", "noisy"),
 )
-"""Figure, what it is, and how it is drawn."""
+"""Metric, its unit, and the kind of its curve."""
 _LOSSES: Final = ("eval_loss", "loss")
-_LEFT_OUT: Final = ("eval_seconds", "eval_num_")
+_OMITTED: Final = ("eval_seconds", "eval_num_")
 _UNIMPORTANT: Final = ("output_dir", "prepared_dir", "run_name")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A figure or key: its value in each run, and for a figure the differences from the first run."""
+    """Values of a metric or key in each run; for a metric also the differences from the first run."""
 
     name: str
     values: Sequence[str]
@@ -52,21 +53,22 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
 
     Args:
         folders: Output directories, two to four.
-        path: The page; PNGs of its charts go into the folder of its name without suffix.
+        path: Path of the page; PNGs of the charts are written to the folder of its name without suffix.
 
     Raises:
-        ConfigError: There are too few or too many, or the page cannot be written.
-        DataError: One of them holds no run.
+        ConfigError: There are fewer than two or more than four folders, or the page cannot be written.
+        DataError: A folder has no run.
     """
     if not 2 <= len(folders) <= len(_COLOURS):
         found = f"{len(folders)} run{'s' * (len(folders) != 1)} cannot be compared"
         raise ConfigError(Problem("--compare", found, f"name two to {len(_COLOURS)}"))
+    # By the path as given: runs in different folders may have the same name.
     runs = {str(folder): read_run(folder) for folder in folders}
     if len(runs) < len(folders):
         raise ConfigError(Problem("--compare", "a run is named twice", "name each once"))
     recipes = {str(run.facts.get("stage", "?")) for run in runs.values()}
     images = path.with_suffix("")
-    try:
+    with writing(path, "name another --output"):
         images.mkdir(parents=True, exist_ok=True)
         return write_page(
             path,
@@ -78,19 +80,15 @@ def write_comparison(folders: Sequence[Path], path: Path) -> Path:
             figures=compare_figures(list(runs.values()), is_one_recipe=len(recipes) == 1),
             keys=compare_keys(list(runs.values())),
         )
-    except OSError as error:
-        raise ConfigError(
-            Problem(str(path), f"cannot be written: {error.strerror}", "name another --output")
-        ) from error
 
 
 def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: bool) -> list[Chart]:
     """Draw one chart per figure, with a curve for each run.
 
     Args:
-        runs: By name.
-        folder: Of the PNGs.
-        is_one_recipe: Whether losses mean the same; those of different recipes are left out.
+        runs: Name -> run.
+        folder: Existing folder for the PNGs.
+        is_one_recipe: Whether all runs have the same recipe; losses of different recipes are not comparable.
     """
     charts = []
     for name, unit, kind in _CURVES:
@@ -101,7 +99,7 @@ def draw_overlays(runs: dict[str, RunFiles], folder: Path, *, is_one_recipe: boo
             for (label, run), colour in zip(runs.items(), _COLOURS, strict=False)
         ]
         if any(line.curve for line in lines):
-            # The page has the legend, because names of folders are long.
+            # The page has the legend: names of folders are long.
             charts.append(draw_chart(Plan(name.replace("/", "_"), name, lines, unit, has_legend=False), folder))
     return charts
 
@@ -111,20 +109,20 @@ def _read(run: RunFiles, name: str) -> list[tuple[int, float]]:
 
 
 def compare_figures(runs: Sequence[RunFiles], *, is_one_recipe: bool) -> list[Row]:
-    """Return the final figures of each run: every held-out figure, the training loss, steps, tokens, time and memory.
+    """Return the final metrics of each run: held-out metrics, training loss, steps, tokens, time and memory.
 
     Args:
-        runs: The first is the base.
-        is_one_recipe: As for ``draw_overlays``.
+        runs: The runs; differences are relative to the first.
+        is_one_recipe: Whether all runs have the same recipe; losses of different recipes are not comparable.
     """
     recorded = {name for run in runs for record in run.evaluations for name in record}
-    names = [name for name in sorted(recorded) if name.startswith("eval_") and not name.startswith(_LEFT_OUT)]
+    names = [name for name in sorted(recorded) if name.startswith("eval_") and not name.startswith(_OMITTED)]
     rows = []
     for name in (*names, "objective/score", "loss"):
         if not is_one_recipe and name in _LOSSES:
             continue
         curves = [read_curve(run.held_out if name.startswith("eval_") else run.train, name) for run in runs]
-        # A training curve is noisy: its last running median, as on the page of a run.
+        # The training loss is noisy: use the last running median, as on the page of a run.
         ends = [(smooth(curve) if name == "loss" else curve)[-1][1] if curve else None for curve in curves]
         rows.append(_build_row(name, ends))
     last = [run.train[-1] if run.train else {} for run in runs]
@@ -144,17 +142,17 @@ def _build_row(name: str, values: Sequence[float | None]) -> Row:
         if value is None or base is None
         else "="
         if value == base
-        # A share of what is negative, or of nothing, would have the wrong sign, or none.
+        # A relative difference is defined for a positive base only.
         else f"{value - base:+.4g}" + (f" ({value / base - 1:+.1%})" if base > 0 else "")
         for value in values[1:]
     ]
-    # Counts are shown exactly, other figures with five digits.
+    # Large numbers are counts and shown exactly, others with five digits.
     shown = ["" if value is None else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.5g}" for value in values]
     return Row(name, shown, differences)
 
 
 def compare_keys(runs: Sequence[RunFiles]) -> list[Row]:
-    """Return the keys with different values, restricted to keys that affect results."""
+    """Return the keys with different values, except those that never affect results."""
     configs = [run.config for run in runs]
     names = sorted({name for config in configs for name in config} - set(_UNIMPORTANT))
     rows = [

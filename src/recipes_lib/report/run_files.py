@@ -1,4 +1,4 @@
-"""Files of an output directory, with tolerant reading."""
+"""Reads the files of a run's output directory, tolerating missing, truncated and untrusted ones."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """A run.
+    """Files of a run's output directory.
 
     Attributes:
-        name: Of its directory.
-        path: Its directory, in which its model is when it is done.
-        facts: ``run.json``; empty when there is none.
-        train: Logged training steps in order, each step once.
-        evaluations: Evaluations in order, each step once.
-        samples: Answers in order, each prompt once a step.
-        num_torn_lines: Lines that hold no event.
-        best: Step and figure of the checkpoint that was loaded at the end as the best one; empty if none was.
+        name: Name of the directory.
+        path: The directory, which also contains the model of a finished run.
+        facts: Contents of ``run.json``; empty without a valid one.
+        train: Logged training steps, ordered, one record per step.
+        evaluations: Evaluations, ordered, one record per step.
+        samples: Answers, ordered by step, one record per step and prompt.
+        num_torn_lines: Number of lines that are not valid records.
+        best: Record of the best checkpoint that was loaded at the end; empty if there was none.
     """
 
     name: str
@@ -41,24 +41,24 @@ class RunFiles:
 
     @property
     def config(self) -> Record:
-        """Value of each key; empty when none were recorded."""
+        """Configuration, key -> value; empty if it was not recorded."""
         config = self.facts.get("config")
         return config if isinstance(config, dict) else {}
 
     @property
     def held_out(self) -> list[Record]:
-        """Evaluations up to the weights that are the result."""
+        """Evaluations up to the weights of the final model, which may be those of an earlier, best checkpoint."""
         last = parse_number(self.best.get("best_step"))
         return [event for event in self.evaluations if last is None or event["step"] <= last]
 
     def find_figures(self, step: float | None = None) -> dict[str, Any]:
-        """Return the figures of the last evaluation, ``eval_...``, up to the result or up to ``step``."""
+        """Return the metrics ``eval_...`` of the last evaluation, of the final model or up to ``step``."""
         known = self.held_out if step is None else [event for event in self.evaluations if event["step"] <= step]
         return {name: value for name, value in (known or [{}])[-1].items() if name.startswith("eval_")}
 
     @property
     def metrics(self) -> list[Record]:
-        """Every logged step and evaluation in order, for ``pandas.DataFrame``."""
+        """All logged steps and evaluations, ordered by step, suitable for ``pandas.DataFrame``."""
         return sorted([*self.train, *self.evaluations], key=lambda event: int(event["step"]))
 
 
@@ -71,12 +71,10 @@ def read_run(run_dir: Path) -> RunFiles:
     """Read ``run.json``, ``metrics.jsonl`` and ``samples.jsonl`` of a run directory.
 
     Raises:
-        DataError: The directory holds neither of the first two.
+        DataError: The directory has neither ``run.json`` nor ``metrics.jsonl``.
     """
     if not is_run(run_dir):
-        raise DataError(
-            Problem(str(run_dir), "holds neither run.json nor metrics.jsonl", "give the output_dir of a run")
-        )
+        raise DataError(Problem(str(run_dir), "has neither run.json nor metrics.jsonl", "give the output_dir of a run"))
     events, torn_events = _read_lines(run_dir / "metrics.jsonl")
     samples, torn_samples = _read_lines(run_dir / "samples.jsonl")
     facts: Record = {}
@@ -95,7 +93,7 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 class Score(NamedTuple):
-    """A benchmark score: standard error, dataset, description of the prompts, and whether it covers all questions."""
+    """A benchmark score with standard error, dataset, description of prompts, and whether all questions were used."""
 
     task: str
     metric: str
@@ -107,9 +105,9 @@ class Score(NamedTuple):
 
 
 def list_scores(facts: Record) -> Iterator[Score]:
-    """Yield the benchmark scores in ``run.json``, of a group's tasks the group's.
+    """Yield the benchmark scores in ``run.json``; tasks of a group are represented by the group's score.
 
-    Of an untrusted record, only valid fields.
+    Invalid fields of an untrusted record are skipped.
     """
     tasks = facts.get("scores")
     for task, found in tasks.items() if isinstance(tasks, Mapping) else ():
@@ -124,33 +122,37 @@ def list_scores(facts: Record) -> Iterator[Score]:
 
 
 def read_number(record: Record, name: str) -> float | None:
-    """Return a figure of a record, NaN and infinities included; ``None`` if it is missing or not a number."""
+    """Return a number of a record, NaN and infinities included; ``None`` if it is missing or not a number."""
     number = parse_number(record.get(name))
     try:
         return None if number is None else float(number)
-    except OverflowError:  # JSON has integers of any size.
+    except OverflowError:  # JSON integers are unbounded.
         return math.inf
 
 
 def read_curve(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Return the finite ``(step, value)`` pairs of a figure."""
+    """Return the ``(step, value)`` pairs of a metric whose value is finite and below 1e300 in magnitude.
+
+    Sums and axis limits of larger values, which only a broken file has, would overflow.
+    """
     pairs = ((record["step"], read_number(record, name)) for record in records)
-    return [(step, value) for step, value in pairs if value is not None and math.isfinite(value)]
+    return [(step, value) for step, value in pairs if value is not None and abs(value) < 1e300]
 
 
 def find_non_finite_steps(records: Sequence[Record], name: str) -> list[int]:
-    """Return the steps at which a figure was NaN or infinite."""
+    """Return the steps at which a metric was NaN or infinite."""
     pairs = ((record["step"], read_number(record, name)) for record in records)
     return [step for step, value in pairs if value is not None and not math.isfinite(value)]
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     parsed = list(read_lines(path))
-    records = [record for record in parsed if record and isinstance(record.get("step"), int)]
+    # A step above 2**53 is invalid, and not exact as a float of a chart.
+    records = [record for record in parsed if record and type(step := record.get("step")) is int and abs(step) < 2**53]
     return records, len(parsed) - len(records)
 
 
 def _keep_last(records: Sequence[Record], *names: str) -> list[Record]:
-    """Return the records ordered by step; of those equal in ``names`` the last, because a resumed run logs again."""
-    kept = {tuple(str(record.get(name)) for name in names): record for record in records}
-    return sorted(kept.values(), key=lambda record: int(record["step"]))
+    """Return the records ordered by step; a later one replaces those equal in ``names``, as after a resume."""
+    latest = {tuple(str(record.get(name)) for name in names): record for record in records}
+    return sorted(latest.values(), key=lambda record: int(record["step"]))

@@ -86,7 +86,7 @@ def test_every_unusable_run_is_told_at_once(runs, scale, tmp_path) -> None:
     write_rows(runs[1] / "metrics.jsonl", events)
     told = scale("fit", tmp_path / "nowhere", tmp_path / "torn", *runs, "--output", tmp_path / "law.json", code=2)
     for folder, words in {
-        "nowhere": "holds neither run.json",
+        "nowhere": "has neither run.json",
         "torn": "is not a finished run",
         runs[0].name: "is a run of sft",
         runs[1].name: "has no finite loss",

@@ -34,4 +34,4 @@ def test_a_file_that_decides_nothing_is_told_what_it_means(recipe, present, expe
         for meaning in read_renames().meanings
         if meaning.concerns(present, load_table(recipe).keys.keys())
     ]
-    assert [advice.split(" ")[0] + " " + advice.split(" ")[1] for advice in told] == expected
+    assert ["`" + advice.split("`")[1] + "`" for advice in told] == expected

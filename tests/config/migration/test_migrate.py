@@ -74,8 +74,8 @@ learning_rate: 2.0e-05
 lr_scheduler_type: cosine
 loss_on: assistant
 packing: true
-# `packing_strategy` is not needed; packing is best-fit and keeps examples apart; delete the line; \
-`overlong: split` cuts examples longer than `max_length` into several
+# `packing_strategy` is not needed; packing is best-fit and isolates examples; delete the line; \
+`overlong: split` splits examples longer than `max_length`
 # packing_strategy: wrapped
 optim: adamw_torch
 output_dir: data/out
@@ -186,6 +186,56 @@ def test_trls_ppo_starts_from_the_policy_that_it_names(write, names: str, model:
     assert (loaded.model_name_or_path, loaded.tokenizer_name_or_path) == (model, tokenizer)
 
 
+AXOLOTL = """\
+base_model: a/b
+adapter: lora
+sequence_len: 2048
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+fp16:
+warmup: {a: b}
+max_steps: 3
+output_dir: out
+datasets:
+  - path: c/d
+    type: alpaca
+special_tokens: {pad_token: x}
+"""
+
+
+def test_keys_of_other_programs_are_renamed_for_review_where_the_value_is_ours(write) -> None:
+    migration = migrate(write(AXOLOTL))
+    assert migration.recipe == "lora"
+    assert migration.is_ready
+    loaded = check_text("lora", migration.text, Path("new.yaml"))
+    assert (loaded.model.model_name_or_path, loaded.tokens.max_length) == ("a/b", 2048)
+    assert loaded.training["per_device_train_batch_size"] == 2
+    assert (loaded.training["optim"], loaded.training["lr_scheduler_type"]) == ("adamw_bnb_8bit", "cosine")
+    assert "# warmup: {a: b}" in migration.text
+    assert (loaded.adapter.use_peft, loaded.data.dataset_name) == (True, "c/d")
+    reviewed = {change.line for change in migration.changes if change.by_hand and "same meaning" in change.what}
+    # `num_epochs` has no effect beside `max_steps`.
+    assert reviewed == {1, 3, 4, 6, 7}
+    assert "epochs" not in migration.text
+
+
+@pytest.mark.parametrize("steps", ["[1]", "{a: 1}", "many"])
+def test_a_number_of_steps_that_is_no_number_is_left_to_the_user(write, sound: str, steps: str) -> None:
+    migration = migrate(write(f"{sound}max_steps: {steps}\nnum_train_epochs: 2\n"), "sft")
+    assert not migration.is_ready
+    assert "num_train_epochs: 2" in migration.text
+
+
+def test_a_synonym_without_effect_is_deleted(write, sound: str) -> None:
+    migration = migrate(write(f"{sound}max_steps: 5\nepochs: 2\n"), "sft")
+    assert migration.is_ready
+    assert "epochs" not in migration.text
+
+
 @pytest.mark.parametrize("value", ["true", "false", "null", "0.5", "text", "[a, b]", "{a: b}"])
 def test_no_retired_key_survives_whatever_its_value(write, sound: str, value: str) -> None:
     for key in sorted({*read_renames().retired, *read_refused("sft"), *read_renames().elsewhere}):
@@ -288,7 +338,7 @@ SHARES = "dataset_mixture: [{name: a/b, weight: 80}, {name: c/d, weight: 20}]\n"
     ("recipe", "old", "new", "told"),
     [
         *(("sft", PASSES, REPEATS, "became `repeat`"), ("dpo", PASSES, REPEATS, "became `repeat`")),
-        *(("sft", SHARES, SHARES, "`repeat` is how often"), ("pretrain", PASSES, PASSES, None)),
+        *(("sft", SHARES, SHARES, "`repeat` is the number of passes"), ("pretrain", PASSES, PASSES, None)),
     ],
 )
 def test_weights_that_were_repeats_become_repeats_and_shares_are_left_and_told(write, recipe, old, new, told) -> None:

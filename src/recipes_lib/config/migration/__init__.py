@@ -1,1 +1,1 @@
-"""Rewriting configurations of TRL, alignment-handbook and older versions: renamed keys, methods, datasets."""
+"""Migration of configurations of TRL, alignment-handbook and older versions: keys, methods, datasets."""

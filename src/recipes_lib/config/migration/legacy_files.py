@@ -1,7 +1,4 @@
-"""Parse files and command lines of TRL and alignment-handbook: training method and datasets.
-
-``migrate.py`` rewrites them.
-"""
+"""Parses files and command lines of TRL and alignment-handbook: training method, datasets and flags."""
 
 from __future__ import annotations
 
@@ -18,13 +15,14 @@ from recipes_lib.config.table import RECIPE_NAMES, load_table
 from recipes_lib.config.values import plain_value
 from recipes_lib.errors import ConfigError, Problem
 
-_OF_GROUPS: Final = ("grpo", "rloo")
+_GROUP_RECIPES: Final = ("grpo", "rloo")
 _METHODS: Final = read_lists(Path(__file__).with_name("methods.yaml"))
 _RECIPES_OF_KEYS: Final = {key: recipes.split() for keys, recipes in _METHODS["keys"] for key in keys.split()}
-"""Key -> recipes that have it, the most likely first."""
+"""Key -> recipes that it identifies, the most likely first."""
 _ADAPTER_KEYS: Final = ("use_peft", "load_in_4bit", "load_in_8bit")
 _TEACHER: Final = "teacher_model_name_or_path"
-_NAMES_OF_RUNS: Final = ("output_dir", "hub_model_id", "run_name")
+_NAMES_OF_RUNS: Final = ("stage", "rl", "adapter", "finetuning_type", "output_dir", "hub_model_id", "run_name")
+"""Keys whose text names the method: those of LLaMA-Factory and axolotl, then names of outputs."""
 
 _RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
     **{recipe: recipe for recipe in RECIPE_NAMES if recipe != "lora"},
@@ -32,13 +30,14 @@ _RECIPE_OF_WORDS: Final[Mapping[str, str]] = {
 }
 _LOSSES: Final = ("orpo", "simpo", "kto")
 """Words that name a loss of DPO."""
-_NOT_HERE: Final = frozenset(_METHODS["unsupported"].split())
-"""Methods of TRL that no recipe trains."""
+_UNSUPPORTED: Final = frozenset(_METHODS["unsupported"].split())
+"""Words for methods of TRL that no recipe implements."""
 
 LEGACY_KEYS: Final = ("dataset_mixture", "datasets", "dataset_mixer", "dataset_mixer_list")
 COMPANIONS: Final = ("dataset_splits", "dataset_configs")
-"""Keys that refine ``dataset_mixer``."""
-_READ = {"id", "path", "name", "config", "split", "columns", "weight", "fraction"}
+"""Keys that complement ``dataset_mixer``."""
+# `type` is axolotl's layout of the rows, which is detected here.
+_ENTRY_KEYS = {"id", "path", "name", "config", "split", "columns", "weight", "fraction", "type"}
 _COMMAND: Final = re.compile(r"\s*(#.*\n|\$ |\w+=\S*\s)*\s*(python3?|accelerate launch|torchrun|trl|uv run)\s")
 _TEXT: Final = "tag:yaml.org,2002:str"
 
@@ -47,10 +46,10 @@ class Method(NamedTuple):
     """Training method of a file.
 
     Attributes:
-        recipe: The corresponding recipe.
-        loss_type: The loss implied by its name; ``None`` if its keys set one.
-        why: The evidence; empty if there is none.
-        doubt: Why the recipe may be another method than the file's; empty if it is consistent.
+        recipe: Corresponding recipe.
+        loss_type: Loss implied by a name, such as ``orpo``; ``None`` if there is none, or the file sets one.
+        why: Evidence for the recipe; empty if there is none.
+        doubt: Why the file may be for another method than the recipe; empty if it is consistent.
     """
 
     recipe: str
@@ -60,32 +59,30 @@ class Method(NamedTuple):
 
 
 def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | None = None) -> Method:
-    """Infer the training method of a file.
-
-    Keys decide; where they leave several recipes possible, the words of its names do.
+    """Infer the training method of a file from its keys, and from words in names if several recipes are possible.
 
     Args:
-        names: Of the file and its folder, the most telling first.
-        values: Its keys and plain values.
-        recipe: What the user says it is; ``None`` to infer it.
+        names: Names of the file and its folder, the most significant first.
+        values: Keys of the file with plain values.
+        recipe: Recipe chosen by the user; ``None`` to infer it.
 
     Raises:
-        ConfigError: It is a method that no recipe trains, and the user does not say what to make of it.
+        ConfigError: The name is that of a method that no recipe implements, and ``recipe`` is ``None``.
     """
     runs = [str(values[key]).rstrip("/").rpartition("/")[2] for key in _NAMES_OF_RUNS if values.get(key)]
-    told = [(name, word) for name in (*names, *runs) for word in re.split("[^a-z]+", name.lower())]
-    named = [(name, word) for name, word in told if word in _RECIPE_OF_WORDS or (word in _NOT_HERE and name in names)]
-    unknown = next((word for name, word in named if name == named[0][0] and word in _NOT_HERE), None)
-    if unknown and recipe is None:
-        found = f"the name {named[0][0]!r} says {unknown.upper()}, which no recipe trains"
-        raise ConfigError(Problem("--migrate", found, "write `--recipe` if the file is of another method all the same"))
+    words = [(name, word) for name in (*names, *runs) for word in re.split("[^a-z]+", name.lower())]
+    named = [pair for pair in words if pair[1] in _RECIPE_OF_WORDS or (pair[1] in _UNSUPPORTED and pair[0] in names)]
+    unsupported = next((word for name, word in named if name == named[0][0] and word in _UNSUPPORTED), None)
+    if unsupported and recipe is None:
+        found = f"the name {named[0][0]!r} says {unsupported.upper()}, which no recipe trains"
+        raise ConfigError(Problem("--migrate", found, "write `--recipe` if the file is for another method"))
     keys, possible = _narrow(values)
-    # Without a teacher, a model of that name is rather fine-tuned on a teacher's answers, if another word says so.
+    # A name with "distill" but no teacher is more likely that of a model or of data: other words take precedence.
     named.sort(key=lambda pair: _RECIPE_OF_WORDS.get(pair[1]) == "distill" and _TEACHER not in values)
     name, word = next((pair for pair in named if _RECIPE_OF_WORDS.get(pair[1]) in possible), ("", ""))
     inferred = _RECIPE_OF_WORDS[word] if word else possible[0] if keys else "sft"
     adapters = [key for key in _ADAPTER_KEYS if values.get(key) is True]
-    if inferred == "sft" and (adapters or {"lora", "qlora"} & {word for _, word in told}):
+    if inferred == "sft" and (adapters or {"lora", "qlora"} & {word for _, word in words}):
         inferred = "lora"
     why = [repr(name)] * bool(name) + [f"`{key}`" for key in (keys + adapters)[:3]]
     loss = word if word in _LOSSES and (recipe or inferred) == "dpo" and not values.get("loss_type") else None
@@ -93,17 +90,18 @@ def infer_method(names: Sequence[str], values: Mapping[str, Any], recipe: str | 
 
 
 def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
-    """Return the keys that identify the recipe, and the candidate recipes, the most likely first."""
-    telling = {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
+    """Return the keys that identify the recipe, and the possible recipes, the most likely first."""
+    evidence = {key: recipes for key, recipes in _RECIPES_OF_KEYS.items() if values.get(key) is not None}
     losses = values.get("loss_type")
     for loss in losses if isinstance(losses, list) else [losses]:
         if loss in load_table("dpo").keys["loss_type"].schema["items"]["enum"]:
-            telling["loss_type"] = ("dpo",)
+            evidence["loss_type"] = ("dpo",)
         elif loss in load_table("grpo").keys["loss_type"].schema["enum"]:
-            telling["loss_type"] = _OF_GROUPS
+            evidence["loss_type"] = _GROUP_RECIPES
     keys: list[str] = []
     possible: Sequence[str] = RECIPE_NAMES
-    for key, recipes in telling.items():
+    # A key that contradicts those before it is ignored.
+    for key, recipes in evidence.items():
         both = [recipe for recipe in (possible if keys else recipes) if recipe in recipes]
         if both:
             keys, possible = [*keys, key], both
@@ -112,10 +110,10 @@ def _narrow(values: Mapping[str, Any]) -> tuple[list[str], Sequence[str]]:
 
 def _doubt(recipe: str, keys: Sequence[str], possible: Sequence[str], adapters: Sequence[str]) -> str:
     if keys and recipe not in possible:
-        told = ", ".join(f"`{key}`" for key in keys[:3])
-        return f"{told} belong to {' or '.join(possible)}, and the recipe is {recipe}: it would be another method"
+        shown = ", ".join(f"`{key}`" for key in keys[:3])
+        return f"{shown} belong to {' or '.join(possible)}, and the recipe is {recipe}: it would be another method"
     if adapters and "use_peft" not in load_table(recipe).keys:
-        return f"`{adapters[0]}` trains an adapter, and the recipe {recipe} has none: it would be another method"
+        return f"`{adapters[0]}` trains an adapter, and recipe {recipe} supports none: it would be another method"
     return ""
 
 
@@ -123,10 +121,10 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
     """Convert legacy dataset keys; return the new keys and what the user should review.
 
     Args:
-        values: The legacy keys of the file, ``LEGACY_KEYS`` and ``COMPANIONS``, as plain values.
+        values: ``LEGACY_KEYS`` and ``COMPANIONS`` of the file, with plain values.
 
     Returns:
-        New keys (``None`` when they cannot be made out) and a remark, empty when nothing changed its meaning.
+        New keys (``None`` if the form is unknown), and a remark for the user (empty if there is nothing to review).
     """
     key = next(key for key in LEGACY_KEYS if key in values)
     legacy = values[key]
@@ -137,7 +135,8 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
         extra = {"test_split_size": legacy["test_split_size"]} if legacy.get("test_split_size") else {}
         legacy = legacy.get("datasets")
     if not isinstance(legacy, Sequence) or not all(
-        isinstance(item, Mapping) and item.keys() <= _READ for item in legacy
+        isinstance(item, Mapping) and item.keys() <= _ENTRY_KEYS and not isinstance(item.get("type"), Mapping)
+        for item in legacy
     ):
         return None, ""
     return _join([_convert_entry(item) for item in legacy], extra)
@@ -145,13 +144,13 @@ def convert_datasets(values: Mapping[str, Any]) -> tuple[dict[str, Any] | None, 
 
 def _convert_entry(item: Mapping[str, Any]) -> dict[str, Any]:
     name = item.get("id") or item.get("path") or item.get("name")
-    # Beside `path`, TRL's `name` is the configuration.
+    # With `path`, TRL's `name` is the configuration of a Hub dataset, as in `datasets.load_dataset`.
     config = item.get("config") or (item.get("name") if "path" in item else None)
     entry = {
         "name": name,
         "config": config,
         "split": item.get("split"),
-        # Theirs is a fraction of the dataset's own rows.
+        # Their weight is a fraction of the dataset's own rows, which is `repeat` here.
         "repeat": item.get("weight", item.get("fraction")),
     }
     return {key: value for key, value in entry.items() if value is not None}
@@ -190,9 +189,9 @@ class ShellCommand(NamedTuple):
     """A parsed shell command.
 
     Attributes:
-        script: Name of the script or the subcommand of ``trl``.
-        values: Keys and values of its flags.
-        launcher: The launcher's own flags, before the script.
+        script: Name of the script without suffix, or the subcommand of ``trl``.
+        values: Keys and values of the script's flags.
+        launcher: Words before the script: the launcher and its flags.
     """
 
     script: str
@@ -209,11 +208,11 @@ def parse_command_text(text: str, name: str) -> ShellCommand:
     """Parse a text with a single shell command.
 
     Args:
-        text: The command; lines may be joined by a backslash, comments are left out.
-        name: For errors.
+        text: The command; lines may end with a backslash, comments are ignored.
+        name: Location, for errors.
 
     Raises:
-        ConfigError: It is not one command of a script with flags, or it reads a file besides.
+        ConfigError: The text is not a single command with flags only, or the command also reads a YAML file.
     """
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -244,7 +243,7 @@ def parse_command_text(text: str, name: str) -> ShellCommand:
 
 def _read_flag(key: str, words: list[str]) -> tuple[str, Any]:
     if not words:
-        # Upstream's parser makes `--no_key` of a switch that is on by default.
+        # HfArgumentParser adds `--no_key` for a boolean that defaults to true.
         return (key.removeprefix("no_"), False) if key.startswith("no_") else (key, True)
     values = [_read_word(word) for word in words]
     return key, values[0] if len(values) == 1 else values
@@ -256,5 +255,5 @@ def _read_word(word: str) -> Any:
             return yaml.safe_load(word)
         except yaml.YAMLError:
             return word
-    # `no` is a value of `eval_strategy`.
+    # Not a boolean: `no` is a value of `eval_strategy`.
     return word if word.lower() in ("yes", "no", "on", "off") else plain_value(yaml.ScalarNode(_TEXT, word))

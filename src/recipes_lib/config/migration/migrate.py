@@ -1,4 +1,4 @@
-"""``recipes check --migrate``: convert a configuration of TRL or alignment-handbook, line by line."""
+"""``recipes check --migrate``: converts a configuration of TRL or alignment-handbook, line by line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from recipes_lib.config.loader import check_text, explain_unknown
+from recipes_lib.config.loader import check_text, explain_unknown, read_synonyms
 from recipes_lib.config.migration.legacy_files import (
     COMPANIONS,
     LEGACY_KEYS,
@@ -24,12 +24,14 @@ from recipes_lib.config.recipes import read_known, read_renames
 from recipes_lib.config.rules import COMMIT, are_shares
 from recipes_lib.config.settings import DECISIONS, Settings
 from recipes_lib.config.table import KeyTable, load_table
-from recipes_lib.config.values import Entry, is_secret_key, plain_value, read_entries, read_text
+from recipes_lib.config.values import INVALID, Entry, Reader, is_secret_key, plain_value, read_entries, read_text
 from recipes_lib.errors import ConfigError, Problem
 
 _WEIGHT_KEY = re.compile(r"\bweight(?=['\"]?\s*:)")
 _LENGTH_KEYS = {"max_length", "max_seq_length"}
 _TOKENIZER_KEYS = {"tokenizer_name_or_path", "tokenizer_name", "tokenizer"}
+_SAME_TEXTS = {"model_name_or_path", "output_dir", "lr_scheduler_type", "optim", "run_name", "hub_model_id"}
+"""Keys of text with the same values in other programs."""
 _REWARDS_OF_TRL = {"accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"}
 """Short names of reward functions in TRL's scripts, from ``trl.rewards``."""
 
@@ -39,9 +41,9 @@ class Change:
     """One change made by migration, or left to the user.
 
     Attributes:
-        line: Line of the old file; 0 when it concerns the file as a whole.
-        what: What was done, or what to decide.
-        by_hand: Whether the user has to decide or review.
+        line: Line number in the old file, from 1; 0 if it concerns the whole file.
+        what: Description of the change, or of the decision.
+        by_hand: Whether the user has to decide or review it.
     """
 
     line: int
@@ -53,10 +55,10 @@ class Migration(NamedTuple):
     """A converted file and its changes.
 
     Attributes:
-        text: The new file.
-        changes: Changes made, and those left to the user.
-        recipe: The recipe of the file.
-        is_ready: Whether it loads, and trains by the method of the old file.
+        text: Text of the new file.
+        changes: Changes made, and changes left to the user.
+        recipe: Recipe of the file.
+        is_ready: Whether the new file is valid and trains by the method of the old file.
     """
 
     text: str
@@ -66,18 +68,18 @@ class Migration(NamedTuple):
 
 
 def migrate(path: Path, recipe: str | None = None) -> Migration:
-    """Convert a configuration or a TRL command line to a valid file; order and comments are kept.
+    """Convert a configuration or a TRL command line; order and comments are kept.
 
-    A key that cannot be rewritten becomes a comment, and a change ``by_hand`` names it. What the result still lacks is
-    listed in the same way. A chat template that stands in the file is written to a file of its own beside ``path``.
+    A key that cannot be converted becomes a comment and a change ``by_hand``; so does every problem that remains in the
+    result. An inline chat template is written to a file beside ``path``.
 
     Args:
-        path: The old file.
-        recipe: The recipe that is to train by it; ``None`` to infer it from keys and names.
+        path: Path of the old file.
+        recipe: Recipe of the new file; ``None`` to infer it from keys and names.
 
     Raises:
-        ConfigError: The file cannot be read, repeats a key, is one JSON-like mapping in braces, or is of a method that
-            no recipe trains; or its chat template cannot be written.
+        ConfigError: The file cannot be read, repeats a key, is one mapping in braces, or is for a method that no recipe
+            implements; or the chat template cannot be written.
     """
     problems: list[Problem] = []
     text, names, launcher = read_text(path, problems), [path.stem, path.resolve().parent.name], ""
@@ -88,6 +90,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
         text = yaml.safe_dump(dict(command.values), sort_keys=False, allow_unicode=True, width=1000)
     entries = [] if text is None else read_entries(text, str(path), problems)
     lines = (text or "").splitlines()
+    # Edits replace whole lines, so each key must begin its own.
     for entry in entries:
         line, column = _position(entry)
         if lines[line][:column].strip():
@@ -98,7 +101,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
         raise ConfigError(*problems)
     method = infer_method(names, {entry.key: plain_value(entry.node) for entry in entries}, recipe)
     rewriter = _Rewriter(load_table(method.recipe), text, entries, path)
-    rewriter.settle()
+    rewriter.drop_ignored()
     rewriter.drop_overruled()
     for entry in entries:
         rewriter.rewrite(entry)
@@ -109,7 +112,7 @@ def migrate(path: Path, recipe: str | None = None) -> Migration:
     if launcher.count(" ") > 1:
         changes.append(Change(0, f"`{launcher}` is the launcher: see `recipes launch --hardware`", by_hand=True))
     if is_shell:
-        # A command has no lines of keys: each flag counts as one.
+        # Line numbers refer to the generated YAML, not to the command.
         changes = [replace(change, line=0) for change in changes]
     new_text = rewriter.apply()
     left = [Problem("", method.doubt, "write the `--recipe` of the file's own method")] if method.doubt else []
@@ -139,7 +142,7 @@ class _Rewriter:
         self.values = {entry.key: plain_value(entry.node) for entry in self.entries}
         self.taken = {*self.values}
 
-    def settle(self) -> None:
+    def drop_ignored(self) -> None:
         """Drop current keys that upstream ignored because of an old key in the same file."""
         entries, values = {entry.key: entry for entry in self.entries}, self.values
         if values.get("warmup_ratio") is not None and values.get("warmup_steps", 1) in (0, None):
@@ -148,7 +151,7 @@ class _Rewriter:
             self._give_way(entries["completion_only_loss"], "assistant_only_loss")
         recipe = self.table.recipe
         if recipe in ("ppo", "rloo") and values.get("sft_model_path") and values.get("model_name_or_path"):
-            # TRL took the policy from the first, and the tokenizer alone from the second.
+            # TRL's PPO loaded the policy from `sft_model_path`, and only the tokenizer from `model_name_or_path`.
             model = entries["model_name_or_path"]
             if values["model_name_or_path"] == values["sft_model_path"] or _TOKENIZER_KEYS & self.taken:
                 self._give_way(model, "sft_model_path")
@@ -157,16 +160,17 @@ class _Rewriter:
                 self.taken = self.taken - {model.key} | {"tokenizer_name_or_path"}
 
     def drop_overruled(self) -> None:
-        """Drop keys that have no effect because of another key, which upstream ignores silently."""
+        """Drop keys without effect because of another key (``DECISIONS``), which upstream ignored silently."""
         known = read_known(self.table.recipe)
-        names = {entry.key: known[entry.key].new if entry.key in known else entry.key for entry in self.entries}
+        keys = [entry.key for entry in self.entries]
+        names = {key: known[key].new if key in known else read_synonyms().get(key, key) for key in keys}
         values = {new: self.values[old] for old, new in names.items() if new}
         settings = Settings(self.table, str(self.path), {}, values)
         for decision in DECISIONS:
             decider = values.get(decision.decider)
-            # An invalid number of steps is refused when the result is read.
-            is_broken = decision.decider == "max_steps" and isinstance(decider, str)
-            if decider is None or is_broken or not decision.applies(settings):
+            # An invalid number of steps is reported when the result is validated.
+            is_invalid = decision.decider == "max_steps" and not isinstance(decider, int | float)
+            if decider is None or is_invalid or not decision.applies(settings):
                 continue
             for entry in self.entries:
                 has_no_effect = names[entry.key] == decision.key and self.values[entry.key] != decision.becomes
@@ -174,14 +178,14 @@ class _Rewriter:
                     self._give_way(entry, decision.decider)
 
     def rewrite(self, entry: Entry) -> None:
-        """Convert one key of the old file that is not settled yet."""
+        """Convert one key of the old file that has not been edited yet."""
         key, value = entry.key, self.values[entry.key]
         if _position(entry)[0] in self.edits:
             return
         if key in LEGACY_KEYS and not (key == "dataset_mixture" and isinstance(value, list)):
             self._rewrite_datasets(entry)
         elif key in COMPANIONS and self.taken & {"dataset_mixer", "dataset_mixer_list"}:
-            self._replace(entry, {}, f"`{key}` went into the datasets")
+            self._replace(entry, {}, f"`{key}` was merged into the datasets")
         elif key in self.table.keys:
             self._rewrite_value(entry, value)
         elif (
@@ -195,25 +199,28 @@ class _Rewriter:
             self._rewrite_retired(entry, value)
         elif is_secret_key(key):
             self._replace(entry, {}, f"deleted `{key}`: secrets come from the environment", by_hand=True)
+        elif (new := read_synonyms().get(key)) and self._takes(new, entry):
+            self._rename(entry, new, f"`{key}` became `{new}`: check that it has the same meaning", by_hand=True)
+            self.taken |= {new}
         else:
             problem = explain_unknown(entry, self.table, self.taken)
             self._comment_out(entry, f"{problem.found}; {problem.remedy}")
 
     def complete(self, method: Method) -> None:
-        """Add keys that the old file left to its script or to upstream's defaults."""
+        """Add keys that the old file left to the script or to upstream's defaults."""
         if method.loss_type:
             self.added["loss_type"] = method.loss_type
             what = f"added `loss_type: {method.loss_type}`: {method.why}"
             self.changes.append(Change(0, what))
         if method.loss_type == "orpo":
-            what = "ORPO's likelihood term is of the chosen answer here, as in the paper; TRL's counts the prompt too"
+            what = "ORPO's NLL term covers the chosen answer only, as in the paper; TRL's also covers the prompt"
             self.changes.append(Change(0, what, by_hand=True))
         if "output_dir" not in self.taken:
             self.added["output_dir"] = "trainer_output"
             self.changes.append(Change(0, "added `output_dir: trainer_output`, upstream's default"))
 
     def remark_on_meaning(self) -> None:
-        """Report keys whose meaning has changed."""
+        """Report keys whose meaning differs from upstream's."""
         self.changes += [
             Change(0, str(meaning), by_hand=True)
             for meaning in read_renames().meanings
@@ -221,9 +228,9 @@ class _Rewriter:
         ]
 
     def apply(self) -> str:
-        """Return the text with every edit made."""
+        """Return the text with all edits applied."""
         lines = list(self.lines)
-        # From the last line up, so that the numbers of those above stay valid.
+        # From the last line to the first, so that the indices of remaining edits stay valid.
         for first in sorted(self.edits, reverse=True):
             last, replacement = self.edits[first]
             lines[first : last + 1] = replacement
@@ -231,33 +238,43 @@ class _Rewriter:
         return "\n".join(lines) + "\n"
 
     def _give_way(self, entry: Entry, stronger: str) -> None:
-        self._replace(entry, {}, f"deleted `{entry.key}`: upstream went by `{stronger}`")
+        self._replace(entry, {}, f"deleted `{entry.key}`: upstream used `{stronger}`")
         self.taken = self.taken - {entry.key}
 
     def _rewrite_value(self, entry: Entry, value: Any) -> None:
         key = entry.key
         successor = read_renames().values.get((key, str(value)))
-        # TRL switches dropout off in the whole model, adapters too, before it compares log-probabilities or scores.
+        # TRL's `disable_dropout` (on by default) sets every dropout of the model to 0, including the adapter's.
         is_off = self.table.recipe in ("dpo", "reward") and self.values.get("disable_dropout") in (None, True)
         is_pinned = COMMIT.fullmatch(str(self.values.get("model_revision")))
         if successor:
-            self._replace(entry, {key: successor}, f"`{key}: {value}` became {successor}")
+            self._replace(entry, {key: yaml.safe_load(successor)}, f"`{key}: {value}` became {successor}")
         elif key == "dataset_mixture" and self.table.recipe != "pretrain":
             self._rewrite_weights(entry, value)
         elif value in (None, "None") and not self.table.keys[key].accepts("null"):
-            self._replace(entry, {}, f"deleted `{key}: {value}`: the default stands")
+            self._replace(entry, {}, f"deleted `{key}: {value}`: the default applies")
         elif value == "None":
             self._replace(entry, {key: None}, f"`{key}: None` became null")
         elif key == "lora_dropout" and value and is_off:
-            self._replace(entry, {key: 0}, f"`{key}: {value}` became 0, which TRL's `disable_dropout` made of it")
+            self._replace(entry, {key: 0}, f"`{key}: {value}` became 0, as by TRL's `disable_dropout`")
         elif key == "trust_remote_code" and value is True and not is_pinned:
-            # Without the line a model whose code is not in transformers is refused when it is loaded.
-            what = "would run whatever code the Hub holds that day; restore it with `model_revision:` as a commit"
-            self._comment_out(entry, f"`{key}` {what}, if the model is not in transformers")
+            # Most models are in transformers and do not need the key.
+            what = "would run unpinned code from the Hub; if the model is not in transformers, restore it and set"
+            self._comment_out(entry, f"`{key}` {what} `model_revision:` to a commit")
         elif key == "reward_funcs":
             functions = [_name_reward(name) for name in (value if isinstance(value, list) else [value])]
             if functions != value:
                 self._replace(entry, {key: functions}, f"`{key}` became {functions}")
+
+    def _takes(self, key: str, entry: Entry) -> bool:
+        """Return whether ``key`` is not set yet, and accepts the value of its synonym."""
+        if key not in self.table.keys or key in self.taken:
+            return False
+        schema = self.table.keys[key].schema
+        # Texts often have other values elsewhere, such as names of templates and datasets.
+        if {"string", "array", "object"} & {*schema["type"]} and key not in _SAME_TEXTS:
+            return False
+        return Reader(entry.locate, []).read(key, entry.node, schema) is not INVALID
 
     def _accepts_null(self, key: str) -> bool:
         return key not in self.table.keys or self.table.keys[key].accepts("null")
@@ -269,7 +286,7 @@ class _Rewriter:
                 path.write_text(template, encoding="utf-8")
             elif path.read_text(encoding="utf-8") != template:
                 raise ConfigError(
-                    Problem(str(path), "exists, and is not the chat template of the file", "move it away")
+                    Problem(str(path), "exists, with content other than the chat template of the file", "move it away")
                 )
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
@@ -279,13 +296,15 @@ class _Rewriter:
         self.taken |= {"chat_template_path"}
 
     def _rewrite_weights(self, entry: Entry, parts: Any) -> None:
-        """Convert fine-tuning weights that are not shares to ``repeat``."""
+        """Rename ``weight`` to ``repeat`` in a fine-tuning mixture whose weights are not shares."""
         parts = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
         if not any("weight" in part for part in parts) or any("repeat" in part for part in parts):
             return
         first, _ = _position(entry)
         if are_shares(parts):
-            what = "`weight` in `dataset_mixture` is a share of all rows; `repeat` is how often an entry's rows come up"
+            what = (
+                "`weight` in `dataset_mixture` is a share of all rows; `repeat` is the number of passes over an entry"
+            )
             self.changes.append(Change(first + 1, what, by_hand=True))
             return
         last = _last_line(entry.node, first)
@@ -296,13 +315,16 @@ class _Rewriter:
     def _rewrite_retired(self, entry: Entry, value: Any) -> None:
         retired = read_known(self.table.recipe)[entry.key]
         new = retired.rewrite(value)
+        # null meant the default, which is here the key left out.
         if value in (None, "None") and new and all(not self._accepts_null(key) for key in new):
             new = {}
         if new is None:
             self._comment_out(entry, f"`{entry.key}` {retired.found}; {retired.remedy}")
             return
+        # Without a maximum length nothing is too long, and `overlong` would be an error.
         if "overlong" in new and not self.taken & _LENGTH_KEYS:
             new = {}
+        # The file has the successor too: keep it.
         present = [key for key in new if key in self.taken]
         if present:
             self._replace(entry, {}, f"deleted `{entry.key}`: `{present[0]}` is set as well", by_hand=True)
@@ -327,12 +349,12 @@ class _Rewriter:
             self.changes.append(Change(_position(entry)[0] + 1, remark, by_hand=True))
         self.taken |= set(new)
 
-    def _rename(self, entry: Entry, new: str) -> None:
+    def _rename(self, entry: Entry, new: str, what: str = "", *, by_hand: bool = False) -> None:
         line, column = _position(entry)
         rest = self.lines[line][column:]
-        # The old name ends where the colon (or the closing quote and the colon) begins.
+        # The old name, including any quotes, ends at the first colon.
         self.edits[line] = (line, [self.lines[line][:column] + new + rest[rest.index(":") :]])
-        self.changes.append(Change(line + 1, f"`{entry.key}` became `{new}`"))
+        self.changes.append(Change(line + 1, what or f"`{entry.key}` became `{new}`", by_hand))
 
     def _replace(self, entry: Entry, new: Mapping[str, Any], what: str, *, by_hand: bool = False) -> None:
         line, column = _position(entry)
@@ -348,7 +370,7 @@ class _Rewriter:
 
 
 def _name_reward(name: Any) -> Any:
-    """Return the import path of a reward function as TRL's scripts name it: ``package.module.function``, or short."""
+    """Return the import path ``module:function`` of a reward function in TRL's spelling: dotted, or a short name."""
     if name in _REWARDS_OF_TRL:
         return f"trl.rewards:{name}"
     is_dotted = isinstance(name, str) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", name)
@@ -356,7 +378,7 @@ def _name_reward(name: Any) -> Any:
 
 
 def _position(entry: Entry) -> tuple[int, int]:
-    """Return line and column of a key, from 0."""
+    """Return line and column of a key, both from 0."""
     assert entry.key_node is not None
     mark = entry.key_node.start_mark
     assert mark is not None
@@ -364,10 +386,10 @@ def _position(entry: Entry) -> tuple[int, int]:
 
 
 def _last_line(node: yaml.Node, first: int) -> int:
-    """Return the last line of a value; YAML's end mark of a block is after the comments that follow."""
+    """Return the last line of a value, from 0: PyYAML's end mark of a block is after the comments that follow it."""
     assert node.end_mark is not None
     if isinstance(node, yaml.ScalarNode):
-        # The end mark of a block scalar, and any at column 0, is on the line after the value.
+        # The end mark of a block scalar, and any end mark at column 0, is on the line after the value.
         inside = node.style in ("|", ">") or node.end_mark.column == 0
         return max(first, int(node.end_mark.line) - (1 if inside else 0))
     assert isinstance(node, yaml.CollectionNode)
