@@ -138,7 +138,7 @@ def test_an_answer_beyond_the_model_s_positions_is_an_error_or_nan(reward_model:
 
 def test_an_answer_of_no_tokens_is_told_and_not_scored(reward_model: RewardModel) -> None:
     """As where the tokenizer is none that knows the words."""
-    with pytest.raises(DataError, match="answer 1: the reward model's tokenizer makes no token of it"):
+    with pytest.raises(DataError, match="answer 1: the reward model's tokenizer returns no tokens for it"):
         reward_model.compute_raw_scores([[1, 2], []])
 
 
