@@ -85,7 +85,7 @@ def test_missing_superfluous_and_misshapen_weights_are_named_together(model_dir:
         load_causal_lm(config_for(model_dir), "sdpa")
     assert [problem.found for problem in caught.value.problems] == [
         f"the checkpoint of {model_dir} lacks model.norm.weight",
-        "LlamaForCausalLM has no place for score.weight",
+        "LlamaForCausalLM has no weights called score.weight",
         f"the checkpoint of {model_dir} has other shapes: model.embed_tokens.weight (511, 64) for (512, 64)",
     ]
 
@@ -217,7 +217,7 @@ def test_a_model_may_do_without_special_tokens_that_no_row_needs(tiny_tokenizer_
     tokenizer.add_tokens(["<image_soft_token>"], special_tokens=True)
     config = LlamaConfig(vocab_size=512)
     assert check_agreement(config, GenerationConfig(), tokenizer) == []
-    told = "; no text may spell <image_soft_token>, for which the model has no embedding"
+    told = "; no text may contain <image_soft_token>, for which the model has no embedding"
     assert describe_spare_tokens(config, tokenizer) == told
     assert describe_spare_tokens(LlamaConfig(vocab_size=513), tokenizer) == ""
 

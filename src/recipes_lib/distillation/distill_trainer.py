@@ -226,9 +226,7 @@ def prepare_teaching(
     return TeacherSource(None, read_store(identity, data.train), TeacherCollator(collate, identity.format))
 
 
-def verify_first_sums(
-    sums: DistillationSums, dtype: torch.dtype, kind: str = "labels", *, is_own_teacher: bool
-) -> str:
+def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, kind: str = "labels", *, is_own_teacher: bool) -> str:
     """Verify the sums of the first batch of a run, before any update.
 
     Args:

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, TrainerCallback, TrainingArguments
 
 from recipes_lib.config.schema import RecipeConfig
 from recipes_lib.data.masking import IGNORE_INDEX
+from recipes_lib.errors import ConfigError, Problem
 from recipes_lib.losses.distillation import DistillationSums
 from recipes_lib.models.generation import GenerateBackend, Sampling, mask_answers, read_stop_ids
 from recipes_lib.models.inference import evaluating
@@ -242,19 +243,27 @@ def prepare_answers(
         teacher_config: Configuration of the teacher.
         vocabulary: Result of ``map_teacher_vocabulary``.
         collate: Collator from rows to a batch.
+
+    Raises:
+        ConfigError: A model has no positions for a prompt before an answer of ``response_length`` tokens.
     """
-    keys = config.distillation
+    keys, length = config.distillation, config.rewards.response_length
     if not keys.lmbda:
         return None
     configs = load_model_config(config.model)[0], teacher_config
     limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
+    max_length = min((limit for limit in limits if limit is not None), default=None)
+    # Otherwise every document would be dropped, and on-policy steps would train on nothing.
+    if max_length is not None and max_length <= length:
+        found = f"{length} tokens leave no room for a prompt in the {max_length} positions of student and teacher"
+        raise ConfigError(Problem("response_length", found, f"write less than {max_length}"))
     return OnPolicyAnswers(
         lmbda=keys.lmbda,
         seed=args.seed,
-        response_length=config.rewards.response_length,
+        response_length=length,
         temperature=keys.sampling_temperature,
         num_tokens=len(vocabulary.teacher_ids),
-        max_length=min((limit for limit in limits if limit is not None), default=None),
+        max_length=max_length,
         batch_size=args.per_device_eval_batch_size,
         precision=build_autocast(args),
         collate=collate,
