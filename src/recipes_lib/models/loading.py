@@ -208,7 +208,7 @@ def load_pretrained(
     """
     verify_remote_code(config)
     name = str(config.model_name_or_path)
-    # Before loading: for an index that names missing tensors, transformers allocates tens of GB before it fails.
+    # Before loading: with an index whose names match no tensors, transformers allocates tens of GB before it fails.
     if damage := find_damage(Path(name)):
         raise ConfigError(Problem("model_name_or_path", f"{name}: {damage}", "save or download the model again"))
     with explained("model_name_or_path", name), without_report():
@@ -241,7 +241,7 @@ def load_pretrained(
         if keys
     ]
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*(_explain_quantization(config) or problems))
     freeze_outside_text(model)
     register_gather_hooks(model)
     # transformers 5.23 no longer sets it; adapters record it as the revision of their base.
@@ -251,6 +251,15 @@ def load_pretrained(
     model.config.use_cache = False
     model.train()
     return model, missing
+
+
+def _explain_quantization(config: ModelConfig) -> list[Problem]:
+    """Return a problem if a checkpoint is quantised: its tensors have other names and shapes than the architecture."""
+    settings = getattr(load_model_config(config)[0], "quantization_config", None) or {}
+    found = f"the checkpoint of {config.model_name_or_path} is quantised ({settings.get('quant_method')})"
+    bits = [f"set {key}: true and use_peft: true, or " for key in ("load_in_4bit", "load_in_8bit") if settings.get(key)]
+    remedy = f"{''.join(bits)}name the model that it was made from"
+    return [Problem("model_name_or_path", found, remedy)] if settings else []
 
 
 def find_commit(name: str, revision: str | None) -> str | None:
@@ -387,7 +396,9 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
 
 
 def _first_line(error: Exception) -> str:
-    words = str(error).strip().partition("\n")[0]
+    first, _, rest = str(error).strip().partition("\n")
+    # Validation errors give the reason on the second line.
+    words = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
     return words if isinstance(error, OSError | ValueError) and words else f"{type(error).__name__} {words}".strip()
 
 

@@ -13,6 +13,7 @@ from recipes_lib.errors import DataError
 from recipes_lib.files import read_record
 
 _WEIGHTS: Final = ("model*.safetensors", "adapter_model*.safetensors")
+_LFS: Final = b"version https://git-lfs"
 INDEX: Final = "model.safetensors.index.json"
 MODEL_FILES: Final = (
     *(*_WEIGHTS, INDEX, "config.json", "adapter_config.json", "generation_config.json", "reward_scale.json"),
@@ -64,7 +65,15 @@ def find_damage(folder: Path) -> str | None:
             with safe_open(folder / name, framework="numpy") as tensors:
                 if not tensors.keys():
                     return f"{name} holds no tensor"
-        except (OSError, SafetensorError) as error:
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except SafetensorError as error:
+            # A clone without Git LFS has small text files in place of the weights.
+            with (folder / name).open("rb") as file:
+                is_pointer = file.read(len(_LFS)) == _LFS
+            reason = "is a Git LFS pointer: run git lfs pull" if is_pointer else f"cannot be opened again: {error}"
+            return f"{name} {reason}"
+        except OSError as error:
             return f"{name} cannot be opened again: {error}"
     return None
 

@@ -120,6 +120,9 @@ def test_an_adapter_without_a_task_fits_any(saved):
         ({"bias": "all"}, "trains biases of the base"),
         ({"init_lora_weights": "pissa_niter_16"}, "no file contains"),
         ({"init_lora_weights": "olora"}, "no file contains"),
+        ({"init_lora_weights": "corda"}, "no file contains"),
+        ({"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}, "no file contains"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "replicates layers"),
     ],
 )
 def test_what_cannot_be_loaded_as_it_was_is_refused(saved, changes, found):

@@ -24,8 +24,8 @@ ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 
 TaskType = Literal["CAUSAL_LM", "SEQ_CLS"]
 
-TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora")
-"""Prefixes of ``init_lora_weights`` that subtract the initial adapter from the base weights."""
+TAKEN_OUT_OF_WEIGHTS: Final = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Prefixes of ``init_lora_weights`` that change the base weights, mostly by subtracting the initial adapter."""
 
 _BASE = ".base_layer."
 
@@ -150,6 +150,8 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
     if has_such_an_init(saved):
         found = f"belongs to base weights changed by {saved.init_lora_weights}, which no file contains"
         yield found, "name the output directory of its run, not a checkpoint"
+    if saved.layer_replication:
+        yield "replicates layers of the base, which stay when it is disabled", "merge it with PEFT first"
 
 
 def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str, str]]:
@@ -223,9 +225,9 @@ def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
     base = unwrap_adapter(model)
     for module in base.modules():
         is_layer = not hasattr(module, "base_layer") or hasattr(module.base_layer, "weight")
-        if hasattr(module, "modules_to_save") or not is_layer:
+        if hasattr(module, "modules_to_save") or hasattr(module, "token_adapter") or not is_layer:
             raise ValueError(
-                "an adapter on bare parameters, or with fully trained modules, cannot be merged weight by weight"
+                "an adapter on bare parameters, or with fully trained modules or tokens, is not merged weight by weight"
             )
     adapted = tuple(f"{name}." for name, module in base.named_modules() if hasattr(module, "base_layer"))
     for name, parameter in base.named_parameters():
