@@ -68,11 +68,11 @@ def test_a_plain_generation_is_the_likeliest_token_whatever_the_model_comes_with
     plain = model.generate(**given, generation_config=build_plain_generation([], 1, 4))
     assert plain.shape == (2, 7)
     assert plain[0, 3] == model(input_ids=input_ids[:1]).logits[0, -1].argmax()
-    settings = {"do_sample": True, "temperature": 9.0, "repetition_penalty": 3.0, "num_return_sequences": 2}
+    settings = {"temperature": 9.0, "repetition_penalty": 3.0, "num_return_sequences": 2}
     settings |= {"suppress_tokens": plain.flatten().tolist(), "bad_words_ids": [[int(plain[1, 3])]]}
     settings |= {"stop_strings": ["e"], "return_dict_in_generate": True, "min_new_tokens": 3, "max_time": 1e-9}
     for name, value in settings.items():
-        model.generation_config = GenerationConfig(**{name: value})
+        model.generation_config = GenerationConfig(do_sample=True, **{name: value})
         assert model.generate(**given, generation_config=build_plain_generation([], 1, 4)).tolist() == plain.tolist()
     model.generation_config = GenerationConfig(min_new_tokens=3)
     stopped = model.generate(

@@ -98,7 +98,7 @@ def test_a_model_whose_layers_say_something_else_is_refused(tiny_model_dir: Path
         return output
 
     model.base_model.forward = forward
-    with pytest.raises(ConfigError, match="is not what it returns"):
+    with pytest.raises(ConfigError, match="are not the hidden states"):
         verify_layers(model, attentions=False)
 
 

@@ -148,11 +148,13 @@ class DistillationTrainer(SFTTrainer):
         sums: DistillationSums = output.result
         if self._is_first_step:
             self._is_first_step = False
+            # Not in a resumed run, whose student has been trained.
             if self.state.global_step == 0:
                 dtypes = (get_rounding_dtype(self.model, self.args), self._teacher_dtype)
                 dtype = min(dtypes, key=lambda dtype: dtype.itemsize)
                 kind = "labels" if answered is None else "its answers"
                 self.observer.progress.say(verify_first_sums(sums, dtype, kind, is_own_teacher=self._is_own_teacher))
+        # All terms are sums over targets; compute_share divides by the targets of the whole step.
         loss_sum = sums.loss_sum + self.layers.weigh(parts)
         loss = self.compute_share(loss_sum, sums.num_targets, num_items_in_batch, output.aux_loss, num_tokens)
         if answered is None:
@@ -246,6 +248,7 @@ def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, kind: str = "l
     divergence, nll, teacher_nll = (
         float(figure) / num_targets for figure in (sums.divergence_sum, sums.nll_sum, sums.teacher_nll_sum)
     )
+    # Written so that NaN fails too.
     allowed = 4 * torch.finfo(dtype).eps
     if is_own_teacher and not abs(divergence) <= allowed:
         raise DivergedError(

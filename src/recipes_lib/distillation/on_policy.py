@@ -106,6 +106,7 @@ class OnPolicyAnswers:
         On-policy steps are evenly spaced, so that in any window their share is as close to ``lmbda`` as possible; the
         seed sets the offset.
         """
+        # The same for all steps of a run, resumed ones included.
         phase = float(np.random.default_rng(self.seed).random())
         # As in Bresenham's line algorithm: a step is due when the sum of lmbda over steps passes a whole number.
         return math.floor((step + 1) * self.lmbda + phase) > math.floor(step * self.lmbda + phase)
@@ -250,6 +251,7 @@ def prepare_answers(
     keys, length = config.distillation, config.rewards.response_length
     if not keys.lmbda:
         return None
+    # Learned or scaled positions limit both models; rotary ones without a limit give None.
     configs = load_model_config(config.model)[0], teacher_config
     limits = [getattr(each.get_text_config(), "max_position_embeddings", None) for each in configs]
     max_length = min((limit for limit in limits if limit is not None), default=None)

@@ -215,6 +215,7 @@ def identify_store(config: RecipeConfig, vocabulary: VocabularyMap, rows: Mappin
         "k": k,
         "temperature": distillation.distillation_temperature,
     }
+    # Fixed by the identity, so that a resumed run finds the same shards.
     rows_per_shard = max(1, SHARD_TOKENS // int(rows["max_length"]))
     return StoreIdentity(find_root(config), compute_key(inputs), inputs, RecordFormat(k, num_tokens), rows_per_shard)
 
@@ -228,6 +229,7 @@ def identify_teacher(config: RecipeConfig) -> dict[str, str]:
     chosen = choose_teacher(config)
     folder = Path(str(chosen.model_name_or_path))
     if folder.is_dir():
+        # Content rather than path: a retrained teacher in the same folder is another teacher.
         files = sorted(path for path in (*folder.glob("*.safetensors"), folder / "config.json") if path.is_file())
         return {path.name: compute_digest(path).hex() for path in files}
     load_model_config(chosen)  # Downloads config.json, so that the cache knows the commit of the revision.
@@ -264,6 +266,7 @@ def write_store(
                 if not path.exists():
                     asked = [numbers[first : first + batch_size] for first in range(0, len(numbers), batch_size)]
                     parts = [identity.format.encode(*compute([rows[number] for number in some])) for some in asked]
+                    # .npy at the end, since np.save appends it otherwise.
                     partial = path.with_name(".partial.npy")
                     np.save(partial, np.concatenate(parts))
                     # A resumed run takes an existing shard as complete, so its data must be on disk before the rename.
@@ -367,6 +370,7 @@ def load_teacher(
     chosen, where = choose_teacher(config), config.provenance.get(TEACHER, TEACHER)
     try:
         model_config, _ = load_model_config(chosen)
+        # The student's kernel, because both models read the same batches.
         requested = replace(chosen, attn_implementation=attention.implementation)
         choose_attention(requested, model_config, args, packing=config.tokens.packing, flattens=True)
         # adopt_vocabulary permutes the rows of the embeddings, which needs unsharded weights.

@@ -126,6 +126,7 @@ class GenerateBackend:
         ids, mask = (part.to(device) for part in pad_left(prompts, self._sampling.pad_id))
         uniforms, rows = uniforms.to(device), torch.arange(len(prompts), device=device)
         length, done = self._sampling.response_length, 0
+        # In the order of the prompts; `rows` are the indices of the answers that have not ended.
         response_ids = torch.full((len(prompts), length), self._sampling.pad_id, device=device)
         engine_logps = torch.zeros(len(prompts), length, device=device)
         cache = build_cache(policy, ids.shape[1] + length)
@@ -184,6 +185,7 @@ def set_stop_tokens(
 
     Source: transformers ``GenerationConfig.eos_token_id``; see ``tests/models/test_stop_tokens.py``.
     """
+    # A tokenizer may have no EOS token; set_stop_tokens keeps what there is.
     stops = {*read_stop_ids(model), tokenizer.eos_token_id, *terminators} - {None}
     model.generation_config.eos_token_id = sorted(stops)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -240,6 +242,12 @@ def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens:
     """
     return _PlainGeneration(  # type: ignore[no-untyped-call]
         do_sample=False,
+        num_beams=1,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(stop_ids) or None,
         pad_token_id=pad_id,
@@ -326,6 +334,7 @@ class HalfEnded(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:
         """Return whether to stop, ``bool (B,)``, equal for all rows."""
+        # generate continues rows with padding after their stop token, so the result is accumulated.
         self.has_ended |= torch.isin(input_ids[:, -1], self._stop_ids)
         # generate would continue other rows of a mixed result; all equal, it returns.
         return (2 * self.has_ended.sum() >= len(self.has_ended)).expand(len(self.has_ended))

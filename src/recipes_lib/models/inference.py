@@ -60,6 +60,7 @@ def kernel_precision(model: Any, *, is_packed: bool = False) -> Iterator[None]:
     elif not is_flash:
         yield
     else:
+        # flash-attention on a CPU: the equivalent kernel for the same batch layout.
         register_varlen()
         inner.set_attn_implementation("varlen")
         try:
@@ -173,6 +174,7 @@ class RandomStates:
         # The global generator of numpy, which data collators and libraries use.
         numpy_state = np.random.get_state()  # noqa: NPY002
         is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        # Reading the states would initialise CUDA, which fails in forked workers.
         cuda_states = torch.cuda.get_rng_state_all() if is_used else []
         return cls(random.getstate(), numpy_state, torch.get_rng_state(), cuda_states)
 

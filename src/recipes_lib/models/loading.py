@@ -95,6 +95,7 @@ def load_tokenizer(config: ModelConfig, tokens: TokensConfig) -> PreTrainedToken
             revision=config.tokenizer_revision or (None if is_own else config.model_revision),
             trust_remote_code=config.trust_remote_code,
         )
+    # All problems are collected before raising.
     problems = []
     if not tokenizer.is_fast:
         remedy = "use a model with a tokenizer.json: the loss mask needs the offsets of a fast tokenizer"
@@ -249,6 +250,7 @@ def load_pretrained(
     keep_differentiable(model)
     # With a KV cache, transformers does not isolate packed documents; generate() has its own setting.
     model.config.use_cache = False
+    # from_pretrained returns the model in evaluation mode.
     model.train()
     return model, missing
 
@@ -302,6 +304,7 @@ def check_agreement(
         problems.append(
             Problem("tokenizer_name_or_path", found, "use the model's own tokenizer, or resize the model first")
         )
+    # Either configuration may give the start token; some checkpoints update only one of them.
     starts = _ids(generation_config.bos_token_id) | _ids(text.bos_token_id)
     if starts and tokenizer.bos_token_id is not None and tokenizer.bos_token_id not in starts:
         names = " or ".join(repr(tokenizer.convert_ids_to_tokens(token_id)) for token_id in sorted(starts))

@@ -174,6 +174,7 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
     # A list of end tokens may have as many elements as there are layers.
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and name != "eos_token_id"}
     by_layer = {name: value for name, value in lists.items() if len(value) == count}
+    # After by_layer, which compares lengths with the old number.
     config.num_hidden_layers = len(layers)
     for name, value in by_layer.items():
         setattr(config, name, [value[number - 1] for number in layers])
@@ -211,6 +212,7 @@ def find_outside_text(model: Any) -> list[str]:
     """
     if model.config.get_text_config() is model.config:
         return []
+    # The decoder is the text model; without one beside other modules, it is the base model itself.
     paths = {id(module): path for path, module in model.named_modules()}
     text, base = paths[id(model.get_decoder())], paths[id(model.base_model)]
     if text == base:

@@ -107,6 +107,7 @@ def train_tokenizer(
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            # Maps bytes to printable characters only: its own pattern is that of GPT-2, replaced by the Split above.
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -115,6 +116,7 @@ def train_tokenizer(
         vocab_size=vocab_size,
         min_frequency=_MIN_FREQUENCY,
         special_tokens=list(specials),
+        # All 256 bytes, so that there are no unknown tokens; sorted for reproducible ids.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=show_progress,
     )
@@ -133,6 +135,7 @@ def measure_usage(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> T
     num_bytes, counts = 0, np.zeros(len(tokenizer), np.int64)
     for batch in _batch(texts):
         encodings = tokenizer.backend_tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        # One bincount per batch rather than per text: V counts are added each time.
         ids = np.concatenate([np.asarray(encoding.ids, np.int64) for encoding in encodings])
         counts += np.bincount(ids, minlength=len(counts))
         num_bytes += sum(map(count_bytes, batch))
@@ -222,6 +225,7 @@ def adopt_vocabulary(model: PreTrainedModel, vocabulary: VocabularyMap, where: s
     probe = torch.linspace(0, len(ids) - 1, min(NUM_PROVED, len(ids))).long()
     # (NUM_PROVED, V): logits of the student's tokens in its order.
     expected = _compute_logits(model, ids[probe])[:, ids]
+    # Checked before the projection gets a new parameter.
     is_tied = embedding.weight is projection.weight
     _take_rows(projection, ids)
     if is_tied:
@@ -241,6 +245,7 @@ def _read_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the tokenisation rules of a fast tokenizer by name, without token ids."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     model = dict(state["model"])
+    # BPE and WordPiece have a mapping to ids, Unigram a list of tokens with their scores, which are rules.
     vocabulary = model.pop("vocab", None)
     scores = dict(vocabulary) if isinstance(vocabulary, list) else None
     rules = {name: state[name] for name in ("normalizer", "pre_tokenizer")}

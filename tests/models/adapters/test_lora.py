@@ -144,7 +144,7 @@ def test_switched_off_the_model_is_its_base_to_the_bit_and_nothing_remembers(who
 def test_a_base_without_what_the_adapter_took_is_no_reference(init):
     adapted = adapt(build_model("llama"), init_lora_weights=init)
     assert is_taken_out_of_weights(adapted)
-    with pytest.raises(ValueError, match="no base"), adapters_off(adapted):
+    with pytest.raises(ValueError, match="no reference model"), adapters_off(adapted):
         pass
 
 

@@ -124,7 +124,7 @@ def test_any_other_difference_from_the_checkpoint_is_refused(model_dir: Path) ->
     save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError) as caught:
         load_reward_model(config_for(model_dir), "sdpa", seed=0)
-    for words in ("score.weight (2, 64) for (1, 64)", "no place for v_head.weight", "lacks model.norm.weight"):
+    for words in ("score.weight (2, 64) for (1, 64)", "has no weights called v_head.weight", "lacks model.norm.weight"):
         assert words in str(caught.value)
 
 

@@ -87,6 +87,7 @@ def add_adapter(
     if problems := [*check_layers(model, config)]:
         raise ConfigError(*problems)
     init, whole, tied = config.init_lora_weights, *name_whole_modules(model, config)
+    # These initialisations change the base weights, which get_peft_model does in place.
     before = compute_probe_logits(model) if init in TAKEN_OUT_OF_WEIGHTS else None
     settings = LoraConfig(
         task_type=task_type,
@@ -105,6 +106,7 @@ def add_adapter(
     with torch.random.fork_rng(), without_old_name():
         torch.manual_seed(seed)
         adapted = get_peft_model(model, settings, revision=read_commit(model.config))
+    # Named layers may have been converted to expert parameters by PEFT.
     verify_layers(adapted, "lora_target_modules")
     if tied:
         _verify_tie(adapted)
@@ -158,6 +160,7 @@ def load_adapter(
     problems = [*check_saved(saved, folder, task_type), *([] if on_any_base else check_base(saved, model.config))]
     if problems:
         raise ConfigError(*(Problem(key, f"{name} {found}", remedy) for found, remedy in problems))
+    # An adapter without a task gets that of the model, which selects PEFT's wrapper class.
     saved.lora_dropout, saved.task_type = dropout, task_type
     with explained(key, name), without_old_name():
         try:
@@ -190,6 +193,7 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
     Raises:
         ConfigError: The weights and the configuration disagree, there is no head, or the adapter is on bare parameters.
     """
+    # A causal language model has no `score` module: the head is separate, and the adapter is loaded without it.
     weights = load_file(folder / ADAPTER_WEIGHTS)
     head = weights.pop(_SAVED_HEAD, None)
     saved = PeftConfig.from_pretrained(str(folder))
@@ -220,6 +224,7 @@ def load_fresh_base(model: PeftModel) -> PreTrainedModel:
     settings, base = model.peft_config[model.active_adapter], model.get_base_model()
     auto_class = AutoModelForSequenceClassification if settings.task_type == "SEQ_CLS" else AutoModelForCausalLM
     device = find_device(base)
+    # 20 % for activations of the verification.
     if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < 1.2 * base.get_memory_footprint():
         device = torch.device("cpu")
     options = {"num_labels": base.config.num_labels} if settings.task_type == "SEQ_CLS" else {}
@@ -463,6 +468,7 @@ def find_experts(model: PreTrainedModel, paths: Iterable[str]) -> set[str]:
 
     Shared experts or dense layers can have the same name; their adapter could then not be loaded again.
     """
+    # One PEFT query per distinct name rather than per layer.
     last_names = {path: path.rpartition(".")[2] for path in paths}
     taken = {name for name in set(last_names.values()) if takes_experts(model, [name])}
     return {path for path, name in last_names.items() if name in taken}

@@ -58,6 +58,7 @@ class AdapterScorer(nn.Module):
         with role(model, self._name), kernel_precision(model):
             # The outermost module, whose call FSDP2 prepares in its root pre-forward hook. (S, D).
             output = model(**inputs, states_at=last_positions)
+        # In float32, as in add_score_head: differences of scores have few significant digits.
         with torch.autocast(output.result.device.type, enabled=False):
             scores = self.head(output.result.float()).squeeze(-1)
         return ScoreOutput(scores, output.aux_loss)
@@ -80,6 +81,7 @@ def add_critic(model: Any, folder: Path | None = None) -> AdapterScorer:
     else:
         with without_old_name():
             model.add_adapter(CRITIC, copy.deepcopy(model.peft_config[model.active_adapter]))
+    # PEFT adds further adapters frozen.
     for name, parameter in model.named_parameters():
         if f".{CRITIC}." in name:
             parameter.requires_grad_(True)
@@ -121,6 +123,7 @@ def role(model: Any, name: Role) -> Iterator[None]:
         return
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     before = model.active_adapter
+    # Exactly one adapter is neither critic nor reward model.
     (policy,) = (adapter for adapter in model.peft_config if adapter not in (CRITIC, REWARD))
     try:
         _switch(model, {"policy": policy, "critic": CRITIC, "reward": REWARD}[name], flags)
@@ -134,6 +137,7 @@ def role(model: Any, name: Role) -> Iterator[None]:
 
 
 def _switch(model: Any, adapter: str, flags: list[tuple[nn.Parameter, bool]]) -> None:
+    # set_adapter walks all modules, so it is called only if needed.
     if model.active_adapter != adapter:
         model.set_adapter(adapter)
         for parameter, flag in flags:

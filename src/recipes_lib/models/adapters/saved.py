@@ -130,6 +130,7 @@ def restate_for_original_base(folder: Path, initial_factors: dict[str, Tensor]) 
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     settings = LoraConfig.from_pretrained(str(folder))
     settings.r *= 2
+    # The scale is alpha / r, or alpha / sqrt(r) for rsLoRA.
     settings.lora_alpha *= 2**0.5 if settings.use_rslora else 2
     settings.init_lora_weights = True
     settings.save_pretrained(str(folder))
@@ -163,6 +164,7 @@ def check_base(saved: PeftConfig, base: PreTrainedConfig) -> Iterator[tuple[str,
         remedy = f"name that one, or write {given} into its {ADAPTER_CONFIG} if they are the same"
         yield f"was trained on {wanted}, and the model is {given}", remedy
         return
+    # Branches and tags may move, so only full commit hashes are compared.
     commits = [saved.revision or "", read_commit(base) or ""]
     if commits[0] != commits[1] and all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in commits):
         yield (
@@ -229,6 +231,7 @@ def _base_parameters(model: Any) -> Iterator[tuple[str, Any]]:
             raise ValueError(
                 "an adapter on bare parameters, or with fully trained modules or tokens, is not merged weight by weight"
             )
+    # Below an adapted layer, only the parameters of base_layer belong to the model.
     adapted = tuple(f"{name}." for name, module in base.named_modules() if hasattr(module, "base_layer"))
     for name, parameter in base.named_parameters():
         if _BASE in name or not name.startswith(adapted):

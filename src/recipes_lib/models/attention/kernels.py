@@ -205,6 +205,7 @@ def _refusal(name: str, config: PreTrainedConfig, device: torch.device, compute_
     has_dropout = any(getattr(config, key, 0.0) for key in ("attention_dropout", "attn_pdrop"))
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     needs_half = is_flash or (is_varlen and is_cuda)
+    # FlashAttention 3 is for Hopper, FlashAttention 2 for Ampere and later.
     least = (9, 0) if name.endswith("3") else (8, 0)
     # Without a GPU, as when planning a launch, the capability is assumed to suffice.
     capability = torch.cuda.get_device_capability(device) if is_cuda and torch.cuda.is_available() else least
@@ -252,6 +253,7 @@ def prove_isolation(model: Any, layout: Layout) -> None:
     Source: ``tests/models/attention/test_kernels.py``, for models with and without leaks.
     """
     device = find_device(model)
+    # Different lengths, so that a swapped or shifted boundary changes results.
     lengths = (7, 9)
     documents = [torch.arange(2, 2 + length, device=device) for length in lengths]
     changed = [document + 9 for document in documents]

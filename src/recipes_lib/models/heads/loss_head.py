@@ -170,6 +170,7 @@ def verify_loss_head(model: Any) -> None:
     with evaluating(model), kernel_precision(model):
         own = model(input_ids=input_ids, labels=input_ids, use_cache=False)
         sums = model(input_ids=input_ids, labels=input_ids, loss_head=True)
+        # The last token is replaced: logits of a causal model before it must not change.
         changed = torch.cat([input_ids[:, :-1], input_ids[:, :1]], dim=1)
         ahead = model(input_ids=changed, use_cache=False).logits
         # The scales of 8-bit products and the batches of experts depend on all tokens, so that changing the last token
@@ -367,6 +368,7 @@ def _can_cut(model: Any, num_predictors: int, inputs: Mapping[str, Any]) -> bool
     which include the last token.
     """
     is_round = num_predictors > 0 and num_predictors % 8 == 0
+    # Other inputs may have no dimension of length L to cut.
     known = {"input_ids", "position_ids", "token_mask", "use_cache"}
     return is_round and inputs.keys() <= known and not _has_router_loss(model)
 
@@ -411,6 +413,7 @@ def _spell_mask(model: Any, visible: Tensor) -> Tensor:
     if config._attn_implementation == "sdpa":
         return visible
     if config._attn_implementation == "eager":
+        # Eager attention adds the mask to the scores; -inf would give NaN for fully masked rows.
         hidden_score = torch.finfo(model.dtype).min
         return torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, hidden_score)
     raise ValueError(f"{config._attn_implementation} takes no attention_mask; use sdpa or eager")
@@ -434,9 +437,11 @@ def _run_backbone(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | 
     inputs["use_cache"] = False
     config = model.config.get_text_config()
     is_flat, is_alone = "cu_seq_lens_q" in inputs, inputs.pop("one_document_a_row", False) and _is_causal(model)
+    # Documents are known from their bounds, or there is one per row: no need to search the positions for them.
     is_free = (is_flat or is_alone) and inputs.get("attention_mask") is None
     if is_free and takes_empty_mask(config._attn_implementation, is_flat=is_flat):
         inputs["attention_mask"] = _build_empty_mask(inputs["input_ids"].device)
+    # Not an argument of the backbone.
     token_mask = inputs.pop("token_mask", None)
     if _has_router_loss(model):
         inputs["output_router_logits"] = True

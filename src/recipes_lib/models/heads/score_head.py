@@ -108,10 +108,12 @@ def set_pad_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, te
     Source: transformers' ``GenericForSequenceClassification.forward``; ``tests/models/heads/test_score_head.py``.
     """
     ends = {tokenizer.eos_token_id, *terminators}
+    # load_tokenizer falls back to the EOS token, which is caught here.
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
         found = f"{tokenizer.pad_token!r} pads and ends answers, so transformers would read the score before the end"
         raise ConfigError(Problem("pad_token", found, _advise_pad_token(tokenizer, ends)))
     config = unwrap_adapter(model).config
+    # Both, because multimodal models read it from their text configuration.
     config.pad_token_id = config.get_text_config().pad_token_id = tokenizer.pad_token_id
 
 

@@ -146,7 +146,9 @@ def _attend(
         return output, None
     num_rows, num_tokens = query.shape[0], query.shape[2]
     # Under autocast, norms leave queries and keys in float32; values have the projection's dtype.
+    # (B, heads, l, D) to (B * l, heads, D).
     own, *others = [state.to(value.dtype).transpose(1, 2).flatten(0, 1) for state in (query, key, value)]
+    # `index` reorders tokens from rank order to document order, which cu_seq_lens refer to.
     if context.by_heads:
         queries, keys, values = (_take_heads(state, context)[index] for state in (own, *others))
         output = _take_tokens(attend_documents(queries, keys, values, settings), index, context)

@@ -157,8 +157,10 @@ def _leave_out(model: Any, part: PipelinePart, layers: Collection[int]) -> None:
     if unknown := [name for name in model.whole_names if not re.match(known, name)]:
         raise _refuse(model.config, f"it has {unknown[0]}, which belongs to no layer")
     _keep(model, base, layers, is_first=part.is_first, is_last=part.is_last)
+    # The projection of a tied model is in the last stage; elsewhere transformers must not tie a placeholder.
     if is_tied and not part.is_last:
         model.all_tied_weights_keys = {}
+    # Loading would otherwise shard modules that this stage does not have.
     absent = {name for name, module in model.named_modules() if isinstance(module, AbsentModule)}
     model.tp_plan = {name: style for name, style in model.tp_plan.items() if name not in absent}
 

@@ -82,6 +82,7 @@ def count_tensor_parallel_ranks(model: nn.Module) -> int:
     Raises:
         ConfigError: Some matrices are sharded and others are not.
     """
+    # Norms and biases are replicated by design; only matrices must be sharded.
     numbers = {name: _count_parts(tensor) for name, tensor in model.named_parameters() if tensor.ndim > 1}
     if len(set(numbers.values())) > 1:
         whole = sorted(name for name, number in numbers.items() if number == 1)
@@ -150,6 +151,7 @@ def project_vocabulary_parallel(hidden: Tensor, weight: DTensor, bias: Tensor | 
         weight: ``(V, D)``, sharded by rows.
         bias: ``(V,)``, sharded alike.
     """
+    # The matrix product of a replicated DTensor and a row-sharded weight gives logits sharded by vocabulary.
     alike = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
     logits: Any = functional.linear(alike, weight, bias)
     return cast(Tensor, logits.full_tensor())
