@@ -90,6 +90,17 @@ def test_missing_superfluous_and_misshapen_weights_are_named_together(model_dir:
     ]
 
 
+def test_a_value_of_the_wrong_type_and_missing_tokenizer_files_are_explained(model_dir: Path) -> None:
+    (model_dir / "tokenizer.json").unlink()
+    _, found, remedy = problem_of(lambda: load_tokenizer(config_for(model_dir), TokensConfig()))
+    assert "has no tokenizer files" in found
+    assert "tokenizer_name_or_path" in remedy
+    settings = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(settings | {"hidden_size": "64"}))
+    assert "'hidden_size'" in (found := problem_of(lambda: load_model_config(config_for(model_dir)))[1])
+    assert "expected int" in found
+
+
 def test_pickled_weights_are_never_opened(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     canary = model_dir / "opened"

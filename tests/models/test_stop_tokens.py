@@ -79,3 +79,11 @@ def test_a_plain_generation_is_the_likeliest_token_whatever_the_model_comes_with
         **given, generation_config=build_plain_generation([int(plain[0, 3]), int(plain[1, 3])], 1, 4)
     )
     assert stopped.shape == (2, 4)
+
+
+@pytest.mark.parametrize("configured", ["2", ["2"], -1, [], None, [-1, 2, 2, None]])
+def test_stop_tokens_that_are_no_ids_are_left_out(tiny_model_dir, tiny_tokenizer, configured):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    model.generation_config.eos_token_id = configured
+    expected = {7, tiny_tokenizer.eos_token_id} | ({2} if isinstance(configured, list) and 2 in configured else set())
+    assert set_stop_tokens(model, tiny_tokenizer, [7]) == sorted(expected)

@@ -215,8 +215,9 @@ def _make_valid(generation: GenerationConfig) -> None:
 def read_stop_ids(model: PreTrainedModel) -> list[int]:
     """Return the stop tokens of ``model.generate``, as set by ``set_stop_tokens``."""
     configured = model.generation_config.eos_token_id
-    had = configured if isinstance(configured, list) else [configured]
-    return sorted({*had} - {None})
+    # Checkpoints also have null, -1 or strings there, by which generate never stops.
+    token_ids = configured if isinstance(configured, list) else [configured]
+    return sorted({token_id for token_id in token_ids if isinstance(token_id, int) and token_id >= 0})
 
 
 class _PlainGeneration(GenerationConfig):

@@ -63,6 +63,11 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
         "convert them where you trust them: from_pretrained, then save_pretrained",
     ),
     (
+        "backend tokenizer",
+        "has no tokenizer files",
+        "copy those of its tokenizer beside it, or set tokenizer_name_or_path",
+    ),
+    (
         "AutoModelForSequenceClassification",
         "is of an architecture without a score head in transformers",
         "choose a model that has one, such as of Llama, Qwen, Mistral, Gemma, Phi or OPT",
@@ -401,7 +406,7 @@ def _explain(name: str, error: Exception) -> tuple[str, str]:
 def _first_line(error: Exception) -> str:
     first, _, rest = str(error).strip().partition("\n")
     # Validation errors give the reason on the second line.
-    words = f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first
+    words = f"{first} {rest.strip().partition(chr(10))[0]}" if first.rstrip().endswith(":") else first
     return words if isinstance(error, OSError | ValueError) and words else f"{type(error).__name__} {words}".strip()
 
 

@@ -165,6 +165,13 @@ def test_with_statistics_the_reference_answers_have_mean_0_and_deviation_1(rewar
     assert reward_model.compute_raw_scores(encode_answers(reward_model.tokenizer, CHATS)) == raw
 
 
+@pytest.mark.parametrize("values", [(None, 1.0), (0.0, 0.0), ("a", 1.0), (math.nan, 1.0), (0.0, None)])
+def test_statistics_of_a_configuration_that_are_no_numbers_are_refused(reward_model: RewardModel, values: Any) -> None:
+    reward_model.model.config.reward_mean, reward_model.model.config.reward_std = values
+    with pytest.raises(ConfigError, match="has reward_mean"):
+        reward_model.score(CHATS)
+
+
 def save(reward_model: RewardModel, folder: Path) -> Path:
     reward_model.model.save_pretrained(folder)
     reward_model.tokenizer.save_pretrained(folder)

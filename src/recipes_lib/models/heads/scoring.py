@@ -263,9 +263,26 @@ def store_reward_statistics(model: Any, computed: RewardStatistics) -> None:
 
 
 def read_reward_statistics(model: Any) -> RewardStatistics | None:
-    """Return the statistics of ``store_reward_statistics``; ``None`` without them."""
-    config = model.config
-    return RewardStatistics(config.reward_mean, config.reward_std) if hasattr(config, "reward_mean") else None
+    """Return the statistics of ``store_reward_statistics``; ``None`` without them.
+
+    Raises:
+        ConfigError: They are not finite numbers with a positive standard deviation.
+    """
+    mean, std = (getattr(model.config, name, None) for name in ("reward_mean", "reward_std"))
+    if mean is None and std is None:
+        return None
+    try:
+        return _verify_statistics(mean, std)
+    except (ValueError, TypeError) as error:
+        found = f"config.json of the reward model has reward_mean {mean!r} and reward_std {std!r}"
+        remedy = "correct them in a copy of the model, or remove both for raw scores"
+        raise ConfigError(Problem("reward_model_name_or_path", found, remedy)) from error
+
+
+def _verify_statistics(mean: Any, std: Any) -> RewardStatistics:
+    if not (math.isfinite(mean) and 0 < std < math.inf):
+        raise ValueError(f"mean {mean}, std {std}")
+    return RewardStatistics(mean, std)
 
 
 def read_scale(adapter: Path) -> RewardStatistics:
@@ -275,10 +292,7 @@ def read_scale(adapter: Path) -> RewardStatistics:
         ConfigError: The file is missing or invalid.
     """
     try:
-        mean, std = RewardStatistics(**read_record(adapter / SCALE_FILE))
-        if not (math.isfinite(mean) and 0 < std < math.inf):
-            raise ValueError(f"mean {mean}, std {std}")
-        return RewardStatistics(mean, std)
+        return _verify_statistics(**read_record(adapter / SCALE_FILE))
     except (DataError, ValueError, TypeError) as error:
         found = f"{adapter} holds no sound {SCALE_FILE}, without which its scores mean nothing beside others"
         remedy = "name the output directory of a finished run of recipes/reward.py"
