@@ -155,7 +155,7 @@ def test_code_of_a_model_never_runs_unasked(model_dir: Path) -> None:
     (model_dir / "custom.py").write_text(f"open({str(model_dir / 'ran')!r}, 'w')")
     edit_json(model_dir / "config.json", model_type="custom", auto_map={"AutoConfig": "custom.Custom"})
     _, found, remedy = problem_of(lambda: load_model_config(config_for(model_dir)))
-    assert found == f"{model_dir} brings code of its own"
+    assert found == f"{model_dir} has its own code"
     assert "trust_remote_code: true" in remedy
     assert not (model_dir / "ran").exists()
 

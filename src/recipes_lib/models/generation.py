@@ -243,12 +243,6 @@ def build_plain_generation(stop_ids: Sequence[int], pad_id: int, max_new_tokens:
     """
     return _PlainGeneration(  # type: ignore[no-untyped-call]
         do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
         max_new_tokens=max_new_tokens,
         eos_token_id=list(stop_ids) or None,
         pad_token_id=pad_id,

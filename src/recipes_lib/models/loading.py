@@ -54,19 +54,15 @@ _REASONS: Final[Sequence[tuple[type[Exception] | str, str, str]]] = (
     (HFValidationError, "is neither a folder nor a Hub id", "check the path"),
     (
         "trust_remote_code",
-        "brings code of its own",
-        "read it, then set trust_remote_code: true and model_revision to its commit",
+        "has its own code",
+        "review it; set trust_remote_code: true and model_revision to its commit",
     ),
     (
         "safetensors",
         "has no whole safetensors weights, and pickled ones could run code",
         "convert them where you trust them: from_pretrained, then save_pretrained",
     ),
-    (
-        "backend tokenizer",
-        "has no tokenizer files",
-        "copy those of its tokenizer beside it, or set tokenizer_name_or_path",
-    ),
+    ("backend tokenizer", "has no tokenizer files", "copy them beside it, or set tokenizer_name_or_path"),
     (
         "AutoModelForSequenceClassification",
         "is of an architecture without a score head in transformers",

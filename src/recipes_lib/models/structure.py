@@ -171,13 +171,11 @@ def prune_layers(model: PreTrainedModel, layers: Sequence[int]) -> None:
             if child is all_layers:
                 setattr(parent, name, remaining)
     config: Any = model.config.get_text_config()
-    # A list of end tokens may have as many elements as there are layers.
-    lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and name != "eos_token_id"}
-    by_layer = {name: value for name, value in lists.items() if len(value) == count}
-    # After by_layer, which compares lengths with the old number.
+    for name, value in vars(config).copy().items():
+        # A list of end tokens may have as many elements as there are layers.
+        if isinstance(value, list) and len(value) == count and name != "eos_token_id":
+            setattr(config, name, [value[number - 1] for number in layers])
     config.num_hidden_layers = len(layers)
-    for name, value in by_layer.items():
-        setattr(config, name, [value[number - 1] for number in layers])
 
 
 def verify_copy(student: PreTrainedModel, pruned: PreTrainedModel, folder: Path) -> None:
