@@ -210,7 +210,7 @@ def attach_scorer(model: PeftModel, folder: Path, name: str) -> Tensor:
 
 def _refuse_weights(key: str, name: str | Path, differing: Collection[str]) -> ConfigError:
     found = f"{name} and its {ADAPTER_CONFIG} disagree about {len(differing)} weights, such as {min(differing)}"
-    return ConfigError(Problem(key, found, "name a complete adapter of this model"))
+    return ConfigError(Problem(key, found, "name a complete adapter of this model, or merge it with PEFT first"))
 
 
 def load_fresh_base(model: PeftModel) -> PreTrainedModel:

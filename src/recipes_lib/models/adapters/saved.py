@@ -145,7 +145,7 @@ def check_saved(saved: PeftConfig, folder: Path, task_type: str) -> Iterator[tup
         yield f"has no {ADAPTER_WEIGHTS}", "pickled weights could run code: convert them where you trust them"
     # Without a task, as by LoraConfig's default, the adapter fits any.
     if saved.task_type not in (None, task_type):
-        yield f"was trained for {saved.task_type}, not {task_type}", "merge it first: `recipes merge`"
+        yield f"was trained for {saved.task_type}, not {task_type}", "merge it with PEFT first"
     if saved.bias != "none":
         yield "trains biases of the base, which stay changed when it is disabled", "name an adapter with bias: none"
     if has_such_an_init(saved):
