@@ -187,7 +187,7 @@ def _advise_pad_token(tokenizer: PreTrainedTokenizerBase, ends: set[int]) -> str
     ]
     if unused:
         names = sorted(unused, key=lambda token: ("pad" not in token, special[token]))[:3]
-        return f"set pad_token to a special token that stands in no text, such as {' or '.join(names)}"
+        return f"set pad_token to a special token that occurs in no text, such as {' or '.join(names)}"
     return (
         "add one: tokenizer.add_special_tokens({'pad_token': '<|pad|>'}), "
         "model.resize_token_embeddings(len(tokenizer)), save both, and name that folder"

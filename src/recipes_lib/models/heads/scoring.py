@@ -294,7 +294,7 @@ def read_scale(adapter: Path) -> RewardStatistics:
     try:
         return _verify_statistics(**read_record(adapter / SCALE_FILE))
     except (DataError, ValueError, TypeError) as error:
-        found = f"{adapter} holds no sound {SCALE_FILE}, without which its scores mean nothing beside others"
+        found = f"{adapter} has no valid {SCALE_FILE}, which is needed to normalise its scores"
         remedy = "name the output directory of a finished run of recipes/reward.py"
         raise ConfigError(Problem("model_name_or_path", found, remedy)) from error
 
