@@ -310,7 +310,7 @@ def test_a_padding_token_that_ends_answers_is_refused(
     assert problem.where == "pad_token"
     assert repr(pad_token or "<|endoftext|>") in problem.found
     # The end of text and what the template writes are no proposals.
-    assert problem.remedy == "set pad_token to a special token that stands in no text, such as <|pad|>"
+    assert problem.remedy == "set pad_token to a special token that occurs in no text, such as <|pad|>"
 
 
 def test_where_no_token_is_left_to_pad_with_the_remedy_adds_one(tiny_model_dir: Path) -> None:
