@@ -248,8 +248,8 @@ def verify_first_sums(sums: DistillationSums, dtype: torch.dtype, kind: str = "l
     divergence, nll, teacher_nll = (
         float(figure) / num_targets for figure in (sums.divergence_sum, sums.nll_sum, sums.teacher_nll_sum)
     )
-    # Written so that NaN fails too.
     allowed = 4 * torch.finfo(dtype).eps
+    # Negated, so that NaN fails too.
     if is_own_teacher and not abs(divergence) <= allowed:
         raise DivergedError(
             f"the student is its own teacher, but before the first update their divergence is {divergence:.3g} nats, "

@@ -134,7 +134,7 @@ class OnPolicyAnswers:
         questions = [question for question in read_questions(batch) if len(question.prompt) <= room]
         try:
             answers, num_finished = self._answer(student, questions, step)
-        # No collective may follow on this process alone: the preemption guard stops all ranks at the step boundary.
+        # Sampling needs no collective, so that a rank can stop it alone; the step is then not made.
         except LeftError:
             answers, num_finished = [], 0
         counts = torch.tensor([len(answers), num_finished])
